@@ -1,0 +1,45 @@
+"""The one interface between a model and the synthesizer, implemented by the torch oracle and the megakernel.
+
+A backend owns weights; everything about one utterance lives in the `StreamState` it returns, so any
+number of open streams can take turns on one backend. A backend is not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mktts.sampling import Sampling
+
+StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, generator
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One 80 ms frame. `codes` is (16,) int64 on the host, or None when the talker said end-of-speech."""
+
+    codes: Tensor | None
+    talker_ms: float
+    predictor_ms: float
+
+
+class Backend(Protocol):
+    """Talker and code predictor of one checkpoint."""
+
+    name: str
+
+    def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
+        """Prefills `prompt` (L, H) and returns a stream that can make up to `max_frames` frames.
+
+        Raises CapacityError where L + max_frames exceeds the model's positions.
+        """
+
+    def step(self, state: StreamState, text: Tensor | None) -> Frame:
+        """Makes the next frame.
+
+        `text` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
+        the talker's next input; it is None exactly on the first call, whose talker input was the prompt.
+        After end-of-speech or `max_frames` frames, step must not be called again (CapacityError).
+        """

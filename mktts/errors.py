@@ -1,0 +1,45 @@
+"""Every error this package raises on bad input. Each message says what was expected, what came, and what to do."""
+
+
+class MkttsError(Exception):
+    """Base class: catch this to catch everything mktts raises on purpose."""
+
+
+class CheckpointError(MkttsError):
+    """A checkpoint cannot be found, read, or does not have the Qwen3-TTS 12 Hz layout."""
+
+
+class TextError(MkttsError, ValueError):
+    """The text (or instruction) cannot be spoken: empty, not a string, or over the limit."""
+
+
+class PromptError(MkttsError, ValueError):
+    """Language, speaker, voice or layout does not fit the checkpoint."""
+
+
+class VoiceError(MkttsError, ValueError):
+    """Reference audio or a saved voice is unusable."""
+
+
+class SamplingError(MkttsError, ValueError):
+    """A sampling setting is out of range."""
+
+
+class CodecError(MkttsError, ValueError):
+    """Codes or codec state do not fit the codec decoder."""
+
+
+class CapacityError(MkttsError):
+    """A stream asks for more positions than its key-value cache holds."""
+
+
+class BackendUnavailable(MkttsError):
+    """The requested backend or device cannot run on this machine."""
+
+
+class EngineError(MkttsError):
+    """The worker that owns the model failed or was closed."""
+
+
+class BatchError(MkttsError):
+    """A notebook grid is wrong (unknown parameter, missing notebook) or a run in it failed."""

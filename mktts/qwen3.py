@@ -1,0 +1,153 @@
+"""One Qwen3 decoder stack in plain PyTorch, rounding where transformers 4.57 rounds (sdpa attention).
+
+The talker and the code predictor are both this stack. Batch 1; the key-value cache is static and belongs
+to the caller. In bf16 every intermediate named in upstream's modules is rounded to bf16, RMSNorm computes in
+fp32, and rotary angles are fp32: that makes greedy codes equal to upstream's on CPU.
+Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mktts.errors import CapacityError
+from mktts.spec import StackConfig
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of one decoder layer; shapes as in the checkpoint, (out, in)."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+@dataclass
+class KVCache:
+    """Keys (rotated) and values of one stream: (layers, 1, kv heads, capacity, head_dim); `length` are filled."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+    def copy(self) -> KVCache:
+        return KVCache(self.keys.clone(), self.values.clone(), self.length)
+
+
+class Qwen3Stack:
+    """`num_hidden_layers` decoder layers and the final norm, read from `tensors` under `prefix`."""
+
+    def __init__(
+        self, config: StackConfig, tensors: Mapping[str, Tensor], prefix: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        def get(name: str) -> Tensor:
+            return tensors[f"{prefix}{name}.weight"].to(device, dtype)
+
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.layers = [
+            LayerWeights(**{field: get(f"layers.{i}.{name}") for field, name in _LAYER_NAMES.items()})
+            for i in range(config.num_hidden_layers)
+        ]
+        self.norm = get("norm")
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+        self._inverse_frequency = (1.0 / config.rope_theta**half).to(device)  # (head_dim / 2,) fp32
+
+    def new_cache(self, positions: int) -> KVCache:
+        """A cache for `positions` tokens. Raises CapacityError beyond the model's own limit."""
+        c = self.config
+        if positions > c.max_position_embeddings:
+            raise CapacityError(
+                f"{positions} positions asked for, the model has {c.max_position_embeddings}: shorten the text or max_frames"
+            )
+        shape = (c.num_hidden_layers, 1, c.num_key_value_heads, positions, c.head_dim)
+        empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return KVCache(*empty)
+
+    def forward(self, x: Tensor, cache: KVCache) -> Tensor:
+        """Appends `x` (1, T, H) to the cache; returns the normed hidden states (1, T, H).
+
+        T > 1 is only valid on an empty cache (prefill). Raises CapacityError when the cache is full.
+        """
+        end = cache.length + x.shape[1]
+        if end > cache.capacity:
+            raise CapacityError(f"key-value cache holds {cache.capacity} positions, position {end} was asked for")
+        assert x.shape[1] == 1 or cache.length == 0, "several rows at once only on an empty cache"
+        cos, sin = self._rotary(cache.length, end)
+        for index, layer in enumerate(self.layers):
+            x = self._layer(layer, x, cos, sin, cache.keys[index], cache.values[index], end)
+        cache.length = end
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def _rotary(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, end, device=self.device).float()
+        angle = torch.outer(positions, self._inverse_frequency)
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)  # (T, head_dim) each
+
+    def _layer(
+        self, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, end: int
+    ) -> Tensor:
+        c, rows = self.config, x.shape[1]
+
+        def heads(weight: Tensor, count: int) -> Tensor:
+            return F.linear(h, weight).view(1, rows, count, c.head_dim)
+
+        h = rms_norm(x, w.input_norm, c.rms_norm_eps)
+        q = rms_norm(heads(w.q, c.num_attention_heads), w.q_norm, c.rms_norm_eps).transpose(1, 2)
+        k = rms_norm(heads(w.k, c.num_key_value_heads), w.k_norm, c.rms_norm_eps).transpose(1, 2)
+        keys[:, :, end - rows : end] = rotate(k, cos, sin)
+        values[:, :, end - rows : end] = heads(w.v, c.num_key_value_heads).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), keys[:, :, :end], values[:, :, :end], is_causal=rows > 1, enable_gqa=True
+        )
+        x = x + F.linear(attended.transpose(1, 2).reshape(1, rows, -1), w.o)
+        h = rms_norm(x, w.post_norm, c.rms_norm_eps)
+        return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, normalised in fp32 and rounded before the weight, as Qwen3RMSNorm."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding, NeoX halves (i, i + head_dim / 2). `x` (1, heads, T, head_dim)."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

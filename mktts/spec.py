@@ -1,0 +1,214 @@
+"""Facts of Qwen3-TTS 12 Hz, and the configuration of one checkpoint read from its `config.json`.
+
+The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card and
+`speech_tokenizer/config.json`); nothing else in the package repeats them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mktts.errors import CheckpointError
+
+SAMPLE_RATE_HZ = 24_000
+FRAME_RATE_HZ = 12.5
+SAMPLES_PER_FRAME = 1_920
+NUM_CODEBOOKS = 16
+CODEBOOK_SIZE = 2_048
+FRAME_MS = 1_000 / FRAME_RATE_HZ
+AUDIBLE_DBFS = -60.0  # "audible" means a sample above this level, everywhere
+
+assert SAMPLE_RATE_HZ / SAMPLES_PER_FRAME == FRAME_RATE_HZ
+
+MODEL_TYPES = ("base", "custom_voice", "voice_design")
+SUPPRESSED_TAIL = 1_024  # the last 1 024 talker ids are control ids; only end-of-speech may be sampled
+MIN_NEW_FRAMES = 2  # upstream min_new_tokens: end-of-speech is impossible in the first two frames
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """Dimensions of one Qwen3 decoder stack (talker or code predictor)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of bf16 keys and values that one position takes."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True)
+class TextIds:
+    """Ids on the text side (Qwen byte-pair vocabulary) that frame a prompt."""
+
+    im_start: int
+    im_end: int
+    assistant: int
+    tts_pad: int
+    tts_bos: int
+    tts_eos: int
+
+
+@dataclass(frozen=True)
+class CodecIds:
+    """Control ids on the codec side (talker vocabulary)."""
+
+    pad: int
+    bos: int
+    eos: int
+    think: int
+    nothink: int
+    think_bos: int
+    think_eos: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the talker side of a checkpoint is: read with `ModelConfig.load(folder)`."""
+
+    model_type: str
+    model_size: str
+    talker: StackConfig
+    predictor: StackConfig
+    text_vocab_size: int
+    text_hidden_size: int
+    text_ids: TextIds
+    codec_ids: CodecIds
+    languages: dict[str, int]
+    speakers: dict[str, int]
+    dialects: dict[str, str | bool]
+    speaker_embedding_size: int | None
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelConfig:
+        """Reads `folder/config.json`. Raises CheckpointError naming the missing or wrong key."""
+        raw = _read_json(folder / "config.json")
+        where = str(folder / "config.json")
+        talker = _get(raw, "talker_config", dict, where)
+        model_type = _get(raw, "tts_model_type", str, where)
+        if model_type not in MODEL_TYPES:
+            raise CheckpointError(f"{where}: tts_model_type must be one of {MODEL_TYPES}, found {model_type!r}")
+        groups = _get(talker, "num_code_groups", int, where)
+        if groups != NUM_CODEBOOKS:
+            raise CheckpointError(f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint")
+        encoder = raw.get("speaker_encoder_config") if model_type == "base" else None
+        return cls(
+            model_type=model_type,
+            model_size=_get(raw, "tts_model_size", str, where),
+            talker=_stack(talker, where),
+            predictor=_stack(_get(talker, "code_predictor_config", dict, where), where),
+            text_vocab_size=_get(talker, "text_vocab_size", int, where),
+            text_hidden_size=_get(talker, "text_hidden_size", int, where),
+            text_ids=TextIds(
+                im_start=_get(raw, "im_start_token_id", int, where),
+                im_end=_get(raw, "im_end_token_id", int, where),
+                assistant=_get(raw, "assistant_token_id", int, where),
+                tts_pad=_get(raw, "tts_pad_token_id", int, where),
+                tts_bos=_get(raw, "tts_bos_token_id", int, where),
+                tts_eos=_get(raw, "tts_eos_token_id", int, where),
+            ),
+            codec_ids=CodecIds(
+                pad=_get(talker, "codec_pad_id", int, where),
+                bos=_get(talker, "codec_bos_id", int, where),
+                eos=_get(talker, "codec_eos_token_id", int, where),
+                think=_get(talker, "codec_think_id", int, where),
+                nothink=_get(talker, "codec_nothink_id", int, where),
+                think_bos=_get(talker, "codec_think_bos_id", int, where),
+                think_eos=_get(talker, "codec_think_eos_id", int, where),
+            ),
+            languages=dict(_get(talker, "codec_language_id", dict, where)),
+            speakers=dict(_get(talker, "spk_id", dict, where)),
+            dialects=dict(_get(talker, "spk_is_dialect", dict, where)),
+            speaker_embedding_size=_get(encoder, "enc_dim", int, where) if encoder else None,
+        )
+
+    @property
+    def takes_instruct(self) -> bool:
+        """Upstream ignores `instruct` on the 0.6B CustomVoice checkpoint; VoiceDesign and 1.7B use it."""
+        return self.model_type == "voice_design" or (self.model_type == "custom_voice" and self.model_size != "0b6")
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """Dimensions of the codec decoder: `speech_tokenizer/config.json`, key `decoder_config`."""
+
+    latent_dim: int
+    codebook_dim: int
+    codebook_size: int
+    decoder_dim: int
+    hidden_size: int
+    intermediate_size: int
+    head_dim: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int
+    num_quantizers: int
+    rms_norm_eps: float
+    rope_theta: float
+    sliding_window: int
+    upsample_rates: tuple[int, ...]
+    upsampling_ratios: tuple[int, ...]
+    dilations: tuple[int, ...] = field(default=(1, 3, 9))  # residual units; fixed in upstream's decoder block
+
+    @classmethod
+    def load(cls, folder: Path) -> CodecConfig:
+        """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming what does not fit."""
+        path = folder / "speech_tokenizer" / "config.json"
+        raw, where = _read_json(path), str(path)
+        decoder = _get(raw, "decoder_config", dict, where)
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name == "dilations":
+                continue
+            value = _get(decoder, f.name, object, where)
+            values[f.name] = tuple(value) if isinstance(value, list) else value
+        config = cls(**values)
+        upsampling = 1
+        for rate in (*config.upsample_rates, *config.upsampling_ratios):
+            upsampling *= rate
+        for name, expected, found in (
+            ("output_sample_rate", SAMPLE_RATE_HZ, _get(raw, "output_sample_rate", int, where)),
+            ("decode_upsample_rate", SAMPLES_PER_FRAME, _get(raw, "decode_upsample_rate", int, where)),
+            ("product of the up-sampling rates", SAMPLES_PER_FRAME, upsampling),
+            ("num_quantizers", NUM_CODEBOOKS, config.num_quantizers),
+        ):
+            if found != expected:
+                raise CheckpointError(f"{where}: {name} must be {expected}, found {found}: not a 12 Hz speech tokenizer")
+        return config
+
+
+def _stack(raw: dict[str, Any], where: str) -> StackConfig:
+    values = {f.name: _get(raw, f.name, (int, float), where) for f in fields(StackConfig)}
+    return StackConfig(**values)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected this file of the Hub layout, found nothing. Pass the checkpoint's top folder.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: expected a JSON object, could not read it: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _get(raw: dict[str, Any], key: str, kind: Any, where: str) -> Any:
+    if key not in raw:
+        raise CheckpointError(f"{where}: expected key {key!r}, found only {sorted(raw)}")
+    if not isinstance(raw[key], kind):
+        raise CheckpointError(f"{where}: {key} must be {kind}, found {raw[key]!r}")
+    return raw[key]
