@@ -92,7 +92,8 @@ class Qwen3Stack:
         c = self.config
         if positions > c.max_position_embeddings:
             raise CapacityError(
-                f"{positions} positions asked for, the model has {c.max_position_embeddings}: shorten the text or max_frames"
+                f"{positions} positions asked for, the model has {c.max_position_embeddings}: "
+                "shorten the text or lower max_frames"
             )
         shape = (c.num_hidden_layers, 1, c.num_key_value_heads, positions, c.head_dim)
         empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))

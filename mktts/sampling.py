@@ -63,7 +63,7 @@ def penalise(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
 
 
 def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None) -> Tensor:
-    """Chooses one id from `logits` (V,) fp32; -inf marks forbidden ids. Returns a () int64 tensor on the same device."""
+    """Chooses one id from `logits` (V,) fp32, -inf marking forbidden ids. Returns () int64 on the same device."""
     if not choice.do_sample:
         return logits.argmax()
     probabilities = distribution(logits, choice)

@@ -102,7 +102,9 @@ class ModelConfig:
             raise CheckpointError(f"{where}: tts_model_type must be one of {MODEL_TYPES}, found {model_type!r}")
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:
-            raise CheckpointError(f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint")
+            raise CheckpointError(
+                f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint"
+            )
         encoder = raw.get("speaker_encoder_config") if model_type == "base" else None
         return cls(
             model_type=model_type,
@@ -185,7 +187,9 @@ class CodecConfig:
             ("num_quantizers", NUM_CODEBOOKS, config.num_quantizers),
         ):
             if found != expected:
-                raise CheckpointError(f"{where}: {name} must be {expected}, found {found}: not a 12 Hz speech tokenizer")
+                raise CheckpointError(
+                    f"{where}: {name} must be {expected}, found {found}: not a 12 Hz speech tokenizer"
+                )
         return config
 
 
@@ -198,7 +202,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected this file of the Hub layout, found nothing. Pass the checkpoint's top folder.") from None
+        raise CheckpointError(
+            f"{path}: expected this file of the Hub layout, found nothing. Pass the checkpoint's top folder."
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: expected a JSON object, could not read it: {error}") from None
     if not isinstance(value, dict):

@@ -1,0 +1,5 @@
+"""Qwen3-TTS 12 Hz speech, streamed frame by frame."""
+
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+__all__ = ["FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ"]
