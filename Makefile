@@ -1,0 +1,67 @@
+# mktts needs Python 3.11 or newer and make; everything else is installed into .venv by the first target you run.
+# Settings: PYTHON=python3.12 (which Python), TORCH_INDEX=URL (a PyTorch wheel index, for another CUDA version or
+# CPU only), RUN_ARGS / BENCH_ARGS / PYTEST_ARGS (passed on), VENV=folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+RUN_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+NOTEBOOKS := notebooks/*.ipynb
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow lab lint format bench clean-nb
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+
+setup: $(STAMP) ## the virtual environment with the pinned requirements
+
+# The stamp is written last, so an interrupted installation is taken up again instead of being taken as done.
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "mktts needs Python 3.11 or newer, found: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: install your system's package for them (Debian: python3-venv)," >&2; \
+	  echo "or name another Python: make PYTHON=/path/to/python3 ..." >&2; \
+	  exit 1; }
+	@rm -f $(STAMP)
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(PIP) install --index-url "$(TORCH_INDEX)" "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"; fi
+	$(PIP) install -r requirements.txt
+	@touch $(STAMP)
+
+run: $(STAMP) ## every notebook in order; results under outputs/
+	$(BIN)/python -m mktts run $(NOTEBOOKS) $(RUN_ARGS)
+
+test: $(STAMP) ## the tests, on every core; GPU tests skip themselves where there is no GPU
+	$(PYTEST) -n auto --maxprocesses 8 -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lab: $(STAMP) ## JupyterLab on the notebooks
+	$(BIN)/python -m jupyterlab notebooks
+
+bench: $(STAMP) ## timings: a table, then one JSON line
+	$(BIN)/python -m mktts bench $(BENCH_ARGS)
+
+lint: $(STAMP) ## ruff over Python files and notebooks
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(STAMP) ## ruff, changing files
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
+	$(BIN)/python -m nbstripout --extra-keys \
+	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
