@@ -25,6 +25,10 @@ class SamplingError(MkttsError, ValueError):
     """A sampling setting is out of range."""
 
 
+class OptionsError(MkttsError, ValueError):
+    """A streaming option (chunk schedule, buffer, limit, seed) is out of range."""
+
+
 class CodecError(MkttsError, ValueError):
     """Codes or codec state do not fit the codec decoder."""
 
@@ -39,6 +43,10 @@ class BackendUnavailable(MkttsError):
 
 class EngineError(MkttsError):
     """The worker that owns the model failed or was closed."""
+
+
+class MetricsError(MkttsError, ValueError):
+    """A figure cannot be computed or recorded: no audio, not a number, not a scalar."""
 
 
 class BatchError(MkttsError):
