@@ -1,0 +1,159 @@
+"""The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration.
+
+Names and shapes are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released
+checkpoints come out exactly (tests/test_checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mktts.errors import CheckpointError
+from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+WEIGHT_DTYPES = ("BF16", "F32")
+
+Shape = tuple[int, ...]
+
+# Speaker encoder (ECAPA-TDNN): config.json gives its output width only, the rest are upstream's class defaults.
+SPEAKER_MELS = 128
+SPEAKER_CHANNELS = (512, 512, 512, 512, 1536)
+SPEAKER_KERNELS = (5, 3, 3, 3, 1)
+SPEAKER_ATTENTION_CHANNELS = 128
+SPEAKER_RES2NET_SCALE = 8
+SPEAKER_SE_CHANNELS = 128
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be (`dtypes`: the allowed ones), or what a file's header says it is (`dtypes`: that one)."""
+
+    shape: Shape
+    dtypes: tuple[str, ...] = WEIGHT_DTYPES
+
+    @property
+    def params(self) -> int:
+        return math.prod(self.shape)
+
+    def nbytes(self, dtype: str | None = None) -> int:
+        """Bytes of the data in `dtype` (a safetensors name), or in the first allowed one."""
+        return self.params * DTYPE_BYTES[dtype or self.dtypes[0]]
+
+
+Layout = dict[str, TensorSpec]
+
+
+def expected_tensors(config: ModelConfig) -> Layout:
+    """The tensors of `model.safetensors`: talker, code predictor and, for Base, the speaker encoder."""
+    talker, predictor = config.talker, config.predictor
+    h, text = talker.hidden_size, config.text_hidden_size
+    shapes: dict[str, Shape] = {
+        "talker.model.codec_embedding.weight": (talker.vocab_size, h),
+        "talker.model.text_embedding.weight": (config.text_vocab_size, text),
+        "talker.text_projection.linear_fc1.weight": (text, text),
+        "talker.text_projection.linear_fc1.bias": (text,),
+        "talker.text_projection.linear_fc2.weight": (h, text),
+        "talker.text_projection.linear_fc2.bias": (h,),
+        "talker.codec_head.weight": (talker.vocab_size, h),
+    }
+    shapes |= _stack("talker.model.", talker)
+    shapes |= _stack("talker.code_predictor.model.", predictor)
+    for group in range(NUM_CODEBOOKS - 1):
+        # embeddings are as wide as the talker: they are also summed into its next input
+        shapes[f"talker.code_predictor.model.codec_embedding.{group}.weight"] = (predictor.vocab_size, h)
+        shapes[f"talker.code_predictor.lm_head.{group}.weight"] = (predictor.vocab_size, predictor.hidden_size)
+    if h != predictor.hidden_size:
+        shapes["talker.code_predictor.small_to_mtp_projection.weight"] = (predictor.hidden_size, h)
+        shapes["talker.code_predictor.small_to_mtp_projection.bias"] = (predictor.hidden_size,)
+    if config.speaker_embedding_size is not None:
+        shapes |= dict(_speaker_encoder(config.speaker_embedding_size))
+    return layout(shapes)
+
+
+def check(found: Mapping[str, TensorSpec], expected: Layout, where: str) -> None:
+    """Compares a file's tensors with the contract.
+
+    Raises one CheckpointError naming the first tensor that does not fit (shape and dtype before missing before
+    surplus), what was expected, what was found, and how many more there are.
+    """
+    problems = [
+        f"tensor {name}: expected shape {spec.shape}, found {found[name].shape}"
+        for name, spec in expected.items()
+        if name in found and found[name].shape != spec.shape
+    ]
+    problems += [
+        f"tensor {name}: expected dtype {' or '.join(spec.dtypes)}, found {found[name].dtypes[0]}"
+        for name, spec in expected.items()
+        if name in found and found[name].dtypes[0] not in spec.dtypes
+    ]
+    problems += [
+        f"tensor {name}: expected shape {spec.shape}, found no such tensor"
+        for name, spec in expected.items()
+        if name not in found
+    ]
+    problems += [
+        f"tensor {name}: expected no such tensor for this configuration, found shape {spec.shape}"
+        for name, spec in found.items()
+        if name not in expected
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"{where}: {problems[0]}{more}. Expected {len(expected)} tensors, found {len(found)}. "
+            "The weights do not belong to this config.json; download both again."
+        )
+
+
+def layout(shapes: Mapping[str, Shape]) -> Layout:
+    return {name: TensorSpec(shape) for name, shape in shapes.items()}
+
+
+def _stack(prefix: str, c: StackConfig) -> dict[str, Shape]:
+    """One Qwen3 decoder stack: grouped-query attention with q/k norms, SwiGLU, no biases."""
+    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, Shape] = {prefix + "norm.weight": (h,)}
+    for i in range(c.num_hidden_layers):
+        layer = f"{prefix}layers.{i}."
+        shapes |= {
+            layer + "input_layernorm.weight": (h,),
+            layer + "self_attn.q_proj.weight": (q, h),
+            layer + "self_attn.k_proj.weight": (kv, h),
+            layer + "self_attn.v_proj.weight": (kv, h),
+            layer + "self_attn.o_proj.weight": (h, q),
+            layer + "self_attn.q_norm.weight": (c.head_dim,),
+            layer + "self_attn.k_norm.weight": (c.head_dim,),
+            layer + "post_attention_layernorm.weight": (h,),
+            layer + "mlp.gate_proj.weight": (c.intermediate_size, h),
+            layer + "mlp.up_proj.weight": (c.intermediate_size, h),
+            layer + "mlp.down_proj.weight": (h, c.intermediate_size),
+        }
+    return shapes
+
+
+def conv(name: str, *shape: int, channels: int | None = None) -> Iterator[tuple[str, Shape]]:
+    """Weight and bias of a convolution; `channels` is the bias length (default: the first weight dimension)."""
+    yield name + ".weight", shape
+    yield name + ".bias", (channels or shape[0],)
+
+
+def _speaker_encoder(enc_dim: int) -> Iterator[tuple[str, Shape]]:
+    root = "speaker_encoder."
+    first, *blocks, last = SPEAKER_CHANNELS
+    yield from conv(root + "blocks.0.conv", first, SPEAKER_MELS, SPEAKER_KERNELS[0])
+    width = first
+    for i, channels in enumerate(blocks, start=1):
+        block, part = f"{root}blocks.{i}.", channels // SPEAKER_RES2NET_SCALE
+        yield from conv(block + "tdnn1.conv", channels, width, 1)
+        for j in range(SPEAKER_RES2NET_SCALE - 1):
+            yield from conv(f"{block}res2net_block.blocks.{j}.conv", part, part, SPEAKER_KERNELS[i])
+        yield from conv(block + "tdnn2.conv", channels, channels, 1)
+        yield from conv(block + "se_block.conv1", SPEAKER_SE_CHANNELS, channels, 1)
+        yield from conv(block + "se_block.conv2", channels, SPEAKER_SE_CHANNELS, 1)
+        width = channels
+    yield from conv(root + "mfa.conv", last, sum(blocks), SPEAKER_KERNELS[-1])
+    yield from conv(root + "asp.tdnn.conv", SPEAKER_ATTENTION_CHANNELS, 3 * last, 1)
+    yield from conv(root + "asp.conv", last, SPEAKER_ATTENTION_CHANNELS, 1)
+    yield from conv(root + "fc", enc_dim, 2 * last, 1)

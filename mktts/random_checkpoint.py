@@ -1,0 +1,194 @@
+"""Makes random checkpoints in exactly the Hub layout, so that everything can run where no weights are.
+
+Random weights: for timing and parity only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mktts.codec_layout import expected_codec_tensors
+from mktts.errors import CheckpointError
+from mktts.layout import expected_tensors
+from mktts.random_configs import SIZES, small_files
+from mktts.random_tokenizer import merges, tokenizer_config, vocabulary
+from mktts.random_weights import random_tensors, widen_margins
+from mktts.spec import MODEL_TYPES, ModelConfig
+
+MARKER = "mktts.json"
+RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
+FLAGS = ("full-codec", "margin")
+
+
+def make(
+    folder: str | Path,
+    size: str = "tiny",
+    model_type: str = "custom_voice",
+    *,
+    seed: int = 0,
+    margin: bool = False,
+    eos_after: int | None = None,
+    full_codec: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: int = 1,
+) -> Path:
+    """Writes a random checkpoint to `folder` (all of it or nothing) and returns the folder.
+
+    size: "tiny", "tiny-projected" (talker wider than predictor), "0.6b", "1.7b".
+    margin: widely separated logits, so that greedy runs agree code for code between backends.
+    eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.
+    full_codec: the released codec's size; default: full for 0.6b and 1.7b, tiny otherwise. Always float32.
+    dtype: of the model, bfloat16 or float32. shards: files the model is spread over.
+
+    Raises CheckpointError for unknown words, or where `folder` exists and is not empty.
+    """
+    folder = Path(folder)
+    full_codec = not size.startswith("tiny") if full_codec is None else full_codec
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise CheckpointError(f"dtype must be torch.bfloat16 or torch.float32, found {dtype}")
+    if eos_after is not None and not margin:
+        raise CheckpointError(
+            "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
+        )
+    files = small_files(size, model_type, full_codec)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        (work / "speech_tokenizer").mkdir()
+        for name, content in files.items():
+            _write_json(work / name, content)
+        _write_tokenizer(work)
+        config = ModelConfig.load(work)
+        tensors = random_tensors(expected_tensors(config), seed, dtype)
+        if margin:
+            widen_margins(tensors, config, seed, eos_after)
+        _write_weights(work, tensors, shards)
+        del tensors
+        codec = random_tensors(expected_codec_tensors(files["speech_tokenizer/config.json"]), seed, torch.float32)
+        _write_weights(work / "speech_tokenizer", codec, 1)
+        marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed, "margin": margin}
+        _write_json(work / MARKER, marker | {"eos_after": eos_after})
+        work.chmod(0o755)  # mkdtemp makes it private
+        os.rename(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def ensure(
+    size: str = "tiny",
+    model_type: str = "custom_voice",
+    *,
+    seed: int = 0,
+    margin: bool = False,
+    eos_after: int | None = None,
+    full_codec: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: str | Path | None = None,
+) -> Path:
+    """Like `make`, into the cache ($MKTTS_CACHE, else ~/.cache/mktts); made once, by whichever process is first.
+
+    Raises CheckpointError for unknown words.
+    """
+    full = not size.startswith("tiny") if full_codec is None else full_codec
+    words = [size, model_type, f"seed{seed}", str(dtype).removeprefix("torch.")]
+    words += ["full-codec"] if full else ["tiny-codec"]
+    words += ["margin"] if margin else []
+    words += [f"eos{eos_after}"] if eos_after is not None else []
+    folder = cache_folder(cache) / f"random-r{RECIPE}-{'-'.join(words)}"
+    if not (folder / MARKER).is_file():
+        try:
+            make(
+                folder,
+                size,
+                model_type,
+                seed=seed,
+                margin=margin,
+                eos_after=eos_after,
+                full_codec=full,
+                dtype=dtype,
+            )
+        except (OSError, CheckpointError):
+            if not (folder / MARKER).is_file():  # otherwise another process made the same one first
+                raise
+    return folder
+
+
+def ensure_named(name: str, cache: str | Path | None = None) -> Path:
+    """The folder of "random:SIZE[:TYPE][:full-codec][:margin]", made on first use.
+
+    Raises CheckpointError listing the allowed words.
+    """
+    words = name.split(":")[1:]
+    allowed = f"random:SIZE[:TYPE][:full-codec][:margin] with SIZE {'|'.join(SIZES)} and TYPE {'|'.join(MODEL_TYPES)}"
+    size, rest = words[0] if words else "", words[1:]
+    unknown = [word for word in rest if word not in (*MODEL_TYPES, *FLAGS)]
+    types = [word for word in rest if word in MODEL_TYPES]
+    if size not in SIZES or unknown or len(types) > 1 or len(set(rest)) != len(rest):
+        raise CheckpointError(f"checkpoint {name!r}: expected {allowed}")
+    return ensure(
+        size,
+        types[0] if types else "custom_voice",
+        margin="margin" in rest,
+        full_codec=True if "full-codec" in rest else None,
+        cache=cache,
+    )
+
+
+def is_random(folder: Path) -> bool:
+    """Whether the marker of this module says that `folder` holds random weights."""
+    try:
+        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["random"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """Where random checkpoints are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts."""
+    return Path(cache or os.environ.get("MKTTS_CACHE") or Path.home() / ".cache" / "mktts").expanduser()
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path) -> None:
+    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+    (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
+    lines = "".join(f"{left} {right}\n" for left, right in merges())
+    (folder / "merges.txt").write_text("#version: 0.2\n" + lines, encoding="utf-8")
+
+
+def _write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
+    """One `model.safetensors`, or `shards` files of about equal size and their index."""
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt"}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata=metadata)
+        return
+    if not 1 < shards <= len(tensors):
+        raise CheckpointError(f"shards must be between 1 and {len(tensors)}, found {shards}")
+    total_bytes, done_bytes = sum(t.nbytes for t in tensors.values()), 0
+    groups: list[dict[str, Tensor]] = [{} for _ in range(shards)]
+    for name, tensor in tensors.items():
+        groups[done_bytes * shards // total_bytes][name] = tensor
+        done_bytes += tensor.nbytes
+    groups = [group for group in groups if group]
+    weight_map: dict[str, str] = {}
+    for i, group in enumerate(groups, start=1):
+        file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        save_file(group, folder / file_name, metadata=metadata)
+        weight_map |= dict.fromkeys(group, file_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
