@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from mktts.random_weights import random_tensors, widen_margins
 from mktts.spec import MODEL_TYPES, ModelConfig
 
 MARKER = "mktts.json"
-RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
+RECIPE = 2  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
 FLAGS = ("full-codec", "margin")
 
 
@@ -125,21 +126,24 @@ def ensure(
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:TYPE][:full-codec][:margin]", made on first use.
+    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made on first use.
 
     Raises CheckpointError listing the allowed words.
     """
-    words = name.split(":")[1:]
-    allowed = f"random:SIZE[:TYPE][:full-codec][:margin] with SIZE {'|'.join(SIZES)} and TYPE {'|'.join(MODEL_TYPES)}"
-    size, rest = words[0] if words else "", words[1:]
-    unknown = [word for word in rest if word not in (*MODEL_TYPES, *FLAGS)]
+    size, *rest = name.split(":")[1:] or [""]
     types = [word for word in rest if word in MODEL_TYPES]
-    if size not in SIZES or unknown or len(types) > 1 or len(set(rest)) != len(rest):
-        raise CheckpointError(f"checkpoint {name!r}: expected {allowed}")
+    ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
+    unknown = [word for word in rest if word not in (*types, *ends, *FLAGS)]
+    if size not in SIZES or unknown or len(types) > 1 or len(ends) > 1 or len(set(rest)) < len(rest):
+        raise CheckpointError(
+            f"checkpoint {name!r}: expected random:SIZE[:TYPE][:full-codec][:margin[:eosN]] "
+            f"with SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
+        )
     return ensure(
         size,
         types[0] if types else "custom_voice",
         margin="margin" in rest,
+        eos_after=int(ends[0].removeprefix("eos")) if ends else None,
         full_codec=True if "full-codec" in rest else None,
         cache=cache,
     )
@@ -173,9 +177,12 @@ def _write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> Non
     """One `model.safetensors`, or `shards` files of about equal size and their index."""
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt"}
+    def save(group: dict[str, Tensor], name: str) -> None:
+        save_file(group, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors makes its files private
+
     if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata=metadata)
+        save(tensors, "model.safetensors")
         return
     if not 1 < shards <= len(tensors):
         raise CheckpointError(f"shards must be between 1 and {len(tensors)}, found {shards}")
@@ -188,7 +195,7 @@ def _write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> Non
     weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, start=1):
         file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        save_file(group, folder / file_name, metadata=metadata)
+        save(group, file_name)
         weight_map |= dict.fromkeys(group, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)

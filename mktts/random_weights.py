@@ -19,7 +19,9 @@ from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
 HEAD_LOGIT_STD = 3.0
 PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
 TEXT_CLASSES = 8
+GROUP_RMS = 0.1  # of the later codes' embeddings, next to 1 for the talker's own
 LAST_CODEC_CONV = "decoder.decoder.6.conv.weight"
+WAVEFORM_GAIN = 0.001  # keeps the waveform near 0.06 RMS, off the clamp at 1
 
 
 def random_tensors(layout: Layout, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -55,7 +57,7 @@ def _distribution(name: str, shape: Shape) -> tuple[float, float]:
     if "codec_head" in name or "lm_head" in name:
         return 0.0, HEAD_LOGIT_STD / math.sqrt(shape[-1])
     spread = 1 / math.sqrt(_fan_in(name, shape))
-    return 0.0, spread * 0.004 if name == LAST_CODEC_CONV else spread  # 0.004 keeps the waveform off the clamp
+    return 0.0, spread * WAVEFORM_GAIN if name == LAST_CODEC_CONV else spread
 
 
 def _fan_in(name: str, shape: Shape) -> int:
@@ -71,8 +73,9 @@ def _fan_in(name: str, shape: Shape) -> int:
 class _Codes:
     """Code c of the talker is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
 
-    steps: Tensor  # (256, H) unit rows
-    words: Tensor  # (TEXT_CLASSES, H) unit rows
+    steps: Tensor  # (256, H) unit rows, orthogonal to all rows below
+    words: Tensor  # (TEXT_CLASSES, H) unit rows: where the projected text points
+    marks: Tensor  # (TEXT_CLASSES, H) orthonormal rows: tell the word of a code in its embedding
     order: Tensor  # (256,) one cycle: step s is followed by order[s]
 
 
@@ -97,9 +100,12 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
 
 
 def _shrink_branches(tensors: dict[str, Tensor], config: ModelConfig) -> None:
-    for prefix, stack in (("talker.model.", config.talker), ("talker.code_predictor.model.", config.predictor)):
+    for prefix, stack, input_rms in (
+        ("talker.model.", config.talker, 1.0),
+        ("talker.code_predictor.model.", config.predictor, GROUP_RMS),
+    ):
         # branches add up to about 0.15 of the residual stream, whatever the depth
-        gain = 0.15 / math.sqrt(2 * stack.num_hidden_layers)
+        gain = 0.15 * input_rms / math.sqrt(2 * stack.num_hidden_layers)
         for i in range(stack.num_hidden_layers):
             for leaf in ("self_attn.o_proj", "mlp.down_proj"):
                 tensors[f"{prefix}layers.{i}.{leaf}.weight"] *= gain
@@ -119,9 +125,15 @@ def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torc
     cycle = torch.randperm(steps, generator=generator)
     order = torch.empty_like(cycle)
     order[cycle] = cycle.roll(-1)
+    width = config.talker.hidden_size
+    words = _unit(projected - projected.mean(0))
+    # one orthonormal basis for words and marks, so that neither disturbs the choice of the step
+    basis = torch.linalg.qr(torch.cat([words, torch.randn(TEXT_CLASSES + 1, width, generator=generator)]).T).Q
+    rows = torch.randn(steps, width, generator=generator)
     return _Codes(
-        steps=_unit(torch.randn(steps, config.talker.hidden_size, generator=generator)),
-        words=_unit(projected - projected.mean(0)),
+        steps=_unit(rows - rows @ basis @ basis.T),
+        words=words,
+        marks=basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T,
         order=order,
     )
 
@@ -131,8 +143,7 @@ def _rewrite_talker(tensors: dict[str, Tensor], config: ModelConfig, codes: _Cod
     embedding, head = tensors["talker.model.codec_embedding.weight"], tensors["talker.codec_head.weight"]
     code = torch.arange(CODEBOOK_SIZE)
     step, word = code // TEXT_CLASSES, code % TEXT_CLASSES
-    word_part = _unit(torch.randn(TEXT_CLASSES, width, generator=torch.Generator().manual_seed(width)))
-    embedding[:CODEBOOK_SIZE] = (math.sqrt(width) * (codes.steps[step] + 0.3 * word_part[word])).to(embedding.dtype)
+    embedding[:CODEBOOK_SIZE] = (math.sqrt(width) * (codes.steps[step] + 0.7 * codes.marks[word])).to(embedding.dtype)
     embedding[config.codec_ids.bos] = (math.sqrt(width) * codes.steps[0]).to(embedding.dtype)
     before = torch.empty_like(codes.order)
     before[codes.order] = torch.arange(len(codes.order))
@@ -157,7 +168,7 @@ def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generato
         head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * _unit(seen)).to(head.dtype)
         source = tensors[f"{root}model.codec_embedding.{group}.weight"]
         # small, so that the sum of sixteen embeddings still points where the talker's own code does
-        source.copy_(0.1 * torch.randn(source.shape, generator=generator))
+        source.copy_(GROUP_RMS * torch.randn(source.shape, generator=generator))
 
 
 def _project_text(tensors: dict[str, Tensor], rows: Tensor) -> Tensor:

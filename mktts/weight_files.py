@@ -100,9 +100,9 @@ def read_header(path: Path) -> Layout:
         raise CheckpointError(f"{path}: expected a safetensors header, found JSON that is not one: {error!r}") from None
     expected_bytes = 8 + header_bytes + data_bytes
     if found_bytes != expected_bytes:
-        cut = next((n for n, (_, end) in ends.items() if 8 + header_bytes + end > found_bytes), None)
+        cut = next((f"tensor {n}: " for n, (_, end) in ends.items() if 8 + header_bytes + end > found_bytes), "")
         raise CheckpointError(
-            f"{path}: {f'tensor {cut}: ' if cut else ''}expected a file of {expected_bytes} bytes, found {found_bytes}. "
+            f"{path}: {cut}expected a file of {expected_bytes} bytes, found {found_bytes}. "
             "The file is torn; download it again."
         )
     for name, spec in tensors.items():
