@@ -1,0 +1,5 @@
+import sys
+
+from mktts.cli import main
+
+sys.exit(main())

@@ -1,0 +1,95 @@
+"""The command line: `python -m mktts say | voice | inspect | bench | run`.
+
+Exit status: 0 done; 1 a run or a stream failed; 2 bad input, said in one line; 130 interrupted; 141 the reader of
+standard output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from mktts import batch, bench, say
+from mktts.arguments import add_model_arguments
+from mktts.errors import MkttsError
+
+DESCRIPTION = (
+    "Qwen3-TTS speech, streamed frame by frame. A checkpoint is a folder, a Hub id, or random:tiny (no download)."
+)
+EXAMPLES = """examples:
+  python -m mktts say "Hello there." -o hello.wav --checkpoint path/to/checkpoint
+  python -m mktts inspect random:tiny
+  python -m mktts bench
+  python -m mktts run notebooks/*.ipynb
+
+`python -m mktts COMMAND --help` says more about each."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole grammar; each command's namespace carries its function as `run`."""
+    parser = _parser(argparse.ArgumentParser, prog="python -m mktts", description=DESCRIPTION, epilog=EXAMPLES)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, run: object, *, examples: str) -> argparse.ArgumentParser:
+        added = _parser(commands.add_parser, name, help=text, description=text, epilog=examples)
+        added.set_defaults(run=run)
+        return added
+
+    speak = command(
+        "say", "speak a text into a WAV file or, as it is made, to standard output", say.main, examples=say.EXAMPLES
+    )
+    say.add_arguments(speak)
+    add_model_arguments(speak)
+    voice = command("voice", "make a voice file from reference audio", say.make_voice, examples=say.VOICE_EXAMPLES)
+    say.add_voice_arguments(voice)
+    inspect = command("inspect", "show what is in a checkpoint", _inspect, examples=INSPECT_EXAMPLES)
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, Hub id, or random:SIZE[:TYPE]")
+    inspect.add_argument("--revision", help="of a Hub id")
+    inspect.add_argument(
+        "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame"
+    )
+    measure = command("bench", "measure: a table, then one line of JSON", bench.main, examples=bench.EXAMPLES)
+    add_model_arguments(measure)
+    bench.add_arguments(measure)
+    run = command("run", "run notebooks headless over a grid of parameters", batch.main, examples=batch.EXAMPLES)
+    batch.add_arguments(run)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; errors of this package and of files print one line."""
+    arguments = build_parser().parse_args(words)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head`, or a player that was closed: end quietly, as a process killed by SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (MkttsError, OSError) as error:
+        print(f"mktts: {error}", file=sys.stderr)
+        return 2
+
+
+INSPECT_EXAMPLES = """examples:
+  python -m mktts inspect random:tiny
+  python -m mktts inspect path/to/checkpoint --bandwidth 4200"""
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from mktts import inspection
+    from mktts.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    print(inspection.describe(checkpoint, bandwidth_gb_s=arguments.bandwidth))
+    return 0
+
+
+def _parser(make: object, *names: str, **options: str) -> argparse.ArgumentParser:
+    return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
