@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mktts.child import python_path
 from mktts.errors import BatchError
 from mktts.grid import RUN_DIR, Run, plan
 from mktts.metrics import environment, record, write_json
@@ -33,13 +34,17 @@ notebooks does not have is refused before anything runs. Exit status: 0, or 1 wh
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="run in the order given")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=a,b,c", help="values of a notebook parameter")
-    parser.add_argument("--out", type=Path, default=Path("outputs/runs"), help="folder of the runs (default: %(default)s)")
-    parser.add_argument("--collect", type=Path, metavar="FILE", help="table of all runs (default: OUT/../metrics.parquet)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=a,b,c", help="values of a parameter")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
+    )
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="table of all runs (default: beside OUT)")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
     again.add_argument("--fresh", action="store_true", help="run everything again (the default)")
-    parser.add_argument("--timeout", type=int, default=1_800, metavar="S", help="seconds per cell (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=int, default=1_800, metavar="S", help="seconds per cell (default: %(default)s)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -126,7 +131,9 @@ def collect(out: Path, table: Path) -> None:
 
     rows = []
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
-        about, metrics, machine = (_read_json(folder / f"{name}.json") for name in ("parameters", "metrics", "environment"))
+        about, metrics, machine = (
+            _read_json(folder / f"{name}.json") for name in ("parameters", "metrics", "environment")
+        )
         row = {"run": folder.name, "notebook": about["notebook"], **metrics}
         row |= {f"param.{name}": value for name, value in about["parameters"].items()}
         row |= {f"env.{name}": value for name, value in machine.items()}
@@ -149,7 +156,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BatchError(f"{path}: expected a JSON file of a finished run: {error}; delete the folder or restore it") from None
+        raise BatchError(
+            f"{path}: expected a JSON file of a finished run: {error}; delete the folder or restore it"
+        ) from None
 
 
 def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:
@@ -190,7 +199,7 @@ def _this_interpreter() -> type:
         @property
         def kernel_spec(self) -> KernelSpec:
             argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=argv, display_name="Python 3", language="python", metadata={"debugger": False})
+            return KernelSpec(argv=argv, display_name="Python 3", language="python", env=python_path())
 
     return ThisInterpreter
 

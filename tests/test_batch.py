@@ -117,8 +117,6 @@ def test_grid_runs_record_continue_after_a_failure_resume_and_collect(tmp_path, 
     """One test, because each kernel costs seconds: three runs of which one fails, then a resumed call."""
     import pandas
 
-    package = Path(batch.__file__).resolve().parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     path = notebook(Path("books/n.ipynb"), RECORDS, "print(RUN_DIR)\nopen(f'{RUN_DIR}/note.txt', 'w').write('x')")

@@ -118,7 +118,8 @@ def test_record_refuses_what_is_no_scalar_by_name_and_writes_nothing(tmp_path, v
 
 def test_environment_is_flat_and_json():
     found = metrics.environment()
-    assert {"python", "torch", "numpy", "platform", "cpu", "cpu_cores", "gpu", "gpu_driver", "git_revision"} <= set(found)
+    assert {"python", "torch", "numpy", "platform", "cpu", "cpu_cores", "gpu", "gpu_driver"} <= set(found)
+    assert {"git_revision", "date_utc"} <= set(found)
     assert all(value is None or isinstance(value, (str, int, float)) for value in found.values())
     json.dumps(found, allow_nan=False)
 
