@@ -1,0 +1,167 @@
+"""The rules of the repository that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_LEVEL = {
+    ".ci", ".gitattributes", ".gitignore", "LICENSE", "LOG.md", "Makefile", "NOTICE", "README.md",
+    "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
+}  # fmt: skip
+MAX_LINES = 400
+MAX_REFERENCE_BYTES = 3 * 2**20
+CODE = {".py", ".js", ".mjs", ".cu", ".cuh", ".cpp", ".md", ".toml"}
+
+
+def committed_files() -> list[Path]:
+    """Files under version control or about to be; without git, every file outside ignored folders."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return [ROOT / line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+    ignored = {".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis", "runs", "mktts.egg-info", ".git"}
+    return [path for path in ROOT.rglob("*") if path.is_file() and not ignored & set(path.relative_to(ROOT).parts)]
+
+
+FILES = committed_files()
+NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb" and path.parent.name == "notebooks"]
+
+
+def text_files() -> list[tuple[str, str]]:
+    """(name, text) of every committed file that is text."""
+    found = []
+    for path in FILES:
+        try:
+            found.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    return found
+
+
+def hits(pattern: str, files: list[tuple[str, str]]) -> list[str]:
+    return [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()}"
+        for name, text in files
+        for match in re.finditer(pattern, text)
+    ]
+
+
+def test_no_machine_paths():
+    folders = "|".join(("root", "home", "Users", "workspace", "work", "tmp", "opt", "mnt", "data"))
+    assert hits(rf"""(?<![\w.~$)}}/:-])/(?:{folders})/\w[^\s"']*""", text_files()) == []
+
+
+def test_no_package_hosts():
+    hosts = "|".join((r"pypi\.", "python" + "hosted", r"download\.py" + "torch", "file:" + "///"))
+    assert hits(hosts, text_files()) == []
+
+
+def test_nothing_unexpected_at_the_top_level():
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} <= TOP_LEVEL
+
+
+def test_the_only_prose_files_are_the_readmes_and_the_log():
+    prose = {
+        str(p.relative_to(ROOT)) for p in FILES if p.suffix in (".md", ".rst", ".txt") and "reference" not in p.parts
+    }
+    assert prose == {"README.md", "LOG.md", "csrc/README.md", "requirements.txt"}
+
+
+def test_files_stay_short():
+    lengths = {name: text.count("\n") for name, text in text_files() if Path(name).suffix in CODE}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_reference_run_is_small():
+    sizes = [path.stat().st_size for path in FILES if (ROOT / "outputs" / "reference") in path.parents]
+    assert sum(sizes) <= MAX_REFERENCE_BYTES
+
+
+def test_only_the_reference_run_of_outputs_is_committed():
+    outputs = [path.relative_to(ROOT) for path in FILES if path.relative_to(ROOT).parts[0] == "outputs"]
+    assert [str(path) for path in outputs if path.parts[1] != "reference"] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_source_has_no_outputs_and_no_traces_of_a_run(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code] == [[]] * len(code)
+    assert [cell["execution_count"] for cell in code] == [None] * len(code)
+    assert not {"papermill", "widgets"} & set(notebook["metadata"])
+    assert all(set(cell["metadata"]) <= {"tags", "jupyter"} for cell in notebook["cells"])
+
+
+def test_requirements_are_pinned_and_each_has_its_reason():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert lines[-1] == "-e ."
+    packages = [line for line in lines[:-1] if line.strip() and not line.startswith("#")]
+    assert [
+        line for line in packages if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9A-Za-z.]*\s+# \S.{3,}", line)
+    ] == []
+
+
+def test_every_import_is_pinned_or_standard():
+    """What the code imports is in requirements.txt under its own name, so nothing works by accident."""
+    provides = {
+        "qwen-tts": "qwen_tts",
+        "pipecat-ai": "pipecat",
+        "ipython": "IPython",
+        "pytest-asyncio": "pytest_asyncio",
+    }
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    known = {provides.get(pin, pin) for pin in pins} | {"mktts"} | set(sys.stdlib_module_names)
+    imported: dict[str, str] = {}
+    for path in FILES:
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module]
+                imported |= {name.split(".")[0]: path.name for name in names}
+    here = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    assert {name: user for name, user in imported.items() if name not in known | here} == {}
+
+
+def test_importing_the_package_pulls_in_nothing_heavy():
+    heavy = (
+        "transformers", "qwen_tts", "IPython", "ipywidgets", "anywidget", "papermill", "pipecat", "matplotlib",
+        "pandas", "pyarrow", "librosa", "soundfile", "torchaudio", "huggingface_hub", "tqdm",
+    )  # fmt: skip
+    code = f"import sys, mktts, mktts.synth, mktts.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_facts_of_the_model_stand_in_spec_alone():
+    """Sample rate, frame rate and samples per frame, as numbers, appear nowhere else in the package."""
+    package = [(name, text) for name, text in text_files() if re.fullmatch(r"mktts/(?!spec)\w+\.py", name)]
+    others = [(name, _without_text(text)) for name, text in package]
+    assert hits(r"\b(24_?000|1_?920|12\.5)\b", others) == []
+
+
+def test_ruff_has_nothing_to_say():
+    for arguments in (["check"], ["format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _without_text(source: str) -> str:
+    """The code with strings and comments taken out: a docstring may say 24 kHz in words."""
+    return ast.unparse(_DropStrings().visit(ast.parse(source)))
+
+
+class _DropStrings(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant(value="") if isinstance(node.value, str) else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.Constant:
+        return ast.Constant(value="")
