@@ -1,0 +1,207 @@
+"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut.
+
+Two cutters, because they know different things: `split_text` sees the whole text and looks back for the best place;
+`FeedSplitter` sees text as it is written, has already passed on what came before, and cuts at the next good place.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from enum import IntEnum
+
+from mktts.errors import TextError
+
+MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
+
+# Invisible characters the model was not trained to speak: C0/C1 controls, soft hyphen, zero-width space and direction
+# marks, invisible operators, byte-order mark, interlinear marks, lone surrogates. Joiners (U+200C, U+200D) stay:
+# Persian, Hindi and emoji are written with them.
+_REMOVED = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff]"
+)
+_SPACES = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_NEWLINES = re.compile("[\x85\u2028\u2029]")
+
+_CLOSERS = "\"'”’»›)]}」』）】》〉"
+_WIDE_SENTENCE = "。！？｡．"
+_SENTENCE = ".!?…"
+_WIDE_CLAUSE = "，、；："
+_CLAUSE = ",;:—–"
+_FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a mark
+_LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
+
+# Words whose full stop does not end a sentence, without it and in lower case; the model's European languages.
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof st jr sr vs etc e.g i.e cf no nos vol fig approx dept inc ltd co corp gen col sgt capt lt rev "
+    "hon gov sen rep mt ave blvd jan feb mar apr jun jul aug sep sept oct nov dec a.m p.m "
+    "z.b d.h u.a o.ä usw bzw ca nr str hr fr evtl ggf mme mlle mm ste sra srta srs ud uds pág núm sig dott ing dra "
+    "г ул т.е т.д т.п им стр руб тыс млн".split()
+)
+_INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
+_ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
+
+
+class Cut(IntEnum):
+    """How good a place is for a cut; a larger value is a better place."""
+
+    NONE = 0
+    SPACE = 1
+    CLAUSE = 2
+    SENTENCE = 3
+
+
+def clean_piece(piece: str, what: str = "text") -> str:
+    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b).
+
+    Tabs and carriage returns become a space, Unicode line and paragraph ends a newline; control characters,
+    direction marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str.
+    """
+    if not isinstance(piece, str):
+        raise TextError(f"{what} must be a str, got {type(piece).__name__}")
+    return _REMOVED.sub("", _NEWLINES.sub("\n", _SPACES.sub(" ", piece)))
+
+
+def clean_text(text: str, what: str = "text") -> str:
+    """`clean_piece` of a whole text, stripped. Raises TextError when nothing is left, or over MAX_TEXT_CHARS."""
+    cleaned = clean_piece(text, what).strip()
+    if not cleaned:
+        found = "an empty string" if not text else f"{len(text)} characters, none of them visible: {text[:20]!r}"
+        raise TextError(f"expected {what} to speak, got {found}")
+    check_length(len(cleaned), what)
+    return cleaned
+
+
+def check_length(chars: int, what: str = "text") -> None:
+    """Raises TextError when `chars` is over MAX_TEXT_CHARS."""
+    if chars > MAX_TEXT_CHARS:
+        raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
+
+
+def split_text(text: str, max_chars: int) -> list[str]:
+    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits; without one at the
+    last clause mark, then the last space, then anywhere. Only whitespace at the cuts is lost; a text that fits is
+    one piece."""
+    pieces = []
+    start = 0
+    while len(text) - start > max_chars:
+        end = _best_end(text, start, start + max_chars)
+        pieces.append(text[start:end])
+        start = _skip_spaces(text, end)
+    if start < len(text):
+        pieces.append(text[start:])
+    return pieces
+
+
+class FeedSplitter:
+    """Cuts text that arrives in pieces; where it cuts depends on the text alone, not on the pieces.
+
+    From `max_chars` on, a segment ends at the next sentence end, from 1.5 times that at the next clause mark, from
+    twice that at the next space, and at 2.5 times that anywhere.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._chars = 0  # of the present segment
+        self._tail = ""  # its end, as far as `boundary` looks back
+        self._gap = ""  # whitespace held back until the next visible character decides what it separates
+
+    def push(self, piece: str) -> list[str]:
+        """Returns texts: the first belongs to the present segment (it may be ""), every other one starts a new one."""
+        texts = [""]
+        for char in piece:
+            if char.isspace():
+                self._gap += char
+                continue
+            if self._tail and self._cuts_before(char):
+                texts.append("")
+                self._chars, self._tail, self._gap = 0, "", ""
+            added = self._gap + char if self._tail else char
+            texts[-1] += added
+            self._chars += len(added)
+            self._tail = (self._tail + added)[-_LOOK_BACK_CHARS:]
+            self._gap = ""
+        return texts
+
+    def _cuts_before(self, char: str) -> bool:
+        over = self._chars / self._max_chars
+        if over < 1:
+            return False
+        needed = Cut.SENTENCE if over < 1.5 else Cut.CLAUSE if over < 2 else Cut.SPACE if over < 2.5 else Cut.NONE
+        if needed == Cut.NONE and not self._gap:
+            return not _inside_character(self._tail[-1], char)
+        return boundary(self._tail, self._gap, char) >= needed
+
+
+def boundary(before: str, gap: str, after: str) -> Cut:
+    """How well a text can be cut between `before` (not ending in whitespace) and the character `after`.
+
+    `gap` is the whitespace between the two, which the cut would drop.
+    """
+    if gap.count("\n") > 1:
+        return Cut.SENTENCE
+    core = before.rstrip(_CLOSERS)
+    mark = core[-1:]
+    if not gap and after in _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE:
+        return Cut.NONE  # a mark stays with what it closes
+    if mark and mark in _WIDE_SENTENCE:
+        return Cut.SENTENCE
+    if before[-1:] in _WIDE_CLAUSE:
+        return Cut.CLAUSE
+    if not gap and ord(after) < _FIRST_WIDE:
+        return Cut.NONE
+    if mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before):
+        return Cut.SENTENCE
+    if not gap:
+        return Cut.NONE
+    return Cut.CLAUSE if "\n" in gap or before[-1] in _CLAUSE else Cut.SPACE
+
+
+def _goes_on(core: str, after: str, quoted: bool) -> bool:
+    """Whether the mark at the end of `core` is inside a sentence: an abbreviation, an ordinal, a quotation."""
+    if core[-1] in "!?":
+        return quoted and after.islower()
+    if after.islower():
+        return True
+    if core[-1] != "." or core.endswith(".."):
+        return False
+    words = core[:-1].split()
+    word = words[-1].lstrip("(\"'“‘«[").lower() if words else ""
+    return word in _ABBREVIATIONS or bool(_INITIALS.fullmatch(word) or _ORDINAL.fullmatch(word))
+
+
+def _best_end(text: str, start: int, stop: int) -> int:
+    best, best_end = Cut.NONE, _character_end(text, start, stop)
+    for end in range(stop, start, -1):
+        if text[end - 1].isspace():
+            continue
+        after = _skip_spaces(text, end)
+        if after == len(text):
+            continue
+        cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
+        if cut > best:
+            best, best_end = cut, end
+        if best == Cut.SENTENCE:
+            break
+    return best_end
+
+
+def _skip_spaces(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _character_end(text: str, start: int, stop: int) -> int:
+    """The last place up to `stop` that is not inside what a reader sees as one character; `stop` if there is none."""
+    for end in range(stop, start, -1):
+        if not _inside_character(text[end - 1], text[end]):
+            return end
+    return stop
+
+
+def _inside_character(before: str, after: str) -> bool:
+    joiner, first_skin_tone, last_skin_tone = "\u200d", "\U0001f3fb", "\U0001f3ff"
+    combining = unicodedata.category(after).startswith("M") or first_skin_tone <= after <= last_skin_tone
+    return joiner in (before, after) or combining
