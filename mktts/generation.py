@@ -1,0 +1,193 @@
+"""One utterance as a machine that makes one frame a step. Single-threaded: the engine's worker drives it.
+
+Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the
+codec state goes on: the waveform is continuous over a join, because the decoder never restarts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.backend import Backend
+from mktts.chunking import Chunker
+from mktts.codec import CodecDecoder, CodecState
+from mktts.options import Chunk, FinishReason, Guard, Plan
+from mktts.prompt import PromptBuilder, Request
+from mktts.script import FedScript, Script, WholeScript
+from mktts.spec import FRAME_RATE_HZ
+
+MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
+_PRIMED_VOICES = 8
+_PRIMING_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
+
+
+class Watch:
+    """Counts the frames of one segment against its limits and says why it must end."""
+
+    def __init__(self, guard: Guard, max_frames: int) -> None:
+        self.frames = 0
+        self._guard = guard
+        self._max_frames = max_frames
+        self._last_code0: int | None = None
+        self._repeats = 0
+
+    def count(self, codes: Tensor, text_tokens: int) -> FinishReason | None:
+        """Takes the newest frame (16,) and the segment's text tokens so far."""
+        self.frames += 1
+        code0 = int(codes[0])
+        self._repeats = self._repeats + 1 if code0 == self._last_code0 else 1
+        self._last_code0 = code0
+        if self._guard.repeat_frames is not None and self._repeats >= self._guard.repeat_frames:
+            return "runaway"
+        limit = self._guard.limit_frames(text_tokens)
+        if limit is not None and self.frames >= limit:
+            return "runaway"
+        return "max_frames" if self.frames >= self._max_frames else None
+
+
+@dataclass
+class StepModel:
+    """A model that makes one frame a step: what the worker owns, shared by all utterances."""
+
+    backend: Backend
+    prompts: PromptBuilder
+    codec: CodecDecoder
+    positions: int  # of the talker: prompt and frames of one segment together
+    _primed: OrderedDict[int, tuple[Tensor, CodecState]] = field(default_factory=OrderedDict)
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def check(self, request: Request) -> Request:
+        """Any thread. Raises PromptError or TextError."""
+        return self.prompts.check(request)
+
+    def whole_script(self, requests: list[Request]) -> WholeScript:
+        return WholeScript(requests, self.prompts.build)
+
+    def fed_script(self, request: Request, max_chars: int) -> FedScript:
+        return FedScript(request, self.prompts.open, max_chars)
+
+    def speak(self, request: Request, script: Script, plan: Plan) -> Generation:
+        """`request` carries the voice; the text comes from `script`."""
+        return Generation(self, script, plan, None if request.voice is None else request.voice.codes)
+
+    def codec_state(self, reference: Tensor | None) -> CodecState:
+        """A codec state that has heard `reference` (R, 16), whose audio upstream decodes and cuts off."""
+        if reference is None:
+            return self.codec.start()
+        key = id(reference)
+        if key not in self._primed:
+            state = self.codec.start()
+            for codes in reference.split(_PRIMING_FRAMES):
+                self.codec.decode(codes, state)
+            self._primed[key] = (reference, state)  # holding the tensor keeps its id from being reused
+            if len(self._primed) > _PRIMED_VOICES:
+                self._primed.popitem(last=False)
+        self._primed.move_to_end(key)
+        return self._primed[key][1].copy()
+
+
+class Generation:
+    """See the module. The engine calls `ready`, then `step`; both may raise, and the utterance is then over.
+
+    codes: one (16,) int64 tensor a frame so far, of all segments. finish_reason: None while there is more to come.
+    """
+
+    def __init__(self, model: StepModel, script: Script, plan: Plan, reference: Tensor | None = None) -> None:
+        self.codes: list[Tensor] = []
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False  # set by any thread: no more chunks are wanted
+        self._model = model
+        self._script = script
+        self._plan = plan
+        self._reference = reference
+        self._codec_state: CodecState | None = None
+        self._chunker = Chunker(self._decode, plan.options)
+        self._segments = 0
+        self._prompt: Any = None
+        self._state: Any = None
+        self._watch: Watch | None = None
+        self._row: Tensor | None = None
+
+    @property
+    def pending_frames(self) -> int:
+        return self._chunker.pending_frames
+
+    def ready(self) -> bool:
+        """Whether `step` has something to do now; False means: waiting for text."""
+        return self._next_input() or self._spoken() or self._chunker.undecoded_frames > 0
+
+    def step(self) -> Chunk | None:
+        """Makes one frame; returns a chunk when that completes one. Call only when `ready`."""
+        if not self._next_input():
+            if self._spoken():
+                self.finish_reason = "eos"
+            # Otherwise the text has stopped for now: let the listener have what there is.
+            return self._chunker.take(self._script.started_s, flush=True)
+        if self._state is None:
+            self._begin_segment()
+        frame = self._model.backend.step(self._state, self._row)
+        self._row = None
+        self._chunker.talker_ms += frame.talker_ms
+        self._chunker.predictor_ms += frame.predictor_ms
+        if frame.codes is None:
+            self._end_segment()
+        else:
+            self.codes.append(frame.codes)
+            self._chunker.add(frame.codes)
+            self.finish_reason = self._watch.count(frame.codes, self._prompt.text_tokens)
+        if self.cancelled:
+            return None
+        return self._chunker.take(self._script.started_s, flush=self.finish_reason is not None)
+
+    def _next_input(self) -> bool:
+        """Whether the talker's next input is known; fetches it."""
+        self._script.update()
+        if self._prompt is None:
+            begun_s = time.perf_counter()
+            self._prompt = self._script.next_segment()
+            self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+            return self._prompt is not None
+        if self._state is None or self._row is not None:
+            return True
+        self._row = self._prompt.row(self._watch.frames - 1)
+        return self._row is not None
+
+    def _spoken(self) -> bool:
+        return self._prompt is None and self._script.ended()
+
+    def _begin_segment(self) -> None:
+        plan, prompt = self._plan, self._prompt
+        begun_s = time.perf_counter()
+        embeds = prompt.embeds
+        limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
+        limit = min(limit, self._model.positions - len(embeds))
+        # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
+        guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
+        capacity = limit if guarded is None else min(limit, guarded)
+        seed = plan.seed + self._segments
+        self._state = self._model.backend.start(embeds, plan.sampling, seed, max(1, capacity))
+        self._watch = Watch(plan.options.guard, max(1, limit))
+        self._segments += 1
+        self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+
+    def _end_segment(self) -> None:
+        self._script.leave_segment()
+        self._prompt = self._state = self._watch = None
+        if self._spoken():
+            self.finish_reason = "eos"
+
+    def _decode(self, frames: list[Tensor]) -> np.ndarray:
+        if self._codec_state is None:
+            self._codec_state = self._model.codec_state(self._reference)
+        pcm = self._model.codec.decode(torch.stack(frames), self._codec_state)
+        return pcm.float().cpu().numpy()

@@ -1,0 +1,195 @@
+"""Stand-ins for the model's parts: every step is counted, can be held up, and gives codes that can be told apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from mktts.backend import Frame
+from mktts.errors import PromptError
+from mktts.generation import StepModel
+from mktts.prompt import Request
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.synth import Synthesizer
+
+WAIT_S = 30.0  # before a test that hangs fails
+
+
+class FakeState(SimpleNamespace):
+    """Like a key-value cache: what must be free once a stream is gone (can be weakly referenced)."""
+
+
+@dataclass
+class FakeBackend:
+    """Codes follow from the seed, the prompt, the text rows and the frame index.
+
+    eos_after: frames a segment has. fail_at: the frame at which the segment whose seed is `failing_seed` fails.
+    code0: makes code 0 of a frame index. held: `step` waits for a permit of `let`.
+    """
+
+    eos_after: int | None = None
+    fail_at: int | None = None
+    failing_seed: int | None = None
+    code0: Callable[[int], int] = lambda frame: frame % CODEBOOK_SIZE
+    held: bool = False
+    name: str = "fake"
+    states: list[FakeState] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # the seed of each step, in order
+
+    def __post_init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._changed = threading.Condition()
+        self.entered = 0  # steps begun
+
+    def let(self, steps: int) -> None:
+        """Permits this many held steps."""
+        self._permits.release(steps)
+
+    def release(self) -> None:
+        """Holds nothing any more."""
+        self.held = False
+        self._permits.release(1_000)
+
+    def wait_entered(self, steps: int) -> None:
+        """Waits until so many steps have begun."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.entered >= steps, WAIT_S), f"{self.entered} steps after {WAIT_S} s"
+
+    def start(self, prompt: Tensor, sampling: object, seed: int, max_frames: int) -> FakeState:
+        state = FakeState(prompt=int(prompt.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
+        self.states.append(state)
+        return state
+
+    def step(self, state: FakeState, text: Tensor | None) -> Frame:
+        with self._changed:
+            self.entered += 1
+            self._changed.notify_all()
+        if self.held:
+            assert self._permits.acquire(timeout=WAIT_S)
+        assert (text is None) == (state.frames == 0), "text must be None on the first step and on no other"
+        assert state.frames < state.max_frames, "stepped past max_frames"
+        self.order.append(state.seed)
+        if self.fail_at == state.frames and self.failing_seed in (None, state.seed):
+            raise RuntimeError(f"made to fail at frame {state.frames}")
+        if self.eos_after is not None and state.frames >= self.eos_after:
+            return Frame(None, 1.0, 0.0)
+        state.rows += 0 if text is None else int(text.sum())
+        mixed = 31 * state.seed + 7 * state.prompt + 3 * state.rows + 131 * state.frames
+        codes = (mixed + 17 * torch.arange(NUM_CODEBOOKS)) % CODEBOOK_SIZE
+        codes[0] = self.code0(state.frames)
+        state.frames += 1
+        return Frame(codes, 1.0, 2.0)
+
+
+@dataclass
+class FakeCodecState:
+    level: float = 0.0
+    frames: int = 0
+
+    def copy(self) -> FakeCodecState:
+        return replace(self)
+
+
+@dataclass
+class FakeCodec:
+    """Slides from where the last frame ended to a level that the frame's codes set: restarting it would be a jump.
+
+    silent_frames: so many at the start are silence.
+    """
+
+    silent_frames: int = 0
+    starts: int = 0
+    decoded: list[int] = field(default_factory=list)  # frames of each call
+
+    def start(self) -> FakeCodecState:
+        self.starts += 1
+        return FakeCodecState()
+
+    def decode(self, codes: Tensor, state: FakeCodecState) -> Tensor:
+        self.decoded.append(len(codes))
+        slide = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
+        pieces = []
+        for frame in codes.tolist():
+            level = 0.0 if state.frames < self.silent_frames else 0.2 + 0.7 * (sum(frame) % 97) / 97
+            pieces.append(state.level + (level - state.level) * slide)
+            state.level = level
+            state.frames += 1
+        return torch.cat(pieces).float()
+
+
+class FakeFedPrompt:
+    """A character is a token."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.text_ended = False
+
+    @property
+    def ready(self) -> bool:
+        return self.text_ended or len(self.text) > 0
+
+    @property
+    def text_tokens(self) -> int:
+        return len(self.text)
+
+    @property
+    def embeds(self) -> Tensor:
+        return _rows(self.text[:1])
+
+    def push(self, text: str) -> None:
+        assert not self.text_ended
+        self.text += text if self.text else text.lstrip()
+
+    def close(self) -> None:
+        self.text_ended = True
+
+    def row(self, frame: int) -> Tensor | None:
+        if frame + 1 < len(self.text):
+            return _rows(self.text[frame + 1])[0]
+        return torch.zeros(1) if self.text_ended else None
+
+
+@dataclass
+class FakePrompts:
+    """Knows the speaker "vivian" and the language "english"."""
+
+    built: list[str] = field(default_factory=list)
+    opened: list[FakeFedPrompt] = field(default_factory=list)
+    config: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(model_type="custom_voice", speakers={"vivian": 1})
+    )
+
+    def check(self, request: Request) -> Request:
+        if request.speaker not in (None, "vivian"):
+            raise PromptError(f"speaker must be 'vivian', got {request.speaker!r}")
+        if request.language not in ("auto", "english"):
+            raise PromptError(f"language must be 'english', got {request.language!r}")
+        return request
+
+    def build(self, request: Request) -> SimpleNamespace:
+        self.built.append(request.text)
+        return SimpleNamespace(
+            embeds=_rows(request.text), row=lambda frame: torch.zeros(1), text_tokens=len(request.text), text_ended=True
+        )
+
+    def open(self, request: Request) -> FakeFedPrompt:
+        self.opened.append(FakeFedPrompt())
+        self.opened[-1].push(request.text)
+        return self.opened[-1]
+
+
+def fake_model(backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000) -> StepModel:
+    return StepModel(backend or FakeBackend(), FakePrompts(), codec or FakeCodec(), positions)
+
+
+def fake_synthesizer(backend: FakeBackend | None = None, codec: FakeCodec | None = None) -> Synthesizer:
+    return Synthesizer(fake_model(backend, codec))
+
+
+def _rows(text: str) -> Tensor:
+    return torch.tensor([[float(ord(char))] for char in text]).reshape(-1, 1)
