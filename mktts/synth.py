@@ -1,0 +1,256 @@
+"""Text in, speech out: `Synthesizer` owns a checkpoint's model and opens streams on it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
+
+import numpy as np
+import torch
+
+from mktts.codec import CodecDecoder
+from mktts.engine import Engine
+from mktts.errors import BackendUnavailable, EngineError, PromptError
+from mktts.fallback import UpstreamModel
+from mktts.generation import StepModel
+from mktts.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
+from mktts.prompt import Layout, PromptBuilder, Request
+from mktts.sampling import Sampling
+from mktts.stream import Session, Stream
+from mktts.text import clean_text, split_text
+from mktts.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+    from mktts.voice import Voice
+
+__all__ = ["Chunk", "FinishReason", "Guard", "Session", "Stream", "StreamOptions", "Synthesizer", "Timings"]
+
+BackendName = Literal["auto", "torch", "megakernel", "upstream"]
+_SEED_BITS = 32  # of a drawn seed: short enough to read and type again
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments of `Synthesizer.stream`."""
+
+    language: str
+    speaker: str | None
+    instruct: str | None
+    voice: Voice | None
+    layout: Layout | None
+    sampling: Sampling | None
+    seed: int | None
+    max_frames: int | None
+    options: StreamOptions | None
+
+
+class Synthesizer:
+    """One model and its worker thread; any number of streams may be open at once.
+
+    Load one per process and share it between threads and tasks. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model: StepModel | UpstreamModel,
+        sampling: Sampling | None = None,
+        checkpoint: Checkpoint | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Puts a made model behind the interface; `load` is the usual way in."""
+        self.checkpoint = checkpoint
+        self.backend_name = model.name
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.sampling = sampling or Sampling()
+        self._model: StepModel | UpstreamModel | None = model
+        self._engine = Engine()
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint | str | Path = "random:tiny",
+        *,
+        backend: BackendName = "auto",
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> Synthesizer:
+        """Loads a checkpoint (see `mktts.checkpoint.open_checkpoint`) onto a device.
+
+        backend: "torch", "upstream" (qwen-tts's own generate, needs requirements.txt), "megakernel", or "auto": the
+            fastest one that can run here.
+        device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
+        dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
+            on the CPU. The codec always computes in float32.
+
+        Raises CheckpointError, and BackendUnavailable naming what is missing.
+        """
+        from mktts.checkpoint import Checkpoint, open_checkpoint
+
+        backend = _backend(backend)
+        where = _device(device)
+        dtype = dtype or default_dtype(where)
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint)
+        make = _upstream_model if backend == "upstream" else _torch_model
+        return cls(make(checkpoint, where, dtype), checkpoint.sampling(), checkpoint, where, dtype)
+
+    def stream(
+        self,
+        text: str,
+        *,
+        language: str = "auto",
+        speaker: str | None = None,
+        instruct: str | None = None,
+        voice: Voice | None = None,
+        layout: Layout | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_frames: int | None = None,
+        options: StreamOptions | None = None,
+    ) -> Stream:
+        """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
+
+        layout: None takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings.
+        seed: None draws one, which `Stream.seed` then tells. max_frames: of the whole utterance; None leaves each
+            segment MAX_SEGMENT_FRAMES and the guard.
+        Raises TextError, PromptError or OptionsError here; what fails later is raised by the stream.
+        """
+        started_s = time.perf_counter()
+        options = options or StreamOptions()
+        pieces = split_text(clean_text(text), options.max_chars_per_segment)
+        request = self._request(pieces[0], language, speaker, instruct, voice, layout)
+        plan = self._plan(sampling, seed, max_frames, options)
+        model = self._open_model()
+        script = model.whole_script([replace(request, text=piece) for piece in pieces])
+        script.started_s = started_s
+        job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
+        return Stream(self._engine, job, plan.seed)
+
+    def astream(self, text: str, **settings: Unpack[Settings]) -> Stream:
+        """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
+        return self.stream(text, **settings)
+
+    def say(self, text: str, **settings: Unpack[Settings]) -> np.ndarray:
+        """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
+        with self.stream(text, **settings) as stream:
+            return stream.read()
+
+    def open(self, **settings: Unpack[Settings]) -> Session:
+        """A stream whose text comes later, through `Session.feed` and `finish`. Settings as for `stream`.
+
+        Fed text is spoken in the streaming layout, so layout="whole" raises PromptError.
+        """
+        settings = {**settings}
+        options = settings.pop("options", None) or StreamOptions()
+        plan = self._plan(*(settings.pop(name, None) for name in ("sampling", "seed", "max_frames")), options)
+        if settings.pop("layout", None) == "whole":
+            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
+        request = self._request("", layout="streaming", **settings)
+        model = self._open_model()
+        script = model.fed_script(request, options.max_chars_per_segment)
+        job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
+        return Session(self._engine, job, plan.seed, script)
+
+    def warm_up(self) -> None:
+        """Speaks a few words to nobody, so that the first real request does not pay for allocation and compilation.
+
+        One chunk of every size of the default schedule is made.
+        """
+        options = StreamOptions(guard=Guard.off())
+        self.say("Ready.", **self._any_voice(), max_frames=sum(options.schedule), seed=0, options=options)
+
+    def close(self) -> None:
+        """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
+        self._engine.close()
+        self._model = None
+
+    def __enter__(self) -> Synthesizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(
+        self,
+        text: str,
+        language: str = "auto",
+        speaker: str | None = None,
+        instruct: str | None = None,
+        voice: Voice | None = None,
+        layout: Layout | None = None,
+    ) -> Request:
+        instruct = clean_text(instruct, "instruct") if instruct else None
+        return self._open_model().check(Request(text, language, speaker, instruct, voice, layout))
+
+    def _plan(
+        self, sampling: Sampling | None, seed: int | None, max_frames: int | None, options: StreamOptions
+    ) -> Plan:
+        seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        return Plan(sampling or self.sampling, seed, max_frames, options)
+
+    def _open_model(self) -> StepModel | UpstreamModel:
+        if self._model is None:
+            raise EngineError("the synthesizer is closed: load another one")
+        return self._model
+
+    def _any_voice(self) -> Settings:
+        """Whatever this type of checkpoint cannot speak without."""
+        config = self._open_model().prompts.config
+        if config.model_type == "custom_voice":
+            return {"speaker": next(iter(config.speakers))}
+        if config.model_type == "base":
+            from mktts.voice import Voice
+
+            silent = torch.zeros(config.talker.hidden_size)
+            return {"voice": Voice(embedding=silent, codes=None, transcript=None, model_size=config.model_size)}
+        return {}
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _device(name: str | torch.device) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")
+    return device
+
+
+def _backend(name: str) -> str:
+    if name not in get_args(BackendName):
+        raise BackendUnavailable(f"backend must be one of {get_args(BackendName)}, got {name!r}")
+    if name == "megakernel":
+        raise BackendUnavailable("the megakernel backend is not part of this version: pass backend='torch'")
+    return "torch" if name == "auto" else name
+
+
+def _torch_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
+    config, tensors = checkpoint.config, checkpoint.tensors()
+    return StepModel(
+        backend=TorchBackend(config, tensors, device, dtype),
+        prompts=PromptBuilder(config, tensors, checkpoint.tokenizer(), device, dtype),
+        codec=CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device),
+        positions=config.talker.max_position_embeddings,
+    )
+
+
+def _upstream_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> UpstreamModel:
+    from mktts.upstream import load_upstream
+
+    # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
+    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    return UpstreamModel(load_upstream(checkpoint, dtype, device), prompts)
