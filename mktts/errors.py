@@ -33,6 +33,10 @@ class CodecError(MkttsError, ValueError):
     """Codes or codec state do not fit the codec decoder."""
 
 
+class AudioError(MkttsError, ValueError):
+    """PCM that cannot be written: wrong shape, dtype or values."""
+
+
 class CapacityError(MkttsError):
     """A stream asks for more positions than its key-value cache holds."""
 

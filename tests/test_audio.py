@@ -1,0 +1,92 @@
+"""PCM conversions against numbers worked out by hand and against the standard library's reader."""
+
+from __future__ import annotations
+
+import math
+import sys
+import wave
+
+import numpy as np
+import pytest
+
+from mktts.audio import first_audible_sample, level_dbfs, peak_dbfs, read_audio, to_pcm16, write_wav
+from mktts.errors import AudioError, BackendUnavailable, VoiceError
+from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
+
+
+def f32(*values):
+    return np.array(values, dtype=np.float32)
+
+
+def test_pcm16_is_little_endian_rounded_and_clipped():
+    assert to_pcm16(f32(0, 1, -1, 2, -2, 0.5, 1.4 / 32767)) == b"\0\0\xff\x7f\x01\x80\xff\x7f\x01\x80\x00\x40\x01\0"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [np.zeros(4), np.zeros((2, 2), np.float32), f32(0, np.nan), f32(np.inf), [0.0, 0.1], None],
+    ids=["float64", "two-dimensional", "nan", "infinity", "list", "none"],
+)
+def test_bad_pcm_is_refused_by_name_and_leaves_no_file(bad, tmp_path):
+    with pytest.raises(AudioError, match="PCM must be"):
+        write_wav(tmp_path / "a.wav", bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
+    pcm = np.sin(np.arange(4800) / 20, dtype=np.float32) * 0.5
+    path = write_wav(tmp_path / "deep" / "a.wav", pcm)
+    with wave.open(str(path)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, SAMPLE_RATE_HZ)
+        assert file.readframes(5000) == to_pcm16(pcm)
+    back, rate_hz = read_audio(path)
+    assert rate_hz == SAMPLE_RATE_HZ and back.dtype == np.float32
+    np.testing.assert_allclose(back, pcm, atol=1 / 32767)
+
+
+def test_a_failed_write_keeps_the_old_file_and_no_part(tmp_path, monkeypatch):
+    path = write_wav(tmp_path / "a.wav", f32(0.5))
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_wav(path, f32(0.25))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_stereo_files_are_averaged(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(tmp_path / "s.wav", np.array([[0.5, 0.0], [0.25, 0.25]]), 8000, subtype="FLOAT")
+    pcm, rate_hz = read_audio(tmp_path / "s.wav")
+    assert rate_hz == 8000 and pcm.tolist() == [0.25, 0.25]
+
+
+def test_what_is_not_audio_is_refused_by_name(tmp_path):
+    (tmp_path / "text.wav").write_text("not audio")
+    for path, found in (
+        (tmp_path / "text.wav", "could not read"),
+        (tmp_path, "a folder"),
+        (tmp_path / "no", "nothing"),
+    ):
+        with pytest.raises(VoiceError, match=found):
+            read_audio(path)
+
+
+def test_reading_without_soundfile_names_the_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(BackendUnavailable, match="soundfile"):
+        read_audio(tmp_path / "a.wav")
+
+
+def test_first_audible_sample_is_the_first_above_the_threshold():
+    threshold = 10 ** (AUDIBLE_DBFS / 20)
+    assert first_audible_sample(f32(0, 0.9 * threshold, -1.1 * threshold, 1)) == 2
+    assert first_audible_sample(f32(1)) == 0
+    assert first_audible_sample(f32(0, 0.9 * threshold)) is None
+    assert first_audible_sample(f32()) is None
+
+
+def test_levels_of_a_full_scale_sine_and_of_silence():
+    sine = np.sin(2 * np.pi * np.arange(2400) / 240, dtype=np.float32)
+    assert peak_dbfs(sine) == pytest.approx(0, abs=1e-3)
+    assert level_dbfs(sine) == pytest.approx(20 * math.log10(math.sqrt(0.5)), abs=1e-3)
+    assert peak_dbfs(f32()) == level_dbfs(f32()) == peak_dbfs(f32(0, 0)) == level_dbfs(f32(0)) == -math.inf
