@@ -30,9 +30,14 @@ def random_tensors(layout: Layout, seed: int, dtype: torch.dtype) -> dict[str, T
 
 
 def _fill(name: str, shape: Shape, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    generator = _generator(name, seed)
     centre, spread = _distribution(name, shape)
     return torch.randn(shape, generator=generator).mul_(spread).add_(centre)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    """torch's CPU generator looks at the low 32 bits of a seed only, so name and seed are hashed into those."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _distribution(name: str, shape: Shape) -> tuple[float, float]:
@@ -92,7 +97,7 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
     """
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(b"margins"))
+    generator = _generator("margins", seed)
     _shrink_branches(tensors, config)
     codes = _pair_codes(tensors, config, generator)
     _rewrite_talker(tensors, config, codes, eos_after)
