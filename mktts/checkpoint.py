@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mktts.tokenizer import TextTokenizer
 
 CODEC_FOLDER = "speech_tokenizer"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     if text.startswith("random:"):
         return open_folder(random_checkpoint.ensure_named(text))
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if text and folder.is_dir():
         return open_folder(folder, revision)
     if isinstance(source, str) and HUB_ID.fullmatch(text):
         path, revision = download(text, revision)

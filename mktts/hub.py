@@ -48,7 +48,7 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
     )
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES))
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise CheckpointError(
             f"{repo_id} at revision {revision}: expected a checkpoint on the Hub, found none "
             f"({type(error).__name__}). Check the id, or {by_folder}."
