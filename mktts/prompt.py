@@ -148,15 +148,15 @@ class PromptBuilder:
         return 1 if not _in_context(request) else 1 + len(request.voice.codes)
 
     def reference_rows(self, request: Request) -> list[Tensor]:
-        """Text rows (1, H) that come before the text's own: the transcript of an in-context voice."""
+        """Text rows (H,) that come before the text's own: the transcript of an in-context voice."""
         if not _in_context(request):
             return []
-        return list(self.text_rows(self._reference_ids(request)).split(1))
+        return list(self.text_rows(self._reference_ids(request)))
 
     def fed_prompt(self, request: Request, rows: Sequence[Tensor]) -> Tensor:
-        """The streaming prompt (L, H) from the text rows so far, each (1, H)."""
+        """The streaming prompt (L, H) from the text rows so far, each (H,)."""
         parts, special = self._head(request)
-        body, _ = self._streaming_body(request, torch.cat(tuple(rows)), special)
+        body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
         return torch.cat((*parts, body))
 
     @torch.inference_mode()
