@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 NOTEBOOKS := notebooks/*.ipynb
 
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ setup: $(STAMP) ## the virtual environment with the pinned requirements
 
 # The stamp is written last, so an interrupted installation is taken up again instead of being taken as done.
 $(STAMP): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
 	  echo "mktts needs Python 3.11 or newer, found: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; \
 	  exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -33,7 +34,7 @@ $(STAMP): requirements.txt pyproject.toml
 	  echo "or name another Python: make PYTHON=/path/to/python3 ..." >&2; \
 	  exit 1; }
 	@rm -f $(STAMP)
-	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ -n "$(TORCH_INDEX)" ]; then \
 	  $(PIP) install --index-url "$(TORCH_INDEX)" "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"; fi
 	$(PIP) install -r requirements.txt

@@ -40,8 +40,10 @@ from mktts.synth import Synthesizer
 imported_bytes, start_s = peak_rss_bytes(), time.perf_counter()
 backend, device, dtype = json.loads(sys.argv[2])
 synthesizer = Synthesizer.load(sys.argv[1], backend=backend, device=device, dtype=dtype and getattr(torch, dtype))
-print(json.dumps({"load_s": time.perf_counter() - start_s, "load_peak_rss_bytes": peak_rss_bytes(),
-                  "import_peak_rss_bytes": imported_bytes}))
+load_s, loaded_bytes = time.perf_counter() - start_s, peak_rss_bytes()
+synthesizer.warm_up()  # memory-mapped weights count once they have been read: this reads them all
+print(json.dumps({"load_s": load_s, "import_peak_rss_bytes": imported_bytes, "load_peak_rss_bytes": loaded_bytes,
+                  "warm_peak_rss_bytes": peak_rss_bytes()}))
 """
 
 EXAMPLES = """examples:
@@ -103,7 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measure_load(checkpoint: Checkpoint, chosen: dict[str, str | None]) -> dict[str, dict[str, Any]]:
-    """Loads a synthesizer in a fresh process: seconds (files in the page cache) and peak resident bytes."""
+    """Loads a synthesizer in a fresh process: seconds (files in the page cache), and peak resident bytes of the
+    process after its imports, after loading, and after a first utterance."""
     command = [sys.executable, "-c", LOAD, str(checkpoint.folder), json.dumps(list(chosen.values()))]
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, **python_path()}
@@ -202,7 +205,7 @@ def _measure_streams(arguments: argparse.Namespace, checkpoint: Checkpoint) -> t
     speaker = arguments.speaker or next(iter(checkpoint.config.speakers), None)
     with Synthesizer.load(checkpoint, **loading(arguments)) as loaded:
         figures = measure_streams(loaded, arguments.text, speaker, arguments.frames, arguments.repeats)
-        used = {"backend": loaded.backend_name, "device": str(loaded.device), "dtype": str(loaded.dtype)}
+        used = {"backend": loaded.backend_name, "device": str(loaded.device), "dtype": str(loaded.dtype).removeprefix("torch.")}
     return figures, {**used, "speaker": speaker, "text": arguments.text, "frames": arguments.frames}
 
 

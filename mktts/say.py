@@ -125,17 +125,17 @@ def _piped(stream: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | None:
-    from mktts.voice import Voice
-
     if arguments.voice and arguments.ref_audio:
         raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
     if arguments.ref_text and not arguments.ref_audio:
         raise MkttsError("--ref-text is the text of --ref-audio, which is missing")
+    if not arguments.voice and not arguments.ref_audio:
+        return None
+    from mktts.voice import Voice
+
     if arguments.voice:
         return Voice.load(arguments.voice)
-    if arguments.ref_audio:
-        return Voice.from_audio(checkpoint, arguments.ref_audio, None, arguments.ref_text)
-    return None
+    return Voice.from_audio(checkpoint, arguments.ref_audio, None, arguments.ref_text)
 
 
 def _check_output(output: str) -> None:
