@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 import wave
 from pathlib import Path
 
 import numpy as np
 
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
+from mktts.files import write_whole
 from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
 
 _FULL_SCALE = 2**15 - 1
@@ -25,21 +25,13 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 
 def write_wav(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
     """Writes `pcm` (S,) float32 as a mono 16-bit WAV file, whole or not at all. Raises AudioError as `to_pcm16`."""
-    path, samples = Path(path), to_pcm16(pcm)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, wave.open(file, "wb") as out:
-            out.setnchannels(1)
-            out.setsampwidth(2)
-            out.setframerate(sample_rate_hz)
-            out.writeframes(samples)
-        os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
-    return path
+    samples, file = to_pcm16(pcm), io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(sample_rate_hz)
+        out.writeframes(samples)
+    return write_whole(path, file.getvalue())
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
