@@ -1,0 +1,65 @@
+// Plays PCM while it is made: one audio clock per widget model, any number of views (a view is only a button and a line).
+// The kernel sends s16le mono chunks as binary custom messages; each becomes one AudioBufferSourceNode started where
+// the one before it ends. No AudioWorklet: it does not exist on a plain-http remote host.
+const LEAD_S = 0.005; // scheduled this far ahead after a gap, so that start() is never in the past
+
+function initialize({ model }) {
+  const rate = model.get("sample_rate_hz");
+  const clock = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
+  let playing = new Set(), end_s = 0, underruns = 0, chunks = 0, muted = false, first_sound_ms = null;
+
+  const report = (event) =>
+    model.send({ kind: event, chunks, underruns, first_sound_ms, context: clock.state, rate_hz: clock.sampleRate });
+  const flush = () => { playing.forEach((node) => node.stop()); playing.clear(); end_s = 0; };
+  const resume = () => { if (clock.state === "suspended") clock.resume(); }; // browsers want a user gesture first
+
+  function play(bytes) {
+    const samples = new Float32Array(bytes.byteLength / 2);
+    for (let i = 0; i < samples.length; i++) samples[i] = bytes.getInt16(2 * i, true) / 32768;
+    const buffer = clock.createBuffer(1, samples.length, rate);
+    buffer.copyToChannel(samples, 0);
+    const node = new AudioBufferSourceNode(clock, { buffer });
+    node.connect(clock.destination);
+    node.onended = () => playing.delete(node);
+    playing.add(node);
+    if (end_s < clock.currentTime) {
+      if (chunks > 0) underruns += 1; // playback had run dry inside the utterance
+      end_s = clock.currentTime + LEAD_S;
+    }
+    node.start(end_s);
+    if (chunks === 0 && playing.size === 1) first_sound_ms = 1000 * (end_s - clock.currentTime + (clock.outputLatency || 0));
+    end_s += buffer.duration;
+    chunks += 1;
+    if (chunks === 1) report("first");
+  }
+
+  model.on("msg:custom", (message, buffers) => {
+    if (message.kind === "begin") { resume(); chunks = underruns = 0; first_sound_ms = null; muted = false; }
+    else if (message.kind === "pcm" && !muted && buffers[0].byteLength) play(buffers[0]);
+    else if (message.kind === "end") report("ended");
+  });
+  model.on("change:stop_requested", () => {
+    if (model.get("stop_requested")) { muted = true; flush(); report("stopped"); }
+  });
+  document.addEventListener("pointerdown", resume);
+  document.addEventListener("keydown", resume);
+  return () => {
+    document.removeEventListener("pointerdown", resume);
+    document.removeEventListener("keydown", resume);
+    flush();
+    clock.close();
+  };
+}
+
+function render({ model, el }) {
+  const stop = Object.assign(document.createElement("button"), { textContent: "Stop", className: "jupyter-button" });
+  const line = Object.assign(document.createElement("span"), { style: "margin-left: 1em" });
+  const show = () => { line.textContent = model.get("status"); };
+  stop.onclick = () => { model.set("stop_requested", true); model.save_changes(); };
+  model.on("change:status", show);
+  show();
+  el.append(stop, line);
+  return () => model.off("change:status", show);
+}
+
+export default { initialize, render };

@@ -1,0 +1,110 @@
+"""Live PCM in a notebook page: a widget that plays each chunk the moment the kernel has made it.
+
+Nothing here needs a browser. Without a front end (papermill, pytest) the messages go nowhere, `write` costs
+microseconds, and `stop_requested` stays false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mktts.errors import MkttsError
+from mktts.spec import SAMPLE_RATE_HZ
+
+PCM16_FULL_SCALE = 32_767
+
+
+def pcm16_bytes(pcm: np.ndarray) -> bytes:
+    """Little-endian 16-bit mono samples of `pcm` (S,) float32; values outside [-1, 1] are clipped.
+
+    Raises MkttsError for another rank or for NaN and infinity.
+    """
+    pcm = np.asarray(pcm)
+    if pcm.ndim != 1 or not np.issubdtype(pcm.dtype, np.floating):
+        raise MkttsError(f"PCM must be (S,) float, found {pcm.shape} {pcm.dtype}; mix down to mono first")
+    if not np.isfinite(pcm).all():
+        raise MkttsError("PCM must be finite, found NaN or infinity; the codec that made it is broken")
+    return np.rint(np.clip(pcm, -1.0, 1.0) * PCM16_FULL_SCALE).astype("<i2").tobytes()
+
+
+def live_player() -> Any:
+    """A new player widget: display it, then `async for chunk in player.play(stream)`; or `begin()`, `write(pcm)` for
+    every chunk, `end()`.
+
+    Use it from `async` cells only: a button pressed while a synchronous loop runs is not seen before the loop ends.
+    `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
+    `report` holds what the page said last: chunks, underruns, first_sound_ms (arrival of the first chunk to the
+    loudspeaker, None behind audio that still plays; never part of TTFC), the audio context's state and rate. It is
+    empty without a front end.
+    """
+    return _widget_class()()
+
+
+@cache
+def _widget_class() -> type:
+    import anywidget
+    import traitlets
+
+    class LivePlayer(anywidget.AnyWidget):
+        _esm = Path(__file__).with_name("player.js")
+        sample_rate_hz = traitlets.Int(SAMPLE_RATE_HZ).tag(sync=True)
+        stop_requested = traitlets.Bool(False).tag(sync=True)
+        status = traitlets.Unicode("live PCM").tag(sync=True)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.report: dict[str, Any] = {}
+            self.on_msg(self._on_report)
+
+        def begin(self) -> None:
+            """Starts an utterance: clears the stop flag and the counters of the page."""
+            self.stop_requested = False
+            self.report = {}
+            self.send({"kind": "begin"})
+
+        def write(self, pcm: np.ndarray) -> None:
+            """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored."""
+            data = pcm16_bytes(pcm)
+            if data:
+                self.send({"kind": "pcm"}, buffers=[data])
+
+        async def play(self, stream: Any) -> AsyncIterator[Any]:
+            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream."""
+            self.begin()
+            try:
+                async for chunk in stream:
+                    self.write(chunk.pcm)
+                    yield chunk
+                    await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
+                    if self.stop_requested:
+                        stream.cancel()
+            finally:
+                self.end()
+
+        def end(self) -> None:
+            """Ends the utterance; the page answers with its counters and plays out what is queued."""
+            self.send({"kind": "end"})
+
+        def stop(self) -> None:
+            """Asks for a stop, as the button does."""
+            self.stop_requested = True
+
+        def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
+            self.report = dict(message)
+            first_ms = message.get("first_sound_ms")
+            sound = (
+                "queued behind earlier audio" if first_ms is None else f"first sound {first_ms:.0f} ms after arrival"
+            )
+            held = "; press any key to let the page play sound" if message.get("context") == "suspended" else ""
+            self.status = (
+                f"{message.get('kind')}: {message.get('chunks')} chunks, "
+                f"{message.get('underruns')} underruns, {sound}{held}"
+            )
+
+    return LivePlayer
