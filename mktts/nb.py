@@ -1,0 +1,221 @@
+"""What the notebooks need and nothing else does: run folders, inline audio, tables, controls.
+
+The Jupyter packages are imported where they are used, so `import mktts.nb` works without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mktts.audio import write_wav
+from mktts.errors import MkttsError
+from mktts.player import live_player
+from mktts.spec import SAMPLE_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+
+__all__ = [
+    "Controls", "clip", "controls", "languages", "live_player", "repository", "run_dir", "stream_arguments", "table",
+]  # fmt: skip
+
+EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
+RANDOM_WEIGHTS = "random weights: not speech"
+
+
+def repository(start: Path | None = None) -> Path:
+    """The repository's top folder: the first folder at or above `start` (default: the working folder) that has
+    notebooks/ and a pyproject.toml, else the folder this package lies in. Raises MkttsError if neither is one."""
+    start = (start or Path.cwd()).resolve()
+    for folder in (start, *start.parents, Path(__file__).resolve().parents[1]):
+        if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
+            return folder
+    raise MkttsError(
+        f"expected {start} to lie inside the repository, found no pyproject.toml beside a notebooks/ above it"
+    )
+
+
+def run_dir(path: str, notebook: str) -> Path:
+    """The folder a run writes to, created if absent: `path`, or outputs/runs/<notebook>-manual where `path` is ""."""
+    folder = Path(path) if path else repository() / "outputs" / "runs" / f"{notebook}-manual"
+    folder = folder.expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:
+    """Writes `pcm` (S,) float32 in [-1, 1] to `folder`/<label>.wav and shows it with an audio element.
+
+    Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook.
+    Audio from random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM.
+    """
+    from IPython.display import Audio, display
+
+    pcm = np.asarray(pcm)
+    if pcm.ndim != 1 or pcm.dtype != np.float32 or pcm.size == 0:
+        raise MkttsError(f"clip {label!r}: expected (S,) float32 with S > 0, found {pcm.shape} {pcm.dtype}")
+    if not np.isfinite(pcm).all() or np.abs(pcm).max() > 1.0:
+        raise MkttsError(f"clip {label!r}: expected finite samples in [-1, 1]")
+    path = folder / f"{re.sub(r'[^a-z0-9]+', '_', label.lower()).strip('_') or 'clip'}.wav"
+    write_wav(path, pcm)
+    limit_samples = int(EMBED_LIMIT_S * SAMPLE_RATE_HZ)
+    notes = [f"{pcm.size / SAMPLE_RATE_HZ:.2f} s", path.name]
+    if pcm.size > limit_samples:
+        notes.append(f"first {EMBED_LIMIT_S:.0f} s embedded")
+    if random_weights:
+        notes.append(RANDOM_WEIGHTS)
+    _show_html(f"<b>{html.escape(label)}</b> ({html.escape(', '.join(notes))})", f"{label} ({', '.join(notes)})")
+    display(Audio(pcm[:limit_samples], rate=SAMPLE_RATE_HZ, normalize=False))
+    return path
+
+
+def table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> None:
+    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
+    numeric = [all(_is_number(row.get(column, 0)) for row in rows) for column in columns]
+    align = ["right" if right else "left" for right in numeric]
+    head = "".join(f'<th style="text-align:{a}">{html.escape(c)}</th>' for c, a in zip(columns, align, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td style="text-align:{a}">{html.escape(c)}</td>' for c, a in zip(row, align, strict=True))
+        + "</tr>"
+        for row in cells
+    )
+    title = f'<caption style="text-align:left">{html.escape(caption)}</caption>' if caption else ""
+    markup = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [columns, *cells]]))
+
+
+def cell(value: Any) -> str:
+    """`value` as a table shows it: four significant digits, thousands separated, yes/no for booleans."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        small = value != 0 and abs(value) < 1e-3
+        return f"{value:.2e}" if small else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(item) for item in value)
+    return "" if value is None else str(value)
+
+
+def controls(choices: Mapping[str, Sequence[str]] | None = None, **parameters: Any) -> Controls:
+    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop.
+
+    A widget changes only what the parameter already defines, so a headless run, where nobody turns the knobs,
+    computes exactly what the parameters say. `choices` turns a string parameter into a drop-down.
+    """
+    return Controls(choices or {}, parameters)
+
+
+class Controls:
+    """The panel of `controls`. `values` are the present settings, under the parameters' names."""
+
+    def __init__(self, choices: Mapping[str, Sequence[str]], parameters: Mapping[str, Any]) -> None:
+        import ipywidgets
+
+        unknown = sorted(set(choices) - set(parameters))
+        if unknown:
+            raise MkttsError(f"controls: choices for {unknown}, which are no parameters of the panel")
+        self._widgets = {name: _widget(name, value, choices.get(name)) for name, value in parameters.items()}
+        self.start_button = ipywidgets.Button(description="Start", icon="play")
+        self.stop_button = ipywidgets.Button(description="Stop", icon="stop")
+        self.message = ipywidgets.HTML()
+        buttons = ipywidgets.HBox([self.start_button, self.stop_button, self.message])
+        self.panel = ipywidgets.VBox([*self._widgets.values(), buttons])
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Parameter name -> present value."""
+        return {name: widget.value for name, widget in self._widgets.items()}
+
+    def show(self, start: Callable[[], Awaitable[Any]], stop: Callable[[], Any]) -> None:
+        """Displays the panel. Start runs `start()` on the kernel's event loop, Stop calls `stop()`.
+
+        Call it from a cell: the cell's loop is the one that Start uses. (Since ipykernel 7 a button's callback may
+        arrive on another thread, that of the front end's subshell.) One run at a time: Start is disabled during it.
+        """
+        from IPython.display import display
+
+        self._loop = asyncio.get_running_loop()
+        self.start_button.on_click(lambda _: asyncio.run_coroutine_threadsafe(self._run(start), self._loop))
+        self.stop_button.on_click(lambda _: stop())
+        display(self.panel)
+
+    async def _run(self, start: Callable[[], Awaitable[Any]]) -> None:
+        self.start_button.disabled, self.message.value = True, ""
+        try:
+            await start()
+        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
+            self.message.value = html.escape(f"{type(error).__name__}: {error}")
+        finally:
+            self.start_button.disabled = False
+
+
+def languages(checkpoint: Checkpoint) -> list[str]:
+    """What LANGUAGE may be; dialects come with their speakers and cannot be asked for."""
+    return ["auto", *sorted(name for name in checkpoint.config.languages if "dialect" not in name)]
+
+
+def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
+    """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
+
+    Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
+    MAX_FRAMES and SCHEDULE ("1,1,2,4,8"). Raises MkttsError for another name.
+    """
+    from mktts.synth import StreamOptions
+    from mktts.voice import Voice
+
+    speakers = sorted(checkpoint.config.speakers)
+    convert: dict[str, Callable[[Any], Any]] = {
+        "TEXT": str,
+        "LANGUAGE": str,
+        "SPEAKER": lambda name: name or (speakers[0] if speakers else None),
+        "INSTRUCT": lambda text: text or None,
+        "VOICE": lambda path: Voice.load(path) if path else None,
+        "SEED": int,
+        "MAX_FRAMES": int,
+    }
+    arguments = {name.lower(): convert[name](value) for name, value in parameters.items() if name in convert}
+    if "SCHEDULE" in parameters:
+        schedule = tuple(int(frames) for frames in parameters["SCHEDULE"].split(","))
+        arguments["options"] = StreamOptions(schedule=schedule)
+    unknown = sorted(set(parameters) - set(convert) - {"SCHEDULE"})
+    if unknown:
+        raise MkttsError(f"expected parameters among {sorted([*convert, 'SCHEDULE'])}, found {unknown}")
+    return arguments
+
+
+def _widget(name: str, value: Any, options: Sequence[str] | None) -> Any:
+    import ipywidgets
+
+    layout, style = ipywidgets.Layout(width="46em"), {"description_width": "11em"}
+    if options is not None:
+        if value not in options:
+            raise MkttsError(f"{name}={value!r} is not among its choices {list(options)}")
+        return ipywidgets.Dropdown(options=list(options), value=value, description=name, layout=layout, style=style)
+    kinds = {bool: ipywidgets.Checkbox, int: ipywidgets.IntText, float: ipywidgets.FloatText, str: ipywidgets.Textarea}
+    kind = kinds.get(type(value))
+    if kind is None:
+        raise MkttsError(f"{name}={value!r}: expected bool, int, float or str, found {type(value).__name__}")
+    return kind(value=value, description=name, layout=layout, style=style)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _show_html(markup: str, text: str) -> None:
+    from IPython.display import display
+
+    display({"text/html": markup, "text/plain": text}, raw=True)
