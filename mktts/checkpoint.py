@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ class Checkpoint:
     codec_config: CodecConfig
     revision: str | None
     is_random: bool
-    files: WeightFiles
-    codec_files: WeightFiles
+    files: WeightFiles = field(repr=False)
+    codec_files: WeightFiles = field(repr=False)
 
     def sampling(self) -> Sampling:
         """The checkpoint's own settings: generation_config.json, then upstream's defaults for what it leaves out.
@@ -80,10 +80,21 @@ class Checkpoint:
         return self.codec_files.map("decoder.")
 
     def tokenizer(self) -> TextTokenizer:
-        """The text tokenizer of this checkpoint. Raises CheckpointError where its files are unusable."""
+        """The text tokenizer of this checkpoint.
+
+        Raises CheckpointError where its files are unusable or belong to another model.
+        """
         from mktts.tokenizer import TextTokenizer
 
-        return TextTokenizer.load(self.folder)
+        tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
+        found = tokenizer.encode("assistant")
+        if found != [role] or tokenizer.vocab_size > self.config.text_vocab_size:
+            raise CheckpointError(
+                f"{self.folder / 'vocab.json'}: expected 'assistant' to be the one token {role} of at most "
+                f"{self.config.text_vocab_size}, found {found} of {tokenizer.vocab_size}. Take vocab.json and "
+                "merges.txt from the checkpoint's own repository."
+            )
+        return tokenizer
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mktts.codec_layout import expected_codec_tensors
@@ -49,7 +50,7 @@ def make(
     full_codec: the released codec's size; default: full for 0.6b and 1.7b, tiny otherwise. Always float32.
     dtype: of the model, bfloat16 or float32. shards: files the model is spread over.
 
-    Raises CheckpointError for unknown words, or where `folder` exists and is not empty.
+    Raises CheckpointError for unknown words, where `folder` exists and is not empty, or where it cannot be written.
     """
     folder = Path(folder)
     full_codec = not size.startswith("tiny") if full_codec is None else full_codec
@@ -62,27 +63,26 @@ def make(
     files = small_files(size, model_type, full_codec)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed}
+    files[MARKER] = marker | {"margin": margin, "eos_after": eos_after}
+    work: Path | None = None
     try:
-        (work / "speech_tokenizer").mkdir()
-        for name, content in files.items():
-            _write_json(work / name, content)
-        _write_tokenizer(work)
-        config = ModelConfig.load(work)
-        tensors = random_tensors(expected_tensors(config), seed, dtype)
-        if margin:
-            widen_margins(tensors, config, seed, eos_after)
-        _write_weights(work, tensors, shards)
-        del tensors
-        codec = random_tensors(expected_codec_tensors(files["speech_tokenizer/config.json"]), seed, torch.float32)
-        _write_weights(work / "speech_tokenizer", codec, 1)
-        marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed, "margin": margin}
-        _write_json(work / MARKER, marker | {"eos_after": eos_after})
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        _write_small_files(work, files)
+        _write_weights(work, _model_tensors(ModelConfig.load(work), seed, dtype, margin, eos_after), shards)
+        codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
+        _write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32), 1)
         work.chmod(0o755)  # mkdtemp makes it private
         os.rename(work, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: expected to write a random checkpoint there, but: {error}. "
+            "Free some space, or choose another place with $MKTTS_CACHE."
+        ) from None
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
     return folder
 
 
@@ -99,7 +99,7 @@ def ensure(
 ) -> Path:
     """Like `make`, into the cache ($MKTTS_CACHE, else ~/.cache/mktts); made once, by whichever process is first.
 
-    Raises CheckpointError for unknown words.
+    Raises CheckpointError for unknown words, or where the cache cannot be written.
     """
     full = not size.startswith("tiny") if full_codec is None else full_codec
     words = [size, model_type, f"seed{seed}", str(dtype).removeprefix("torch.")]
@@ -119,7 +119,7 @@ def ensure(
                 full_codec=full,
                 dtype=dtype,
             )
-        except (OSError, CheckpointError):
+        except CheckpointError:
             if not (folder / MARKER).is_file():  # otherwise another process made the same one first
                 raise
     return folder
@@ -166,7 +166,19 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _model_tensors(
+    config: ModelConfig, seed: int, dtype: torch.dtype, margin: bool, eos_after: int | None
+) -> dict[str, Tensor]:
+    tensors = random_tensors(expected_tensors(config), seed, dtype)
+    if margin:
+        widen_margins(tensors, config, seed, eos_after)
+    return tensors
+
+
+def _write_small_files(folder: Path, files: dict[str, Any]) -> None:
+    (folder / "speech_tokenizer").mkdir()
+    for name, content in files.items():
+        _write_json(folder / name, content)
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
     lines = "".join(f"{left} {right}\n" for left, right in merges())

@@ -47,6 +47,11 @@ class TextTokenizer:
         except Exception as error:  # the library raises bare Exception for every kind of broken file
             raise CheckpointError(f"{vocab}: expected a BPE vocabulary beside its merges, found: {error}") from None
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries of vocab.json; the special tokens come after them."""
+        return self._tokenizer.get_vocab_size()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands (nothing is stripped or added). Raises TextError for what is not text."""
         return self._tokenizer.encode(_checked(text), add_special_tokens=False).ids
@@ -69,7 +74,8 @@ class IncrementalTokenizer:
 
     `push` returns every id that no continuation can change and holds the rest back: the last piece of the split
     (a letter may still join it), whitespace at the end (a line break may still join it, or the text may end, and
-    ends are stripped), and a last character that may still combine with an accent.
+    ends are stripped), and a last character that may still combine with an accent. A piece is a word where words are
+    spaced; in Chinese or Japanese it is all letters up to the next punctuation.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

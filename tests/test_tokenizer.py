@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mktts import upstream
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CheckpointError, TextError
 from mktts.tokenizer import IncrementalTokenizer, TextTokenizer
 
@@ -97,6 +99,15 @@ def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"vocab.json: expected a BPE vocabulary"):
         TextTokenizer.load(tmp_path)
+
+
+def test_a_vocabulary_of_another_model_is_refused(tiny: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
+    vocab = json.loads((folder / "vocab.json").read_text())
+    vocab["assistant"], vocab["user"] = vocab["user"], vocab["assistant"]
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    with pytest.raises(CheckpointError, match=r"expected 'assistant' to be the one token 77091 .*found \[872\]"):
+        open_checkpoint(folder).tokenizer()
 
 
 # every kind of character whose neighbours can change how it is cut, composed or stripped
