@@ -9,13 +9,18 @@ weights are read.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mktts.checkpoint import Checkpoint
+from mktts.codec_layout import expected_codec_tensors
 from mktts.errors import CheckpointError
-from mktts.layout import Layout, TensorSpec
-from mktts.spec import FRAME_MS, NUM_CODEBOOKS
+from mktts.layout import Layout, TensorSpec, expected_tensors
+from mktts.random_configs import small_files
+from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
 
 PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions
 
@@ -91,6 +96,19 @@ _CODEC_RULES = (
 def components(checkpoint: Checkpoint) -> tuple[Component, ...]:
     """The table, in the order of the data flow; components a checkpoint lacks are left out."""
     return (*_rows(checkpoint.files.tensors, _MODEL_RULES), *_rows(checkpoint.codec_files.tensors, _CODEC_RULES))
+
+
+def components_at(size: str, model_type: str = "custom_voice") -> tuple[Component, ...]:
+    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made.
+
+    Raises CheckpointError for an unknown size or type.
+    """
+    files = small_files(size, model_type, full_codec=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(files["config.json"]), encoding="utf-8")
+        tensors = expected_tensors(ModelConfig.load(Path(folder)))
+    codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
+    return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from mktts import inspection
 from mktts.checkpoint import Checkpoint
 from mktts.errors import CheckpointError
-from mktts.layout import expected_tensors
-from mktts.random_configs import small_files
-from mktts.spec import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -23,11 +17,9 @@ from mktts.spec import ModelConfig
     ],
 )
 def test_bytes_per_frame_are_the_sum_of_what_a_frame_reads(
-    tmp_path: Path, size: str, talker_bytes: int, projection_bytes: int, width: int, published_gb: float
+    size: str, talker_bytes: int, projection_bytes: int, width: int, published_gb: float
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(small_files(size, "base", True)["config.json"]))
-    layout = expected_tensors(ModelConfig.load(tmp_path))
-    rows = inspection._rows(layout, inspection._MODEL_RULES)
+    rows = inspection.components_at(size, "base")
     predictor_layers, heads, embedding_row = 157_309_440 + 2_048, 62_914_560, 2 * width
     passes = 15
     want = talker_bytes + passes * (predictor_layers + projection_bytes) + heads + (1 + passes) * embedding_row
@@ -52,6 +44,13 @@ def test_the_codec_reads_its_decoder_and_sixteen_rows(tiny: Checkpoint) -> None:
     assert rows["codec decoder"].bytes_per_frame == decoder
     assert rows["codec codebooks"].bytes_per_frame == 16 * row_bytes
     assert rows["codec encoder"].bytes_per_frame == rows["text_embedding"].bytes_per_frame == 0
+
+
+def test_a_size_without_weights_has_the_same_components_as_with_them(tiny: Checkpoint) -> None:
+    def without_codec(rows: tuple[inspection.Component, ...]) -> list[inspection.Component]:
+        return [row for row in rows if not row.name.startswith("codec ") and row.name != "text_embedding"]
+
+    assert without_codec(inspection.components_at("tiny")) == without_codec(inspection.components(tiny))
 
 
 def test_the_description_names_components_and_the_floor(tiny_projected: Checkpoint) -> None:
