@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mktts.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,9 +95,7 @@ def save(figure: Figure, folder: Path, name: str) -> Figure:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     data = buffer.getvalue()
-    temporary = Path(folder) / f".{name}.png.{os.getpid()}"
-    temporary.write_bytes(data)
-    os.replace(temporary, Path(folder) / f"{name}.png")
+    write_whole(Path(folder) / f"{name}.png", data)
     width_px = round(figure.get_figwidth() * DISPLAY_DPI)
     figure._repr_png_ = lambda: (data, {"width": width_px})  # a figure made without pyplot has no display hook
     return figure
