@@ -17,7 +17,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 NOTEBOOKS := notebooks/*.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lab lint format bench clean-nb
+.PHONY: help setup run test test-slow lab lint format bench clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
@@ -66,3 +66,12 @@ format: $(STAMP) ## ruff, changing files
 clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	$(BIN)/python -m nbstripout --extra-keys \
 	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
+
+reference: run ## replace outputs/reference/ and the README's figures by what `make run` and `make bench` give here
+	rm -rf outputs/reference
+	for name in $$(basename -s .ipynb -a $(NOTEBOOKS)); do \
+	  mkdir -p outputs/reference/$$name; \
+	  find outputs/runs/$$name -maxdepth 1 \( -name '*.json' -o -name '*.png' \) -exec cp {} outputs/reference/$$name/ \; ; \
+	  grep -q '<audio' outputs/runs/$$name/executed.ipynb || cp outputs/runs/$$name/executed.ipynb outputs/reference/$$name/; done
+	$(BIN)/python -m mktts bench --codec full --json-only $(BENCH_ARGS) > outputs/reference/bench.json
+	$(BIN)/python tests/readme_figures.py
