@@ -199,7 +199,10 @@ def _this_interpreter() -> type:
         @property
         def kernel_spec(self) -> KernelSpec:
             argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=argv, display_name="Python 3", language="python", env=python_path())
+            encrypted = {"supported_encryption": ["curve"]}  # what ipykernel's own kernelspec says
+            return KernelSpec(
+                argv=argv, display_name="Python 3", language="python", env=python_path(), metadata=encrypted
+            )
 
     return ThisInterpreter
 
