@@ -205,7 +205,11 @@ def _measure_streams(arguments: argparse.Namespace, checkpoint: Checkpoint) -> t
     speaker = arguments.speaker or next(iter(checkpoint.config.speakers), None)
     with Synthesizer.load(checkpoint, **loading(arguments)) as loaded:
         figures = measure_streams(loaded, arguments.text, speaker, arguments.frames, arguments.repeats)
-        used = {"backend": loaded.backend_name, "device": str(loaded.device), "dtype": str(loaded.dtype).removeprefix("torch.")}
+        used = {
+            "backend": loaded.backend_name,
+            "device": str(loaded.device),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+        }
     return figures, {**used, "speaker": speaker, "text": arguments.text, "frames": arguments.frames}
 
 
