@@ -18,9 +18,15 @@ TABLE = "metrics.parquet"
 STAGES = ("talker", "predictor", "codec")
 PERCENTILES = ("ttfc_ms", "audible_ttfc_ms", "rtf", "prebuffer_ms")  # of StreamMetrics, recorded as median and p95
 SPEED_COLUMNS = (
-    "ttfc_ms_median", "ttfc_ms_p95", "audible_ttfc_ms_median", "rtf_median", "rtf_p95", "frame_ms",
-    "talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame", "underruns", "repeats", "peak_rss_mb",
-)  # fmt: skip
+    "ttfc_ms_median",
+    "ttfc_ms_p95",
+    "audible_ttfc_ms_median",
+    "rtf_median",
+    "rtf_p95",
+    "underruns",
+    "repeats",
+)
+PARITY_COLUMNS = ("prompts_equal", "codes_equal", "frames_compared", "codec_error_streamed", "codec_error_upstream")
 NOTEBOOKS = ("00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics")  # what a full report draws on
 
 
@@ -104,7 +110,9 @@ def machines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     names = ("cpu", "cpu_cores", "gpu", "gpu_driver", "torch", "python", "git_revision")
     seen: dict[tuple[Any, ...], int] = {}
     for row in rows:
-        key = tuple(row.get(f"env.{name}") for name in names)
+        revision, *changes = str(row.get("env.git_revision", "")).partition("+")
+        row = {**row, "env.git_revision": revision[:8] + "".join(changes)}
+        key = tuple(row.get(f"env.{name}") or None for name in names)
         seen[key] = seen.get(key, 0) + 1
     return [{**dict(zip(names, key, strict=True)), "runs": count} for key, count in seen.items() if any(key)]
 
