@@ -148,9 +148,10 @@ class Synthesizer:
         settings = {**settings}
         options = settings.pop("options", None) or StreamOptions()
         plan = self._plan(*(settings.pop(name, None) for name in ("sampling", "seed", "max_frames")), options)
-        if settings.pop("layout", None) == "whole":
+        settings["layout"] = settings.get("layout") or "streaming"
+        if settings["layout"] == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
-        request = self._request("", layout="streaming", **settings)
+        request = self._request("", **settings)
         model = self._open_model()
         script = model.fed_script(request, options.max_chars_per_segment)
         job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)

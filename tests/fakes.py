@@ -13,9 +13,10 @@ from torch import Tensor
 from mktts.backend import Frame
 from mktts.errors import PromptError
 from mktts.generation import StepModel
+from mktts.options import Guard, StreamOptions
 from mktts.prompt import Request
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.synth import Synthesizer
+from mktts.synth import Stream, Synthesizer
 
 WAIT_S = 30.0  # before a test that hangs fails
 
@@ -58,7 +59,9 @@ class FakeBackend:
     def wait_entered(self, steps: int) -> None:
         """Waits until so many steps have begun."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.entered >= steps, WAIT_S), f"{self.entered} steps after {WAIT_S} s"
+            assert self._changed.wait_for(lambda: self.entered >= steps, WAIT_S), (
+                f"{self.entered} steps after {WAIT_S} s"
+            )
 
     def start(self, prompt: Tensor, sampling: object, seed: int, max_frames: int) -> FakeState:
         state = FakeState(prompt=int(prompt.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
@@ -183,12 +186,39 @@ class FakePrompts:
         return self.opened[-1]
 
 
-def fake_model(backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000) -> StepModel:
+def fake_model(
+    backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000
+) -> StepModel:
     return StepModel(backend or FakeBackend(), FakePrompts(), codec or FakeCodec(), positions)
 
 
 def fake_synthesizer(backend: FakeBackend | None = None, codec: FakeCodec | None = None) -> Synthesizer:
     return Synthesizer(fake_model(backend, codec))
+
+
+OFF = StreamOptions(guard=Guard.off())
+ONE = replace(OFF, schedule=(1,))
+
+
+def speak(synth: Synthesizer, seed: int, frames: int | None = 6, options: StreamOptions = ONE) -> Stream:
+    return synth.stream("Hello.", seed=seed, max_frames=frames, options=options)
+
+
+def settle(synth: Synthesizer) -> None:
+    """Returns once the worker has dealt with everything before: a stream of one frame is taken last."""
+    stream = synth.stream("Settle.", seed=999, max_frames=1, options=ONE)
+    assert len(list(stream)) == 1
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(thread: threading.Thread) -> None:
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 def _rows(text: str) -> Tensor:

@@ -69,8 +69,16 @@ def test_a_text_that_fits_is_one_piece():
         pytest.param("Is it so? Yes! Go on now.", ["Is it so? Yes!", "Go on now."], id="last-sentence-end-that-fits"),
         pytest.param('"Stop!" he said. "Come back."', ['"Stop!" he said.', '"Come back."'], id="quotation-goes-on"),
         pytest.param("He said “enough.” Then he left.", ["He said “enough.”", "Then he left."], id="closing-quote"),
-        pytest.param("你好，世界。今天天气很好！我们出去走走吧，好不好？", ["你好，世界。今天天气很好！", "我们出去走走吧，好不好？"], id="wide"),
-        pytest.param("他说：「好的。」然后他就走了，没有回头看。", ["他说：「好的。」", "然后他就走了，没有回头看。"], id="wide-quote"),
+        pytest.param(
+            "你好，世界。今天天气很好！我们出去走走吧，好不好？",
+            ["你好，世界。今天天气很好！", "我们出去走走吧，好不好？"],
+            id="wide",
+        ),
+        pytest.param(
+            "他说：「好的。」然后他就走了，没有回头看。",
+            ["他说：「好的。」", "然后他就走了，没有回头看。"],
+            id="wide-quote",
+        ),
         pytest.param("Ask Dr. Smith today. Or Ms. Lee.", ["Ask Dr. Smith today.", "Or Ms. Lee."], id="titles"),
         pytest.param("It is 3.14 long. Or e.g. 2.7 now.", ["It is 3.14 long.", "Or e.g. 2.7 now."], id="decimals"),
         pytest.param("Am 3. Mai kam er. Dann ging er.", ["Am 3. Mai kam er.", "Dann ging er."], id="ordinals"),
