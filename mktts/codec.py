@@ -66,7 +66,8 @@ class CodecDecoder:
         self.dtype = dtype
         w = {name: t.to(self.device, dtype) for name, t in tensors.items() if "_codebook." not in name}
         books = ["rvq_first.vq.layers.0", *(f"rvq_rest.vq.layers.{g}" for g in range(NUM_CODEBOOKS - 1))]
-        self._books = torch.cat([_codebook(tensors, book) for book in books]).to(self.device, dtype)
+        precision = torch.promote_types(dtype, torch.float32)
+        self._books = torch.cat([_codebook(tensors, book, precision) for book in books]).to(self.device, dtype)
         self._first_row = torch.arange(NUM_CODEBOOKS, device=self.device) * config.codebook_size
         self._book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
         self._pre_conv = CausalConv.load(w, "pre_conv")
@@ -164,8 +165,8 @@ def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:
     return stages
 
 
-def _codebook(tensors: Mapping[str, Tensor], book: str) -> Tensor:
-    """(2048, codebook_dim / 2) fp32."""
+def _codebook(tensors: Mapping[str, Tensor], book: str, dtype: torch.dtype) -> Tensor:
+    """(2048, codebook_dim / 2)."""
     name = f"quantizer.{book}._codebook"
-    usage = tensors[f"{name}.cluster_usage"].float().clamp(min=_MIN_USAGE)
-    return tensors[f"{name}.embedding_sum"].float() / usage[:, None]
+    usage = tensors[f"{name}.cluster_usage"].to(dtype).clamp(min=_MIN_USAGE)
+    return tensors[f"{name}.embedding_sum"].to(dtype) / usage[:, None]

@@ -26,7 +26,7 @@ from mktts.random_weights import random_tensors, widen_margins
 from mktts.spec import MODEL_TYPES, ModelConfig
 
 MARKER = "mktts.json"
-RECIPE = 3  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
+RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
 FLAGS = ("full-codec", "margin")
 
 

@@ -21,7 +21,8 @@ PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
 TEXT_CLASSES = 8
 GROUP_RMS = 0.1  # of the later codes' embeddings, next to 1 for the talker's own
 LAST_CODEC_CONV = "decoder.decoder.6.conv.weight"
-WAVEFORM_GAIN = 0.001  # keeps the waveform near 0.06 RMS, off the clamp at 1
+WAVEFORM_GAIN = 0.025  # keeps the waveform near 0.06 RMS, off the clamp at 1
+RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify rounding a hundredfold
 
 
 def random_tensors(layout: Layout, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -62,6 +63,8 @@ def _distribution(name: str, shape: Shape) -> tuple[float, float]:
     if "codec_head" in name or "lm_head" in name:
         return 0.0, HEAD_LOGIT_STD / math.sqrt(shape[-1])
     spread = 1 / math.sqrt(_fan_in(name, shape))
+    if name.startswith("decoder.decoder.") and ".conv2." in name:
+        spread *= RESIDUAL_GAIN
     return 0.0, spread * WAVEFORM_GAIN if name == LAST_CODEC_CONV else spread
 
 
