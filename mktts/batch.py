@@ -192,10 +192,16 @@ def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str
 
 def _this_interpreter() -> type:
     """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
+    import zmq
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
+    from traitlets import default
 
     class ThisInterpreter(AsyncKernelManager):
+        @default("transport_encryption")
+        def _encrypt_where_possible(self) -> str:
+            return "auto" if zmq.has("curve") else "disabled"
+
         @property
         def kernel_spec(self) -> KernelSpec:
             argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
