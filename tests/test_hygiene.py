@@ -115,6 +115,7 @@ def test_every_import_is_pinned_or_standard():
         "qwen-tts": "qwen_tts",
         "pipecat-ai": "pipecat",
         "ipython": "IPython",
+        "pyzmq": "zmq",
         "pytest-asyncio": "pytest_asyncio",
     }
     pins = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
