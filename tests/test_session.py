@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+from types import SimpleNamespace
 
 import pytest
 from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 
+from mktts import engine
 from mktts.errors import EngineError, TextError
 from mktts.synth import Session
 
@@ -67,6 +70,26 @@ async def test_streams_of_one_synthesizer_serve_two_event_loops():
         assert await read(2) == 30
         await asyncio.to_thread(joined, other)
     assert results == [30]
+
+
+async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, monkeypatch):
+    synth, backend = held
+    stream = speak(synth, seed=1)
+    loop, arrived = asyncio.get_running_loop(), threading.Event()
+    put = stream._job._put
+    monkeypatch.setattr(stream._job, "_put", lambda item: (put(item), arrived.set()))
+
+    def while_the_consumer_prepares_to_wait() -> asyncio.Future:
+        backend.let(1)
+        assert arrived.wait(WAIT_S)
+        return loop.create_future()
+
+    late = SimpleNamespace(
+        create_future=while_the_consumer_prepares_to_wait, call_soon_threadsafe=loop.call_soon_threadsafe
+    )
+    monkeypatch.setattr(engine.asyncio, "get_running_loop", lambda: late)
+    chunk = await asyncio.wait_for(anext(stream), WAIT_S / 2)  # before the held backend gives up and wakes it
+    assert chunk.frames == 1
 
 
 async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
