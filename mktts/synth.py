@@ -213,7 +213,11 @@ class Synthesizer:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU."""
+    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU.
+
+    On a CPU bfloat16 halves the memory, and pays only for large models where the processor has bfloat16 units: with
+    AMX it took 0.77 of float32's time a frame at 0.6B and 1.65 at tiny size; without, products alone took 1.4 to 5.
+    """
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
