@@ -78,9 +78,12 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
     return path
 
 
-def table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> None:
-    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = ()) -> None:
+    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty.
+
+    `omit` names columns that are left out.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
     cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
     numeric = [all(_is_number(row.get(column, 0)) for row in rows) for column in columns]
     align = ["right" if right else "left" for right in numeric]

@@ -75,7 +75,8 @@ def error_over_time(
     tolerance = f"tolerance {limit:.0e}"
     axes.axhline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=tolerance)
     axes.set_yscale("log")
-    axes.set(xlabel="position in the utterance (s)", ylabel="largest sample error in\na frame (full scale = 1)")
+    zero = f"\n(0 is drawn at {ZERO_ON_LOG_AXIS:.0e})" if any(np.min(values) == 0 for values in errors.values()) else ""
+    axes.set(xlabel="position in the utterance (s)", ylabel=f"largest sample error in\na frame (full scale = 1){zero}")
     axes.set_title(title or "Codec error against one offline pass")
     legend_below(axes, after=[tolerance])
     return save(figure, folder, name)

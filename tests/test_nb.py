@@ -110,6 +110,11 @@ def test_a_table_has_every_key_as_a_column_and_escapes_its_cells(shown):
     assert "&lt;b&gt;" in data["text/html"] and "<b>" not in data["text/html"]
 
 
+def test_a_table_leaves_out_what_it_is_told_to(shown):
+    nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
+    assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.20e-07"), (0.0, "0"),
