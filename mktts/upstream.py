@@ -92,7 +92,7 @@ def _stand_in(name: str, children: tuple[str, ...], reason: str) -> None:
 
 def import_upstream() -> types.ModuleType:
     """The qwen_tts package. Raises BackendUnavailable where it, or something it needs, cannot be imported."""
-    if "qwen_tts" in sys.modules:
+    if sys.modules.get("qwen_tts") is not None:
         return sys.modules["qwen_tts"]
     install_shim()
     try:
@@ -222,7 +222,7 @@ def clone_prompt(voice: Voice) -> Any:
         ref_spk_embedding=voice.embedding,
         x_vector_only_mode=voice.codes is None,
         icl_mode=voice.codes is not None,
-        ref_text=voice.transcript,
+        ref_text=voice.transcript and voice.transcript.strip(),  # as our prompt builder does
     )
 
 
