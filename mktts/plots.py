@@ -170,12 +170,13 @@ def comparison(
 ) -> Figure:
     """Runs side by side: one point per (label, value); equal labels share a line, with a bar at their median."""
     labels = list(dict.fromkeys(label for label, _ in rows))
-    figure, (axes,) = new(1.5 + 0.36 * len(labels))
+    figure, (axes,) = new(1.5 + 0.45 * len(labels))
     for index, label in enumerate(labels):
         values = [value for other, value in rows if other == label]
         median = float(np.median(values))
-        axes.plot(values, [index] * len(values), "o", color=COLOURS["mktts"], markersize=6, alpha=0.6)
-        axes.plot([median, median], [index - 0.25, index + 0.25], color=COLOURS["mktts"], linewidth=2.4)
+        shade = COLOURS["upstream" if "upstream" in label else "mktts"]
+        axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
+        axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
         axes.annotate(f"{median:.3g}", (max(values), index), (8, 0), textcoords="offset points", va="center")
     if budget is not None:
         axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label="real time")

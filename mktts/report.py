@@ -89,20 +89,22 @@ def coverage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def label(row: dict[str, Any]) -> str:
     """What a figure calls a run: checkpoint, backend, device; equal labels are repeats of one configuration."""
-    parts = [row.get("param.CHECKPOINT", "checkpoint not recorded"), row.get("backend"), row.get("device")]
+    dtype = "bfloat16" if row.get("param.BF16") else str(row.get("dtype", "")).removeprefix("torch.")
+    parts = [row.get("param.CHECKPOINT", "checkpoint not recorded"), row.get("backend"), row.get("device"), dtype]
     schedule = row.get("param.SCHEDULE")
-    return ", ".join(str(part) for part in parts if part) + (f", chunks {schedule}" if schedule else "")
+    return ", ".join(str(part) for part in parts if part) + (f"\nchunks of {schedule}" if schedule else "")
 
 
 def points(rows: Iterable[dict[str, Any]], metric: str) -> list[tuple[str, float]]:
-    """(label, value) of every row that has `metric`."""
-    return [(label(row), float(row[metric])) for row in rows if metric in row]
+    """(label, value) of every row that has `metric`, in the order of the labels."""
+    return sorted((label(row), float(row[metric])) for row in rows if metric in row)
 
 
 def stage_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Label -> stage -> ms per frame, of the last run of each label, for `plots.stage_breakdown`."""
     stages = (*STAGES, "other")
-    return {label(r): {s: float(r[f"{s}_ms_per_frame"]) for s in stages} for r in rows if "frame_ms" in r}
+    bars = {label(r): {s: float(r[f"{s}_ms_per_frame"]) for s in stages} for r in rows if "frame_ms" in r}
+    return dict(sorted(bars.items()))
 
 
 def machines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
