@@ -9,6 +9,8 @@ from typing import Any
 
 from mktts.errors import MkttsError
 
+LINE_CHARS = 40  # a longer text gets a box of several lines
+
 
 def controls(choices: Mapping[str, Sequence[str]] | None = None, **parameters: Any) -> Controls:
     """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop.
@@ -72,7 +74,8 @@ def _widget(name: str, value: Any, options: Sequence[str] | None) -> Any:
         if value not in options:
             raise MkttsError(f"{name}={value!r} is not among its choices {list(options)}")
         return ipywidgets.Dropdown(options=list(options), value=value, description=name, layout=layout, style=style)
-    kinds = {bool: ipywidgets.Checkbox, int: ipywidgets.IntText, float: ipywidgets.FloatText, str: ipywidgets.Textarea}
+    line = ipywidgets.Textarea if isinstance(value, str) and len(value) > LINE_CHARS else ipywidgets.Text
+    kinds = {bool: ipywidgets.Checkbox, int: ipywidgets.IntText, float: ipywidgets.FloatText, str: line}
     kind = kinds.get(type(value))
     if kind is None:
         raise MkttsError(f"{name}={value!r}: expected bool, int, float or str, found {type(value).__name__}")
