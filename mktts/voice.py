@@ -6,6 +6,8 @@ voice equals what `create_voice_clone_prompt` makes, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +86,8 @@ class Voice:
         pcm, rate_hz = _samples(audio, sample_rate_hz)
         encoder = _reference_encoder(checkpoint, dtype, with_codes=transcript is not None)
         transcript = None if transcript is None else transcript.strip()
-        (item,) = encoder.create_voice_clone_prompt((pcm, rate_hz), transcript, x_vector_only_mode=transcript is None)
+        with contextlib.redirect_stdout(sys.stderr):  # upstream prints a warning about samples over full scale
+            (item,) = encoder.create_voice_clone_prompt((pcm, rate_hz), transcript, transcript is None)
         return cls(
             embedding=item.ref_spk_embedding.cpu().clone(),  # clone: not an inference tensor any more
             codes=None if item.ref_code is None else item.ref_code.cpu().clone(),

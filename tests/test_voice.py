@@ -103,6 +103,12 @@ def test_unusable_audio_is_refused_by_name(tiny_base, audio, rate_hz, found):
         Voice.from_audio(tiny_base, audio, rate_hz, TEXT)
 
 
+def test_standard_output_stays_clean(tiny_base, capfd):
+    loud = hum(9600) / np.abs(hum(9600)).max() * 1.5  # over full scale: upstream prints about it
+    Voice.from_audio(tiny_base, loud, SAMPLE_RATE_HZ, TEXT)
+    assert capfd.readouterr().out == ""
+
+
 def test_other_mistakes_are_refused_by_name(tiny_base, tiny, tmp_path):
     with pytest.raises(VoiceError, match="only Base checkpoints clone voices, this one is custom_voice"):
         Voice.from_audio(tiny, hum(9600), SAMPLE_RATE_HZ)
