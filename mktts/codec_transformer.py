@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.codec_layers import Linear
+from mktts.qwen3 import rms_norm, rotate
 from mktts.spec import CodecConfig
 
 _QUERY_BLOCK = 32  # queries whose windows are copied out at a time: 19 MB at full size
@@ -114,16 +115,3 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, absent: Tensor) -> Tensor:
         scores = scores.masked_fill(absent[block, None], -torch.inf).softmax(-1)
         blocks.append((scores @ values)[:, :, 0])
     return torch.cat(blocks, 1)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in at least fp32."""
-    h = x if x.dtype == torch.float64 else x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return weight * h.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, NeoX halves. `x` (heads, n, head_dim), `cos` and `sin` (n, head_dim)."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin

@@ -142,13 +142,13 @@ class Qwen3Stack:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, normalised in fp32 and rounded before the weight, as Qwen3RMSNorm."""
-    h = x.float()
+    """RMSNorm over the last dimension, normalised in at least fp32 and rounded before the weight, as Qwen3RMSNorm."""
+    h = x if x.dtype == torch.float64 else x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, NeoX halves (i, i + head_dim / 2). `x` (1, heads, T, head_dim)."""
+    """Rotary position embedding, NeoX halves (i, i + head_dim / 2). `x` (..., heads, T, head_dim)."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
