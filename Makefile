@@ -67,10 +67,9 @@ clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	$(BIN)/python -m nbstripout --extra-keys \
 	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
 
-reference: run ## replace outputs/reference/ and the README's figures by what `make run` and `make bench` give here
-	rm -rf outputs/reference
+reference: run ## replace the notebooks' and the bench's reference results, and the README's figures, by what they give here
 	for name in $$(basename -s .ipynb -a $(NOTEBOOKS)); do \
-	  mkdir -p outputs/reference/$$name; \
+	  rm -rf outputs/reference/$$name; mkdir -p outputs/reference/$$name; \
 	  find outputs/runs/$$name -maxdepth 1 \( -name '*.json' -o -name '*.png' \) -exec cp {} outputs/reference/$$name/ \; ; \
 	  grep -q '<audio' outputs/runs/$$name/executed.ipynb || cp outputs/runs/$$name/executed.ipynb outputs/reference/$$name/; done
 	$(BIN)/python -m mktts bench --codec full --json-only $(BENCH_ARGS) > outputs/reference/bench.json
