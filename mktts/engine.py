@@ -165,13 +165,16 @@ class Job:
 class Engine:
     """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too."""
 
-    def __init__(self, name: str = "mktts") -> None:
+    def __init__(self, name: str = "mktts", cpu_threads: int | None = None) -> None:
+        """`cpu_threads`: for torch's operators on the worker; None leaves torch's own choice."""
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=_work, args=(self._inbox,), name=f"{name}-worker", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._inbox, cpu_threads), name=f"{name}-worker", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
@@ -244,8 +247,10 @@ class _Worker:
             self._turns.append(job)
 
 
-def _work(inbox: SimpleQueue[Any]) -> None:
+def _work(inbox: SimpleQueue[Any], cpu_threads: int | None) -> None:
     # The thread knows the inbox only, so that dropping the engine can end it.
+    if cpu_threads is not None:
+        torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
     with torch.inference_mode():
         _Worker(inbox).run()
 

@@ -19,6 +19,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.stream import Stream
 from mktts.synth import Settings, Synthesizer
 from mktts.text import MAX_TEXT_CHARS, clean_text
+from mktts.torch_backend import TorchBackend
 
 OFF = StreamOptions(guard=Guard.off())
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -223,6 +224,17 @@ def test_attributes_say_what_was_loaded(tiny, dtype):
         assert (synth.backend_name, synth.device, synth.dtype) == ("torch", torch.device("cpu"), dtype)
         assert synth.checkpoint is tiny and synth.sampling == tiny.sampling()
         assert len(speak(synth, frames=2).read()) == 2 * SAMPLES_PER_FRAME
+
+
+@pytest.mark.parametrize(("asked", "used"), [(3, 3), (None, 1)])
+def test_only_the_worker_uses_the_cpu_threads_asked_for(tiny, asked, used, monkeypatch):
+    seen = []
+    step = TorchBackend.step
+    monkeypatch.setattr(TorchBackend, "step", lambda *a: seen.append(torch.get_num_threads()) or step(*a))
+    before = torch.get_num_threads()
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=asked) as synthesizer:
+        synthesizer.say(TEXT, **WHO, max_frames=2, options=OFF)
+    assert set(seen) == {used} and torch.get_num_threads() == before
 
 
 def test_auto_takes_what_this_machine_has(tiny):
