@@ -21,7 +21,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +31,7 @@ import numpy as np
 
 from mktts.audio import first_audible_sample
 from mktts.errors import MetricsError
+from mktts.files import write_whole
 from mktts.spec import SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
@@ -183,18 +183,9 @@ def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` through a temporary file in the same folder, made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Writes `value` to `path`, whole or not at all, sorted; its folder is made where it is missing."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    write_whole(path, f"{text}\n".encode())
 
 
 def _scalar(name: str, value: Any) -> bool | int | float | str:
