@@ -9,45 +9,19 @@ frames and repeats 25 frames of context, which is shorter than the attention win
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.codec_layers import CausalConv, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
+from mktts.codec_state import CodecState, StateLayout
 from mktts.codec_transformer import CodecTransformer
 from mktts.errors import CodecError
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _MIN_USAGE = 1e-5  # upstream's EuclideanCodebook: embedding = embedding_sum / max(cluster_usage, 1e-5)
-
-
-@dataclass
-class CodecState:
-    """Everything one stream carries from chunk to chunk. Tensors are updated in place and never replaced."""
-
-    keys: Tensor  # (layers, heads, window - 1, head_dim), rotated, oldest first
-    values: Tensor  # same shape
-    history: tuple[Tensor, ...]  # (P, C) rows before each layer that looks back, in the order of the pass
-    position: Tensor  # () int64: frames decoded, on the device
-    frames: int = 0  # the same number on the host
-
-    def copy(self) -> CodecState:
-        """A second stream that continues from here."""
-        return replace(
-            self,
-            keys=self.keys.clone(),
-            values=self.values.clone(),
-            history=tuple(h.clone() for h in self.history),
-            position=self.position.clone(),
-        )
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.keys, self.values, self.position, *self.history))
 
 
 class CodecDecoder:
@@ -75,19 +49,14 @@ class CodecDecoder:
         self._stages = _stages(config, w)
         self._last_snake = SnakeBeta.load(w, f"decoder.{len(config.upsample_rates) + 1}")
         self._last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}")
+        layers = (self._pre_conv, *self._stages, self._last_conv)
+        shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
+        self._layout = StateLayout(self._transformer.cache_shape, tuple(shapes), dtype)
 
     @torch.inference_mode()
     def start(self) -> CodecState:
         """The state before the first frame: silence, and nothing to attend to."""
-        layers = (self._pre_conv, *self._stages, self._last_conv)
-        shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
-
-        def zeros(shape: tuple[int, ...]) -> Tensor:
-            return torch.zeros(shape, device=self.device, dtype=self.dtype)
-
-        cache = self._transformer.cache_shape
-        position = torch.zeros((), dtype=torch.int64, device=self.device)
-        return CodecState(zeros(cache), zeros(cache), tuple(zeros(s) for s in shapes), position)
+        return self._layout.zeros(self.device)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:
@@ -96,11 +65,7 @@ class CodecDecoder:
         Codes may lie on the host (checked there, without waiting for the device) or on the device.
         Raises CodecError for codes of another shape, dtype, device or range, and for a state of another decoder.
         """
-        codes = self._checked(codes)
-        cache = self._transformer.cache_shape
-        if state.keys.device != self._books.device or state.keys.dtype != self.dtype or state.keys.shape != cache:
-            raise CodecError("the state belongs to another decoder: use the one that start() of this decoder returned")
-        pcm = self.advance(codes, state)
+        pcm = self.advance(self.checked(codes, state), state)
         state.frames += len(codes)
         return pcm
 
@@ -119,7 +84,7 @@ class CodecDecoder:
                 f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
             )
         pieces = []
-        for start in range(0, len(self._checked(codes)), chunk_frames):
+        for start in range(0, len(self._checked_codes(codes)), chunk_frames):
             context = left_context_frames if start > left_context_frames else start
             pcm = self.decode_all(codes[start - context : start + chunk_frames])
             pieces.append(pcm[context * SAMPLES_PER_FRAME :])
@@ -139,7 +104,14 @@ class CodecDecoder:
         pcm = self._last_conv(self._last_snake(x), history)
         return pcm[:, 0].float().clamp_(-1.0, 1.0)
 
-    def _checked(self, codes: Tensor) -> Tensor:
+    def checked(self, codes: Tensor, state: CodecState) -> Tensor:
+        """`codes` as `advance` takes them. Raises what `decode` raises, before anything is changed."""
+        codes = self._checked_codes(codes)
+        if state.flat.device != self._books.device or state.layout != self._layout:
+            raise CodecError("the state belongs to another decoder: use the one that start() of this decoder returned")
+        return codes
+
+    def _checked_codes(self, codes: Tensor) -> Tensor:
         if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
