@@ -150,24 +150,26 @@ STREAM_UNITS = {
 
 
 def measure_codec(checkpoint: Checkpoint, device: str, repeats: int) -> dict[str, dict[str, Any]]:
-    """Decodes random codes in chunks of 1, 2, 4 and 8 frames, fp32, from codes to PCM on the host."""
+    """Decodes random codes in chunks of 1, 2, 4 and 8 frames, fp32, from codes to PCM, both on the host.
+
+    With the decoder that a synthesizer uses on `device`: on CUDA, captured graphs.
+    """
     import torch
 
-    from mktts.codec import CodecDecoder
+    from mktts.codec_graph import codec_for, to_host
 
-    decoder = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device=device)
+    decoder = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device)
     size = min(CODEBOOK_SIZE, checkpoint.codec_config.codebook_size)
     codes = torch.randint(size, (CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
-    codes = codes.to(device)
     figures = {}
     for frames in CODEC_CHUNKS_FRAMES:
         state = decoder.start()
         for start in range(0, CODEC_WARM_UP_FRAMES, frames):
-            decoder.decode(codes[start : start + frames], state).cpu()
+            to_host(decoder.decode(codes[start : start + frames], state))
         times_ms = []
         for _ in range(4 * repeats):
             start_s = time.perf_counter()
-            decoder.decode(codes[:frames], state).cpu()
+            to_host(decoder.decode(codes[:frames], state))
             times_ms.append(1_000 * (time.perf_counter() - start_s) / frames)
         figures[f"codec_chunk_{frames}_ms_per_frame"] = _figure(times_ms, "ms")
     return figures

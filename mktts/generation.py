@@ -18,6 +18,7 @@ from torch import Tensor
 from mktts.backend import Backend
 from mktts.chunking import Chunker
 from mktts.codec import CodecDecoder, CodecState
+from mktts.codec_graph import GraphedCodec, to_host
 from mktts.options import Chunk, FinishReason, Guard, Plan
 from mktts.prompt import PromptBuilder, Request
 from mktts.script import FedScript, Script, WholeScript
@@ -58,7 +59,7 @@ class StepModel:
 
     backend: Backend
     prompts: PromptBuilder
-    codec: CodecDecoder
+    codec: CodecDecoder | GraphedCodec
     positions: int  # of the talker: prompt and frames of one segment together
     _primed: OrderedDict[int, tuple[Tensor, CodecState]] = field(default_factory=OrderedDict)
 
@@ -189,5 +190,4 @@ class Generation:
     def _decode(self, frames: list[Tensor]) -> np.ndarray:
         if self._codec_state is None:
             self._codec_state = self._model.codec_state(self._reference)
-        pcm = self._model.codec.decode(torch.stack(frames), self._codec_state)
-        return pcm.float().cpu().numpy()
+        return to_host(self._model.codec.decode(torch.stack(frames), self._codec_state))

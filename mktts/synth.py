@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
 import numpy as np
 import torch
 
-from mktts.codec import CodecDecoder
+from mktts.codec_graph import codec_for
 from mktts.engine import Engine
 from mktts.errors import BackendUnavailable, EngineError, PromptError
 from mktts.fallback import UpstreamModel
@@ -264,7 +264,7 @@ def _torch_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     return StepModel(
         backend=TorchBackend(config, tensors, device, dtype),
         prompts=PromptBuilder(config, tensors, checkpoint.tokenizer(), device, dtype),
-        codec=CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device),
+        codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
         positions=config.talker.max_position_embeddings,
     )
 
