@@ -1,0 +1,171 @@
+// Attention of one new position. The blocks of a group share one key-value head.
+#pragma once
+#include "gemv.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int VALUES = HD / 32;               // head dimensions a lane holds: lane * VALUES + i
+DEV float score_scale() { return rsqrtf((float)HD) * LOG2E; }
+
+// RMSNorm and rotary embedding of one head across a warp, rounded where the model rounds.
+struct Rotation { float w[VALUES], cosine[VALUES], sine[VALUES]; };
+DEV Rotation load_rotation(const Ctx& c, const u16* weight, const u16* cosines, const u16* sines) {
+  Rotation r; const u32 d = c.lane * VALUES, a = d % (HD / 2);
+  UNROLL for (int i = 0; i < VALUES; i++) { r.w[i] = from_bf16(weight[d + i]); r.cosine[i] = from_bf16(cosines[a + i]); r.sine[i] = from_bf16(sines[a + i]); }
+  return r;
+}
+DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
+  float ss = 0.f;
+  UNROLL for (int i = 0; i < VALUES; i++) ss += v[i] * v[i];
+  const float r = rsqrtf(warp_sum(ss) * (1.f / HD) + EPS);
+  UNROLL for (int i = 0; i < VALUES; i++) {
+    const float x = round_bf16(t.w[i] * round_bf16(v[i] * r)), y = shuffle_xor(x, 16);
+    v[i] = round_bf16(round_bf16(x * t.cosine[i]) + round_bf16((c.lane & 16 ? y : -y) * t.sine[i]));
+  }
+}
+// Warps 0..QPK+1 take q heads, k and v of the group from the exchange: VALUES words a lane.
+DEV void poll_head(Ctx& c, u32 tag, float (&v)[VALUES]) {
+  const u32* words = &c.p->exchange->qkv[c.group][c.warp * HD + c.lane * VALUES];
+  if (VALUES == 4) {
+    u32 a, b; poll4(c, words, tag, a, b);
+    const float all[4] = {low(a), high(a), low(b), high(b)};
+    UNROLL for (int i = 0; i < VALUES; i++) v[i] = all[i];
+  } else {
+    Watch w = {0, 0};
+    UNROLL for (int i = 0; i < VALUES; i++) for (;;) {
+      const u32 x = get32(words + i);
+      v[i] = low(x);
+      if (__all_sync(~0u, (x >> 16) == (tag & 0xffffu)) || give_up(c, w, 6)) break;
+    }
+  }
+}
+template <int N> DEV void store_bf16(u16* to, const float (&v)[N]) {
+  if (N == 1) *to = to_bf16(v[0]);
+  else UNROLL for (int i = 0; i + 1 < N; i += 2) *(u32*)(to + i) = pack(v[i], v[i + 1]);
+}
+
+// Predictor: at most 16 positions, whole key-value head in shared memory, computed by every block of the group.
+DEV void predictor_attention(Ctx& c, int layer, int position, u32 tag) {
+  Shared& s = *c.s; const Params& p = *c.p;
+  if (c.warp < QPK + 2) {
+    const Rotation turn = load_rotation(c, p.predictor_qk + (layer * 2 + (c.warp >= QPK)) * HD, p.predictor_cos + position * (HD / 2), p.predictor_sin + position * (HD / 2));
+    float v[VALUES]; poll_head(c, tag, v); __syncwarp();
+    if (c.warp < QPK + 1) norm_rotate(c, v, turn);
+    u16* to = c.warp < QPK ? s.q[c.warp] : c.warp == QPK ? s.key[layer][position] : s.value[layer][position];
+    store_bf16(to + c.lane * VALUES, v);
+  }
+  block_sync();
+  MARK(c, 11);
+  // Every warp: the scores of one head over 16 positions (two n = 8 tiles), then its share of the outputs.
+  constexpr int SHARE = WARPS / QPK, DIMS = HD / SHARE;   // output dimensions of a warp
+  const u32 h = c.warp / SHARE, first = c.warp % SHARE * DIMS;
+  float sc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+  UNROLL for (int k = 0; k < HD / 16; k++) {
+    u32 a[4] = {0, 0, 0, 0}, b0, b1;
+    if (c.lane < 4) lds64(smem(&s.q[h][k * 16 + c.lane * 4]), a[0], a[2]);
+    UNROLL for (int t = 0; t < 2; t++) {
+      lds64(smem(&s.key[layer][t * 8 + (c.lane >> 2)][k * 16 + (c.lane & 3) * 4]), b0, b1);
+      mma(sc[t], a, b0, b1);
+    }
+  }
+  float m = -1e30f, l = 0.f, w[2][2];
+  const int first_pos = (c.lane & 3) * 2;
+  UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) {
+    w[t][i] = t * 8 + first_pos + i <= position ? sc[t][i] * score_scale() : -1e30f;
+    m = fmaxf(m, w[t][i]);
+  }
+  m = fmaxf(m, shuffle_xor(m, 1)); m = fmaxf(m, shuffle_xor(m, 2));
+  UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) { w[t][i] = exp2_fast(w[t][i] - m); l += w[t][i]; }
+  l += shuffle_xor(l, 1); l += shuffle_xor(l, 2);
+  const float inverse = __frcp_rn(__shfl_sync(~0u, l, 0));
+  constexpr int PER = (DIMS + 31) / 32;
+  float o[PER];
+  UNROLL for (int i = 0; i < PER; i++) o[i] = 0.f;
+  UNROLL for (int j = 0; j < CODES; j++) {
+    const float weight = __shfl_sync(~0u, w[j >> 3][j & 1], (j & 7) >> 1);
+    UNROLL for (int i = 0; i < PER; i++) o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
+  }
+  UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS)
+    *(u16*)((u8*)s.vec + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
+  block_sync();
+}
+
+// Talker: position p of a head lives in block p % GROUP; each block attends to its own, then the group combines.
+DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], float (&l)[QPK], float (&o)[QPK][VALUES]) {
+  const u32 d = c.lane * VALUES;
+  UNROLL for (int h = 0; h < QPK; h++) {
+    float dot = 0.f;
+    UNROLL for (int i = 0; i < VALUES; i++) dot += from_bf16(c.s->q[h][d + i]) * from_bf16(k[d + i]);
+    const float sc = warp_sum(dot) * score_scale();
+    const float top = fmaxf(sc, m[h]), a = exp2_fast(m[h] - top), w = exp2_fast(sc - top);
+    m[h] = top; l[h] = l[h] * a + w;
+    UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = o[h][i] * a + w * from_bf16(v[d + i]);
+  }
+}
+DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att, Fragments<Talker::Out>& out_weights) {
+  Shared& s = *c.s; const Params& p = *c.p; Exchange& x = *p.exchange;
+  const bool owner = position % GROUP == (int)c.rank;
+  u8* kv = p.kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)p.slots * SLOT_BYTES;
+  if (c.warp < QPK + 2) {
+    const Rotation turn = load_rotation(c, p.talker_qk + (layer * 2 + (c.warp >= QPK)) * HD, p.talker_cos + position * (HD / 2), p.talker_sin + position * (HD / 2));
+    float v[VALUES]; poll_head(c, tag, v); __syncwarp();
+    if (c.warp < QPK + 1) norm_rotate(c, v, turn);
+    store_bf16((c.warp < QPK ? s.q[c.warp] : c.warp == QPK ? s.k : s.v) + c.lane * VALUES, v);
+    if (owner && c.warp >= QPK) {
+      store_bf16((u16*)(kv + (u64)(position / GROUP) * SLOT_BYTES) + (c.warp - QPK) * HD + c.lane * VALUES, v);
+      proxy_fence();                          // a later frame reads it through the copy engine
+    }
+  }
+  block_sync();
+  MARK(c, 11);
+  float m[QPK], l[QPK], o[QPK][VALUES];
+  UNROLL for (int h = 0; h < QPK; h++) { m[h] = -1e30f; l[h] = 0.f; UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = 0.f; }
+  const int old = old_slots(position, c.rank);
+  for (int b = 0; b < old; b += SLOTS_PER_STAGE) {
+    const int n = old - b < SLOTS_PER_STAGE ? old - b : SLOTS_PER_STAGE;
+    ring_wait(c);
+    const u16* stage = (const u16*)s.ring[c.stage];
+    for (int i = c.warp; i < n; i += WARPS) attend_slot(c, stage + i * 2 * HD, stage + i * 2 * HD + HD, m, l, o);
+    ring_release(c);
+  }
+  preload(c, out_weights);
+  if (owner && c.warp == WARPS - 1) attend_slot(c, s.k, s.v, m, l, o);
+  UNROLL for (int h = 0; h < QPK; h++) {
+    UNROLL for (int i = 0; i < VALUES; i++) s.partial[c.warp][h][c.lane * VALUES + i] = o[h][i];
+    if (c.lane == 0) { s.partial[c.warp][h][HD] = m[h]; s.partial[c.warp][h][HD + 1] = l[h]; }
+  }
+  block_sync();
+  MARK(c, 12);
+  constexpr int SHARE = QPK * HD / GROUP;     // output dimensions a block finishes
+  for (int i = c.tid; i < QPK * HD; i += THREADS) {
+    const int h = i / HD, d = i % HD;
+    float top = -1e30f, sum = 0.f, out = 0.f;
+    UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.partial[w][h][HD]);
+    UNROLL for (int w = 0; w < WARPS; w++) {
+      const float a = exp2_fast(s.partial[w][h][HD] - top);
+      sum += s.partial[w][h][HD + 1] * a; out += s.partial[w][h][d] * a;
+    }
+    u64* to = x.part[c.group][i / SHARE][c.rank];
+    const u64 t = (u64)tag << 32;
+    put64(to + i % SHARE, t | __float_as_uint(out));
+    if (i % SHARE == 0) { put64(to + SHARE, t | __float_as_uint(top)); put64(to + SHARE + 1, t | __float_as_uint(sum)); }
+  }
+  if (c.warp == 0) {
+    const u64* from = x.part[c.group][c.rank][0];
+    constexpr u32 STEP = sizeof(x.part[0][0][0]) / 8;
+    float top[1], sum[1], out[GROUP], value = 0.f;                 // lane j: maximum and sum of block j
+    poll64n<1>(c, from + SHARE + c.lane % GROUP * STEP, 0, tag, top);
+    poll64n<1>(c, from + SHARE + 1 + c.lane % GROUP * STEP, 0, tag, sum);
+    float best = top[0];
+    UNROLL for (int m = 16; m; m >>= 1) best = fmaxf(best, shuffle_xor(best, m));
+    const float a = exp2_fast(top[0] - best), total = warp_sum(c.lane < GROUP ? a * sum[0] : 0.f);
+    poll64n<GROUP>(c, from + c.lane % SHARE, STEP, tag, out);      // lane d: dimension d of the share
+    UNROLL for (int j = 0; j < GROUP; j++) value += out[j] * __shfl_sync(~0u, a, j);
+    if (c.lane < SHARE) publish(&x.att[c.group][c.rank * SHARE + c.lane], tag_att, value / total);
+  }
+  MARK(c, 13);
+  if (c.tid < QPK * HD / 4) {
+    u32 a, b; poll4(c, &x.att[c.group][c.tid * 4], tag_att, a, b);
+    sts64(smem(s.vec) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);
+  }
+  block_sync();
+}

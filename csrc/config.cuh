@@ -1,0 +1,75 @@
+// Dimensions of one checkpoint, as compile-time constants. Every number the kernel knows is here or derived from here.
+// The host defines T_* (talker) and P_* (code predictor): hidden, feed-forward, layers, vocabulary; NQ, NKV, HD (heads and
+// their width), CTAS (blocks) from the checkpoint's config.json and the device, and RING (stages of 16 KiB that fit).
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#define DEV __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
+constexpr int WARPS = 8;                 // consumer warps; one more warp feeds the ring
+constexpr int THREADS = WARPS * 32;      // consumer threads
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int FEED_THREADS = 128;        // a warpgroup, so that its registers can go to the consumers
+#else
+constexpr int FEED_THREADS = 32;
+#endif
+constexpr int GROUP = CTAS / NKV;        // thread blocks that share one key-value head
+constexpr int QPK = NQ / NKV;            // query heads per key-value head
+constexpr float EPS = 1e-6f;             // rms_norm_eps of every released checkpoint; the host refuses others
+constexpr int CODES = 16;                // codebooks per frame
+constexpr int FRAG_BYTES = 512;          // one mma.m16n8k16 A operand of one warp
+constexpr int FRAGS = 4;                 // fragments a warp takes from one ring stage
+constexpr int STAGE_BYTES = WARPS * FRAGS * FRAG_BYTES;
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// One matrix as a block sees it: `rows` of its own, `k` inputs (both padded), fold-8 tiles of two rows.
+template <int ROWS_, int K_> struct Mat {
+  static constexpr int K = round_up(K_, 128);
+  static constexpr int STEPS = K / 128;                     // 16-wide k-steps of each of the 8 parts
+  static constexpr int TILES = ceil_div(ROWS_, 2 * WARPS);  // per warp
+  static constexpr int WARP_ROWS = 2 * TILES;
+  static constexpr int FRAGMENTS = TILES * STEPS;           // per warp
+  static constexpr int STAGES = ceil_div(FRAGMENTS, FRAGS);
+  static constexpr int BYTES = FRAGMENTS * WARPS * FRAG_BYTES;
+};
+
+template <int H_, int F_, int L_> struct Stack {
+  static constexpr int H = H_, F = F_, L = L_;
+  static constexpr int GRANULES = ceil_div(H, 4 * THREADS);  // 4-value groups of the residual a thread owns
+  static constexpr int ATT = QPK * HD;                       // attention outputs of a group
+  static constexpr int QKV_ROWS = (QPK + 2) * HD / GROUP;
+  static constexpr int ACT_DIMS = F / NKV / GROUP;           // gate/up pairs of a block
+  static constexpr int OUT_ROWS = H / GROUP;
+  typedef Mat<QKV_ROWS, H> Qkv;
+  typedef Mat<OUT_ROWS, ATT> Out;
+  typedef Mat<2 * ACT_DIMS, H> GateUp;
+  typedef Mat<OUT_ROWS, F / NKV> Down;
+  static constexpr int LAYER_BYTES = Qkv::BYTES + Out::BYTES + GateUp::BYTES + Down::BYTES;
+  static_assert(H % 4 == 0 && H % GROUP == 0 && F % (NKV * GROUP) == 0, "rows divide over the blocks");
+};
+
+typedef Stack<T_H, T_F, T_L> Talker;
+typedef Stack<P_H, P_F, P_L> Predictor;
+constexpr int VT = T_VOCAB, VP = P_VOCAB;
+typedef Mat<ceil_div(VT, CTAS), T_H> TalkerHead;
+typedef Mat<ceil_div(VP, CTAS), P_H> PredictorHead;
+typedef Mat<P_H / CTAS, T_H> Projection;         // small_to_mtp, where the talker is wider than the predictor
+constexpr bool PROJECTED = T_H != P_H;
+constexpr int MAXH = T_H > P_H ? T_H : P_H;
+
+// Elements from one of the 8 parts of a vector to the next in shared memory: words % 16 == 8 puts them in different banks.
+__host__ __device__ constexpr int part_stride(int k) {
+  const int words = k / 16;
+  return 2 * (words % 16 == 8 ? words : words / 16 * 16 + (words % 16 > 8 ? 24 : 8));
+}
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int WIDEST = round_up(larger(larger(T_H, P_H), larger(QPK * HD, larger(T_F, P_F) / NKV)), 128);
+constexpr int VEC = 8 * larger(part_stride(WIDEST), WIDEST / 8 + 16);
+static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS, "heads map onto warps");

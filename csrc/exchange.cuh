@@ -1,0 +1,82 @@
+// How blocks hand values to each other without a grid barrier.
+//
+// A word says itself whether it is fresh: [tag:16 | bf16:16], the tag counting exchanges. A reader polls the data, not
+// a flag, so there is no fence, no counter to reset, and nothing an aborted launch can leave in a wrong state but tags,
+// which the host clears. A buffer is written again only after an all-to-all exchange that every reader has passed.
+//
+// A sum over groups goes to the block that owns the rows, which adds in a fixed order and mails the result to every block.
+#pragma once
+#include "state.cuh"
+
+__device__ __noinline__ bool give_up_slow(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, u64* since, int what) {
+  if (get32((u32*)&p->status[2])) { s->dead = 1; return true; }
+  const u64 now = nanoseconds();
+  if (*since == 0) *since = now;
+  else if (now - *since > p->timeout_ns) {
+    s->dead = 1;
+    put32((u32*)&p->status[3], block); put32((u32*)&p->status[4], tid);
+    put32((u32*)&p->status[5], what); put32((u32*)&p->status[6], tag);
+    put32((u32*)&p->status[2], 1);
+    return true;
+  }
+  return false;
+}
+struct Watch { u32 spins; u64 since; };
+DEV bool give_up(Ctx& c, Watch& w, int what) {
+  if ((++w.spins & 255u) != 0) return false;
+  if (*(volatile u32*)&c.s->dead) return true;
+  return give_up_slow(c.p, c.s, c.block, c.tid, c.tag, &w.since, what);
+}
+
+DEV void publish(u32* word, u32 tag, float value) { put32(word, (tag << 16) | to_bf16(value)); }
+
+// Four words -> four bf16 in two registers.
+// Polls leave their loop as a whole warp: lanes that leave one by one diverge, which cost 0.2 ms a frame.
+DEV void poll4(Ctx& c, const u32* p, u32 tag, u32& a, u32& b) {   // whole warps, or the lanes of a warp that are active
+  u32 v[4]; Watch w = {0, 0}; const u32 t = tag << 16; const u32 active = __activemask();
+  for (;;) {
+    get32x4(p, v);
+    const bool ok = (((v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t)) >> 16) == 0;
+    if (__all_sync(active, ok) || give_up(c, w, 1)) break;
+  }
+  a = __byte_perm(v[0], v[1], 0x5410); b = __byte_perm(v[2], v[3], 0x5410);
+}
+template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float (&out)[N]) {
+  Watch w = {0, 0};
+  for (;;) {
+    u64 v[N]; u32 bad = 0;
+    UNROLL for (int i = 0; i < N; i++) v[i] = get64(p + i * step);
+    UNROLL for (int i = 0; i < N; i++) { bad |= (u32)(v[i] >> 32) ^ tag; out[i] = __uint_as_float((u32)v[i]); }
+    if (__all_sync(~0u, bad == 0) || give_up(c, w, 3)) break;
+  }
+}
+
+
+// Rows of H that a block owns: block (group g, rank r) owns rows r * H / GROUP + g * RPO + 0 .. RPO - 1.
+template <int H> struct Owned { static constexpr int RPO = H / CTAS; };
+template <int H> DEV void send_part(Ctx& c, u32 row, u32 tag, float value) {      // row: within this rank's H / GROUP rows
+  constexpr int RPO = Owned<H>::RPO;
+  put64(&c.p->exchange->parts[row / RPO * GROUP + c.rank][c.group][row % RPO], ((u64)tag << 32) | __float_as_uint(value));
+}
+// Warp 0 of the owner: residual + sum over groups, mailed to all blocks.
+template <int H> DEV void own_rows(Ctx& c, u32 (*boxes)[MAXH], u32 tag) {
+  constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32);
+  static_assert(RPO <= 32 && 32 % RPO == 0 && RPO % 4 == 0, "an owner's rows fit a warp");
+  const u64* from = &c.p->exchange->parts[c.block][0][0];
+  float part[PER], sum = 0.f;
+  static_assert(WORDS % 32 == 0 || WORDS < 32, "whole warps of words");
+  const u32 base = c.rank * (H / GROUP) + c.group * RPO, row = c.lane % RPO;
+  const u32 i = c.lane % WORDS;
+  poll64n<PER>(c, from + i / RPO * (MAXH / CTAS) + i % RPO, 32 / RPO * (MAXH / CTAS), tag, part);
+  UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
+  __syncwarp();
+  UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
+  const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[base + row]) + round_bf16(sum));
+  u32 w[4];
+  UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
+  constexpr int AT_ONCE = 32 / (RPO / 4);
+  UNROLL for (int k = 0; k < ceil_div(CTAS, AT_ONCE); k++) {
+    const u32 to = k * AT_ONCE + c.lane / (RPO / 4);
+    if (to < CTAS) put32x4(&boxes[(to + c.block) % CTAS][base + c.lane % (RPO / 4) * 4], w);
+  }
+}

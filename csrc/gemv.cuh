@@ -1,0 +1,64 @@
+// Matrix-vector products on tensor cores. A 16 x 16 A tile holds two output rows, each cut into eight parts along k;
+// column p of B holds part p of the vector, so the wanted products are the diagonal of D, in fp32.
+#pragma once
+#include "ring.cuh"
+
+// Adds the eight diagonal values of each row over the lanes. Returns this lane's row; rows are numbered by lane bits:
+// with R = rows rounded up to a power of two, row = the top log2(R) bits of the lane.
+template <int TILES> struct Rows {
+  static constexpr int COUNT = 2 * TILES;
+  static constexpr int POW2 = COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
+  static constexpr int LANES = 32 / POW2;    // lanes that hold the same row
+};
+template <int TILES> DEV float sum_diagonal(const Ctx& c, const float (&d)[TILES][4]) {
+  constexpr int N = Rows<TILES>::POW2;
+  const bool mine = (c.lane & 3) == (c.lane >> 3), odd = (c.lane >> 2) & 1;
+  float v[N];
+  UNROLL for (int t = 0; t < N / 2; t++) {
+    v[2 * t] = t < TILES && mine ? (odd ? d[t < TILES ? t : 0][1] : d[t < TILES ? t : 0][0]) : 0.f;
+    v[2 * t + 1] = t < TILES && mine ? (odd ? d[t < TILES ? t : 0][3] : d[t < TILES ? t : 0][2]) : 0.f;
+  }
+  int n = N;
+  UNROLL for (int m = 16; m; m >>= 1) {
+    if (n > 1) {
+      const bool up = c.lane & m; const int half = n / 2;
+      UNROLL for (int i = 0; i < N / 2; i++) if (i < half) {
+        const float keep = up ? v[i + half] : v[i], send = up ? v[i] : v[i + half];
+        v[i] = keep + shuffle_xor(send, m);
+      }
+      n = half;
+    } else v[0] += shuffle_xor(v[0], m);
+  }
+  return v[0];
+}
+
+// Weights do not wait for activations: a warp takes its fragments of the next matrix out of the ring before the exchange.
+constexpr int PRELOAD = 16;
+template <class M> struct Fragments { static constexpr int N = M::FRAGMENTS < PRELOAD ? M::FRAGMENTS : PRELOAD; u32 a[N][4]; };
+template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
+  const int n = M::FRAGMENTS - s * FRAGS < FRAGS ? M::FRAGMENTS - s * FRAGS : FRAGS;
+  const u32 from = ring_wait(c) + c.warp * n * FRAG_BYTES + c.lane * 16;
+  UNROLL for (int f = 0; f < FRAGS; f++) if (f < n) lds128(from + f * FRAG_BYTES, a[f]);
+  ring_release(c);
+}
+template <class M> DEV void preload(Ctx& c, Fragments<M>& w) {
+  UNROLL for (int s = 0; s < ceil_div(Fragments<M>::N, FRAGS); s++) take_stage<M>(c, s, w.a + s * FRAGS);
+}
+// rows(M) x vec -> this lane's row sum. vec: 8 padded parts in shared memory.
+template <class M> DEV float gemv(Ctx& c, const Fragments<M>& w) {
+  constexpr int STRIDE = part_stride(M::K) * 2;   // bytes
+  u32 b[M::STEPS][2];
+  const u32 v = smem(c.s->vec) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
+  UNROLL for (int k = 0; k < M::STEPS; k++) lds64(v + k * 32, b[k][0], b[k][1]);
+  float acc[M::TILES][4];
+  UNROLL for (int t = 0; t < M::TILES; t++) UNROLL for (int i = 0; i < 4; i++) acc[t][i] = 0.f;
+  UNROLL for (int i = 0; i < Fragments<M>::N; i++) mma(acc[i % M::TILES], w.a[i], b[i / M::TILES][0], b[i / M::TILES][1]);
+  UNROLL for (int s = Fragments<M>::N / FRAGS; s < M::STAGES; s++) if (Fragments<M>::N < M::FRAGMENTS) {
+    u32 a[FRAGS][4]; take_stage<M>(c, s, a);
+    UNROLL for (int f = 0; f < FRAGS; f++) { const int i = s * FRAGS + f;
+      if (i < M::FRAGMENTS) mma(acc[i % M::TILES], a[f], b[i / M::TILES][0], b[i / M::TILES][1]); }
+  }
+  return sum_diagonal<M::TILES>(c, acc);
+}
+// Where value i of a K-long vector lies in vec.
+template <int K> DEV u32 vec_offset(u32 i) { constexpr u32 part = K / 8; constexpr u32 stride = part_stride(K); return (i / part * stride + i % part) * 2; }

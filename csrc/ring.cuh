@@ -1,0 +1,82 @@
+// The weight tape and the ring. The order of the weights is known for the whole frame, so one warp copies each block's
+// tape into shared memory as fast as stages come free, never waiting for activations.
+#pragma once
+#include "exchange.cuh"
+
+DEV u32 ring_wait(Ctx& c) {
+  Watch w = {0, 0};
+  while (!__all_sync(~0u, barrier_test(&c.s->full[c.stage], c.phase))) if (give_up(c, w, 5)) break;
+  return smem(c.s->ring[c.stage]);
+}
+DEV void ring_release(Ctx& c) {
+  __syncwarp();
+  if (c.lane == 0) barrier_arrive(&c.s->empty[c.stage]);
+  if (++c.stage == RING) { c.stage = 0; c.phase ^= 1; }
+}
+
+// Copies a block has under way. More of them fill the memory system's queues, and every exchange waits behind them
+// (H200, one 0.6B frame: 1 under way 1.45 ms, 2 1.57; as 8 KiB stages 2 under way 1.50, 3 1.54, 4 1.58).
+constexpr u32 IN_FLIGHT = 1;
+struct Feeder { u32 stage, phase, count; bool on; };
+DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
+  if (!f.on) return;
+  u32 spins = 0;
+  while (!barrier_test(&c.s->empty[f.stage], f.phase ^ 1))
+    if ((++spins & 63u) == 0 && (*(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead)) { f.on = false; return; }
+  if (*(volatile u32*)&c.s->stop) { f.on = false; return; }
+  if (f.count >= IN_FLIGHT) { const u32 n = f.count - IN_FLIGHT; while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {} }
+  copy_stage(c.s->ring[f.stage], from, bytes, &c.s->full[f.stage], policy, c.lane);
+  f.count++; if (++f.stage == RING) { f.stage = 0; f.phase ^= 1; }
+}
+// A matrix of the tape: whole stages, the last one may be short.
+template <class M> DEV void feed_matrix(Ctx& c, Feeder& f, const u8*& tape, u64 policy) {
+  for (int s = 0; s < M::STAGES; s++) {
+    const u32 left = M::BYTES - s * STAGE_BYTES, bytes = left < STAGE_BYTES ? left : STAGE_BYTES;
+    feed(c, f, tape, bytes, policy); tape += bytes;
+  }
+}
+constexpr int SLOT_BYTES = 2 * HD * 2;                 // key and value of one position
+constexpr int SLOTS_PER_STAGE = STAGE_BYTES / SLOT_BYTES;
+DEV int old_slots(int position, int rank) { return position > rank ? (position - rank + GROUP - 1) / GROUP : 0; }
+
+template <class S, bool TALKER> DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
+  feed_matrix<typename S::Qkv>(c, f, tape, policy);
+  if (TALKER) {
+    const Params& p = *c.p;
+    const u8* kv = p.kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)p.slots * SLOT_BYTES;
+    const int n = old_slots(position, c.rank);
+    for (int i = 0; i < n; i += SLOTS_PER_STAGE)
+      feed(c, f, kv + (u64)i * SLOT_BYTES, (n - i < SLOTS_PER_STAGE ? n - i : SLOTS_PER_STAGE) * SLOT_BYTES, policy);
+  }
+  feed_matrix<typename S::Out>(c, f, tape, policy);
+  feed_matrix<typename S::GateUp>(c, f, tape, policy);
+  feed_matrix<typename S::Down>(c, f, tape, policy);
+}
+DEV void feeder(Ctx& c) {
+  const Params& p = *c.p; Feeder f = {0, 0, 0, true};
+  const u64 stream = stream_policy(), keep = keep_policy();
+  for (int i = 0; i < p.frames && f.on; i++) {
+    if (p.frame + i > 0)
+      for (int l = 0; l < T_L && f.on; l++)
+        feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, p.position + i, stream);
+    const u8* head = p.talker_head_tape + (u64)c.block * TalkerHead::BYTES;
+    feed_matrix<TalkerHead>(c, f, head, stream);
+    const u8* projection = p.projection_tape + (u64)c.block * Projection::BYTES;
+    if (PROJECTED) feed_matrix<Projection>(c, f, projection, stream);
+    for (int pos = 0; pos < CODES && f.on; pos++) {
+      for (int l = 0; l < P_L && f.on; l++)
+        feed_layer<Predictor, false>(c, f, p.predictor_tape + ((u64)c.block * P_L + l) * Predictor::LAYER_BYTES, l, 0,
+                                     l < p.keep_layers ? keep : stream);
+      if (pos > 0) {
+        const u8* h = p.predictor_head_tape + ((u64)(pos - 1) * CTAS + c.block) * PredictorHead::BYTES;
+        feed_matrix<PredictorHead>(c, f, h, stream);
+      }
+    }
+  }
+  // Never leave while a copy into this block's shared memory is in flight.
+  const u32 live = f.count < RING ? f.count : RING;
+  for (u32 i = 0; i < live; i++) {
+    const u32 n = f.count - live + i;
+    while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {}
+  }
+}

@@ -1,0 +1,73 @@
+// What a launch gets from the host, what a block keeps in shared memory, and what a thread keeps in registers.
+#pragma once
+#include "ptx.cuh"
+
+// Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32].
+struct Exchange {
+  u64 parts[CTAS][NKV][MAXH / CTAS];         // partial sums of an owner's rows, from each group
+  u32 h[CTAS][MAXH], x[CTAS][MAXH];          // a mailbox for each reader: no line is polled by two blocks
+  u64 part[NKV][GROUP][GROUP][QPK * HD / GROUP + 2];  // talker attention partials: [group][to][from]
+  u32 qkv[NKV][(QPK + 2) * HD];
+  u32 att[NKV][QPK * HD];
+  u32 act[larger(T_F, P_F)];
+  u32 logits[larger(VT, VP)];
+  u32 projected[P_H];
+};
+
+struct Params {
+  const u8 *talker_tape, *talker_head_tape, *projection_tape, *predictor_tape, *predictor_head_tape;
+  const u16* projection_bias;                                  // [P_H]; tape and bias only where T_H != P_H
+  const u16 *talker_norms, *talker_qk, *talker_final;          // [L][2][H], [L][2][HD], [H]
+  const u16 *predictor_norms, *predictor_qk, *predictor_final;
+  const u16 *talker_cos, *talker_sin, *predictor_cos, *predictor_sin;  // [position][HD/2]
+  const u16 *embeddings0, *embeddings;                         // [VT][T_H], [15][VP][T_H]
+  const u16 *inputs0, *inputs;                                 // the same rows as the predictor takes them: P_H wide
+  const u16 *text;                                             // [frames][T_H]: row i is added to the frame before frame + i
+  u16* hidden;                                                 // [T_H] normed talker state of the newest position
+  u16* sum;                                                    // [T_H] embedding sum of the newest frame
+  u8* kv;                                                      // [T_L][NKV][GROUP][slots][2][HD] bf16
+  Exchange* exchange;
+  u32* seen;                                                   // [VT / 32] code-0 history bitmap
+  int* codes;                                                  // [frames][16]
+  int* status;                                                 // frames made, end of speech, error, block, thread, wait, tag, next tag
+  u16* debug;                                                  // optional logits [frames][16][VT]
+  u64* trace;                                                  // optional
+  int slots, position, frame, frames;
+  u32 tag, seed_lo, seed_hi, stream_id;
+  float inverse_temperature0, inverse_temperature, penalty;
+  int top_k0, top_k, greedy0, greedy, eos, suppress_from, min_frames, keep_layers;
+  u64 timeout_ns;
+};
+
+constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
+
+struct __align__(128) Shared {
+  u8 ring[RING][STAGE_BYTES];
+  u64 full[RING], empty[RING];
+  __align__(16) u16 vec[VEC];                // input of the next matrix, in 8 padded parts
+  __align__(16) u16 key[P_L][CODES][KROW];
+  __align__(16) u16 value[P_L][CODES][HD];
+  __align__(16) u16 q[QPK][HD], k[HD], v[HD];
+  __align__(16) float partial[WARPS][QPK][HD + 4];
+  float squares[WARPS];
+  u64 best[WARPS]; float best_logit[WARPS]; u32 above[WARPS];
+  u32 seen[VT / 32];
+  __align__(16) u16 residual[MAXH];
+  u32 stop, dead, traced, pad_;
+};
+
+struct Ctx {
+  u32 block, tid, lane, warp, group, rank;   // rank: the block's place in its group
+  u32 stage, phase, tag;
+  Shared* s;
+  const Params* p;
+};
+
+// With -DTRACE every block notes when its first thread passed each point: (point << 56 | clock), TRACE_WORDS a block.
+constexpr int TRACE_WORDS = 2000;
+#ifdef TRACE
+#define MARK(c, id) do { if ((c).tid == 0) { const u32 n_ = (c).s->traced++; \
+  if (n_ < TRACE_WORDS) (c).p->trace[(c).block * TRACE_WORDS + n_] = ((u64)(id) << 56) | (cycles() & 0xffffffffffffffull); } } while (0)
+#else
+#define MARK(c, id)
+#endif
