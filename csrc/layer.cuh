@@ -8,7 +8,10 @@ template <class S> DEV u32 element(const Ctx& c, int g) { return 4 * (c.tid + TH
 template <class S> DEV bool owns(const Ctx& c, int g) { return S::H % (4 * THREADS) == 0 || element<S>(c, g) < S::H; }
 
 template <class S> DEV void load_norm(const Ctx& c, const u16* w, Norm<S>& n) {
-  UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) fetch8(w + element<S>(c, g), n.w[g][0], n.w[g][1]);
+  UNROLL for (int g = 0; g < S::GRANULES; g++) {
+    n.w[g][0] = n.w[g][1] = 0;                              // where this thread owns nothing: 0 * garbage could be NaN
+    if (owns<S>(c, g)) fetch8(w + element<S>(c, g), n.w[g][0], n.w[g][1]);
+  }
 }
 template <class S> DEV void load_row(const Ctx& c, const u16* from, Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) {

@@ -1,0 +1,71 @@
+"""The few calls of the CUDA driver that launching a compiled kernel takes. Every one is checked."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from mktts.errors import BackendUnavailable, EngineError
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendUnavailable(f"the CUDA driver is not installed here ({error}): pass backend='torch'") from None
+
+
+def _call(name: str, *arguments: object) -> None:
+    driver = _driver()
+    status = getattr(driver, name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise EngineError(f"{name} failed: {text.value.decode() if text.value else status}")
+
+
+class Kernel:
+    """A kernel of a loaded cubin, with its shared memory and its grid settled.
+
+    All blocks must be resident at once, because they wait for each other: the constructor raises BackendUnavailable
+    where the device cannot hold `blocks`.
+    """
+
+    def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: str) -> None:
+        """`shared_bytes` names the device constant that says how much dynamic shared memory a block takes."""
+        torch.cuda.init()
+        torch.empty(1, device="cuda")  # makes torch's context the current one
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._image = cubin  # the driver may read it later
+        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self.blocks, self.threads = blocks, threads
+        self.shared_bytes = self.constant(shared_bytes)
+        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
+        each = ctypes.c_int()
+        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        _call(occupancy, ctypes.byref(each), self._function, threads, ctypes.c_size_t(self.shared_bytes))
+        present = each.value * torch.cuda.get_device_properties().multi_processor_count
+        if present < blocks:
+            raise BackendUnavailable(
+                f"{blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
+            )
+
+    def constant(self, name: str) -> int:
+        """The value of a 32-bit device constant."""
+        address, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint32()
+        _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
+        _call("cuMemcpyDtoH_v2", ctypes.byref(value), address, ctypes.c_size_t(4))
+        return value.value
+
+    def launch(self, parameters: ctypes.Structure) -> None:
+        """A cooperative launch on torch's current stream."""
+        arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(parameters), ctypes.c_void_p))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
+        _call("cuLaunchCooperativeKernel", self._function, *grid, *block, self.shared_bytes, stream, arguments)

@@ -1,0 +1,56 @@
+"""The frame kernel compiles for every target, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from mktts import kernel_build
+from mktts.errors import BackendUnavailable
+from mktts.inspection import config_at
+from mktts.kernel_build import TARGETS, compile_kernel, target_of
+from mktts.kernel_pack import choose_shape
+
+SPILL_BYTES = 2_000  # of stores and loads, all outside the products' inner loops; the report below says how many
+
+
+def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
+    return {**choose_shape(config_at(size), multiprocessors).defines, "RING": 2}
+
+
+@pytest.mark.parametrize(
+    ("arch", "size"), [*((arch, "0.6b") for arch in TARGETS), ("sm_90a", "1.7b"), ("sm_90a", "tiny-projected")]
+)
+def test_the_kernel_compiles_for_every_target(arch, size, capsys):
+    build = compile_kernel(defines(size), arch)
+    with capsys.disabled():
+        print(f"\n{arch} {size}: {build.registers} registers, {build.spill_bytes} bytes spilled")
+    assert build.cubin[:4] == b"\x7fELF"
+    assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+
+
+def test_a_second_build_comes_from_the_cache(monkeypatch):
+    first = compile_kernel(defines("tiny"), "sm_90a")
+    monkeypatch.setattr(kernel_build, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert compile_kernel(defines("tiny"), "sm_90a") == first
+
+
+def test_a_refused_source_shows_the_compilers_words():
+    with pytest.raises(BackendUnavailable, match="error"):
+        compile_kernel({**defines("tiny"), "HD": 20}, "sm_90a")
+
+
+def test_a_missing_source_folder_is_named(tmp_path):
+    with pytest.raises(BackendUnavailable, match=str(tmp_path)):
+        kernel_build.source(tmp_path)
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(kernel_build, "_candidates", lambda: ["libnothing.so.0"])
+    with pytest.raises(BackendUnavailable, match="pip install nvidia-cuda-nvrtc"):
+        kernel_build.nvrtc.__wrapped__()
+
+
+def test_targets_follow_the_compute_capability():
+    assert target_of((9, 0)) == "sm_90a" and target_of((8, 6)) == "sm_86" and target_of((12, 0)) == "sm_120"
+    with pytest.raises(BackendUnavailable, match="7.5"):
+        target_of((7, 5))
