@@ -103,12 +103,17 @@ def components_at(size: str, model_type: str = "custom_voice") -> tuple[Componen
 
     Raises CheckpointError for an unknown size or type.
     """
+    tensors = expected_tensors(config_at(size, model_type))
+    codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
+    return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
+
+
+def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
+    """The configuration of a size that `mktts.random_checkpoint` makes. Raises CheckpointError for an unknown one."""
     files = small_files(size, model_type, full_codec=True)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(files["config.json"]), encoding="utf-8")
-        tensors = expected_tensors(ModelConfig.load(Path(folder)))
-    codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
-    return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
+        return ModelConfig.load(Path(folder))
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:

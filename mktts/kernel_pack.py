@@ -1,0 +1,122 @@
+"""Weights in the order in which the frame kernel reads them (csrc/README.md).
+
+Each block has a tape: its rows of every matrix, layer after layer, cut into fragments of 512 bytes. A fragment is the
+A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where the 16 rows are two output rows, each
+cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mktts.errors import BackendUnavailable
+from mktts.spec import ModelConfig, StackConfig
+
+WARPS = 8
+FRAGMENTS = 4  # a warp takes from one ring stage
+STAGE_BYTES = WARPS * FRAGMENTS * 512
+_EPS = 1e-6  # compiled into the kernel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for."""
+
+    config: ModelConfig
+    blocks: int
+
+    @property
+    def group(self) -> int:
+        """Blocks that share one key-value head."""
+        return self.blocks // self.config.talker.num_key_value_heads
+
+    @property
+    def defines(self) -> dict[str, int]:
+        t, p = self.config.talker, self.config.predictor
+        sizes = {"T": t, "P": p}
+        defines = {"NQ": t.num_attention_heads, "NKV": t.num_key_value_heads, "HD": t.head_dim, "CTAS": self.blocks}
+        for name, stack in sizes.items():
+            defines |= {
+                f"{name}_H": stack.hidden_size,
+                f"{name}_F": stack.intermediate_size,
+                f"{name}_L": stack.num_hidden_layers,
+                f"{name}_VOCAB": stack.vocab_size,
+            }
+        return defines
+
+
+def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
+    """The widest grid that the checkpoint's dimensions divide over and the GPU holds. Raises BackendUnavailable."""
+    t, p = config.talker, config.predictor
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        if getattr(t, name) != getattr(p, name):
+            raise BackendUnavailable(f"the megakernel needs talker and predictor with the same {name}")
+    if (t.rms_norm_eps, p.rms_norm_eps) != (_EPS, _EPS):
+        raise BackendUnavailable(f"the megakernel is built for rms_norm_eps {_EPS}")
+    for blocks in (128, 64, 32, 16, 8):
+        if blocks <= multiprocessors and all(_divides(stack, blocks) for stack in (t, p)):
+            return Shape(config, blocks)
+    raise BackendUnavailable(
+        f"the megakernel's grid does not fit hidden sizes {t.hidden_size} and {p.hidden_size}, feed-forward "
+        f"{t.intermediate_size} and {p.intermediate_size} on {multiprocessors} multiprocessors: pass backend='torch'"
+    )
+
+
+def _divides(stack: StackConfig, blocks: int) -> bool:
+    heads, each = stack.num_key_value_heads, stack.num_attention_heads // stack.num_key_value_heads
+    if blocks % heads or stack.hidden_size % blocks or stack.intermediate_size % blocks:
+        return False
+    group, owned = blocks // heads, stack.hidden_size // blocks
+    rows = ((each + 2) * stack.head_dim, each * stack.head_dim)
+    if stack.vocab_size > 32 * WARPS * blocks:  # a warp's head rows must fit its lanes
+        return False
+    return (
+        owned % 4 == 0 and 32 % owned == 0 and not any(n % group for n in rows) and each * stack.head_dim // group <= 32
+    )
+
+
+def pack(rows: Tensor) -> Tensor:
+    """(blocks, R, k) bf16 -> (blocks, elements): fragments in the order of use, R and k padded with zeros."""
+    blocks, count, k = rows.shape
+    tiles, steps = -(-count // (2 * WARPS)), -(-k // 128)
+    padded = rows.new_zeros(blocks, 2 * WARPS * tiles, 128 * steps)
+    padded[:, :count, :k] = rows
+    # block, warp, tile, row, part, step, lane in part, half, value
+    parts = padded.view(blocks, WARPS, tiles, 2, 8, steps, 4, 2, 2)
+    fragments = parts.permute(0, 1, 5, 2, 4, 6, 7, 3, 8).reshape(blocks, WARPS, steps * tiles, 256)
+    return torch.cat([stage.reshape(blocks, -1) for stage in fragments.split(FRAGMENTS, 2)], 1)
+
+
+def pack_layer(shape: Shape, stack: StackConfig, get: Mapping[str, Tensor]) -> Tensor:
+    """One decoder layer, names less their prefix: (blocks, elements) bf16."""
+    group, blocks, heads = shape.group, shape.blocks, stack.num_key_value_heads
+    h, f, d = stack.hidden_size, stack.intermediate_size, stack.head_dim
+    attention = stack.num_attention_heads // heads * d
+    q, k, v = (get[f"self_attn.{name}_proj.weight"].view(heads, -1, h) for name in "qkv")
+    qkv = torch.cat((q, k, v), 1).reshape(blocks, -1, h)
+    gate, up = (get[f"mlp.{name}_proj.weight"].view(blocks, -1, h) for name in ("gate", "up"))
+
+    def by_group(weight: Tensor, inputs: int) -> Tensor:  # a group takes its inputs, a block a share of the rows
+        return weight.view(group, h // group, heads, inputs).permute(2, 0, 1, 3).reshape(blocks, -1, inputs)
+
+    out = by_group(get["self_attn.o_proj.weight"], attention)
+    down = by_group(get["mlp.down_proj.weight"], f // heads)
+    return torch.cat([pack(m) for m in (qkv, out, torch.stack((gate, up), 2).flatten(1, 2), down)], 1)
+
+
+def pack_rows(shape: Shape, weight: Tensor) -> Tensor:
+    """A head: rows dealt out to the blocks in order, each block's padded to whole tiles."""
+    tile_rows = 2 * WARPS
+    each = -(-weight.shape[0] // (shape.blocks * tile_rows)) * tile_rows
+    padded = weight.new_zeros(shape.blocks * each, weight.shape[1])
+    padded[: weight.shape[0]] = weight
+    return pack(padded.view(shape.blocks, each, -1))
+
+
+def pack_projection(shape: Shape, weight: Tensor) -> Tensor:
+    """(P_H, T_H) dealt out evenly."""
+    return pack(weight.view(shape.blocks, -1, weight.shape[1]))
