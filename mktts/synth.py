@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mktts.text import clean_text, split_text
 from mktts.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
+    from mktts.backend import Backend
     from mktts.checkpoint import Checkpoint
     from mktts.voice import Voice
 
@@ -102,9 +104,12 @@ class Synthesizer:
             raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
-        make = _upstream_model if backend == "upstream" else _torch_model
         threads = cpu_threads or default_cpu_threads(checkpoint)
-        return cls(make(checkpoint, where, dtype), checkpoint.sampling(), checkpoint, where, dtype, threads)
+        if backend == "upstream":
+            model = _upstream_model(checkpoint, where, dtype)
+        else:
+            model = _step_model(backend, checkpoint, where, dtype)
+        return cls(model, checkpoint.sampling(), checkpoint, where, dtype, threads)
 
     def stream(
         self,
@@ -254,15 +259,27 @@ def _device(name: str | torch.device) -> torch.device:
 def _backend(name: str) -> str:
     if name not in get_args(BackendName):
         raise BackendUnavailable(f"backend must be one of {get_args(BackendName)}, got {name!r}")
-    if name == "megakernel":
-        raise BackendUnavailable("the megakernel backend is not part of this version: pass backend='torch'")
-    return "torch" if name == "auto" else name
+    return name
 
 
-def _torch_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
+def _step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The megakernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
+    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
+        from mktts.megakernel import MegakernelBackend
+
+        try:
+            return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+        except BackendUnavailable as reason:
+            if name == "megakernel":
+                raise
+            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+
+
+def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
     config, tensors = checkpoint.config, checkpoint.tensors()
     return StepModel(
-        backend=TorchBackend(config, tensors, device, dtype),
+        backend=_step_backend(name, checkpoint, device, dtype),
         prompts=PromptBuilder(config, tensors, checkpoint.tokenizer(), device, dtype),
         codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
         positions=config.talker.max_position_embeddings,

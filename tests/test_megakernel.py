@@ -1,0 +1,165 @@
+"""The megakernel backend against the oracle, on a GPU; its borders anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.errors import BackendUnavailable, CapacityError, SamplingError
+from mktts.megakernel import MegakernelBackend
+from mktts.parity import our_codes
+from mktts.prompt import Prompt, PromptBuilder, Request
+from mktts.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS
+from mktts.synth import Synthesizer
+from mktts.torch_backend import TorchBackend
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
+GREEDY = Sampling().greedy()
+
+
+def prompt_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16) -> Prompt:
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", dtype)
+    return builder.build(TEXT)
+
+
+def kernel_of(checkpoint: Checkpoint) -> MegakernelBackend:
+    return MegakernelBackend(checkpoint.config, checkpoint.tensors())
+
+
+def frames_of(backend, prompt, state, count: int) -> torch.Tensor:
+    codes = [backend.step(state, prompt.row(state.frames - 1) if state.frames else None).codes for _ in range(count)]
+    return torch.stack(codes)
+
+
+def test_without_a_device_it_says_so(tiny):
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny:margin", "random:tiny-projected:margin", "random:0.6b:margin"])
+def test_greedy_codes_are_the_oracles_where_margins_are_wide(source):
+    checkpoint = open_checkpoint(source)
+    prompt = prompt_of(checkpoint)
+    oracle = TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda")
+    expected = our_codes(oracle, prompt, GREEDY, 0, 60)
+    assert expected.shape == (60, NUM_CODEBOOKS)
+    assert torch.equal(our_codes(kernel_of(checkpoint), prompt, GREEDY, 0, 60), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_end_of_speech_comes_at_the_oracles_frame():
+    checkpoint = open_checkpoint("random:tiny:margin:eos9")
+    codes = our_codes(kernel_of(checkpoint), prompt_of(checkpoint), GREEDY, 0, 40)
+    assert len(codes) == 9
+
+
+@pytest.mark.gpu
+@GPU
+def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    alone = [our_codes(backend, prompt, Sampling(), seed, 20) for seed in (1, 1, 2)]
+    assert torch.equal(alone[0], alone[1]) and not torch.equal(alone[0], alone[2])
+    states = [backend.start(prompt.embeds, Sampling(), seed, 20) for seed in (1, 2)]
+    turns = [[], []]
+    for _ in range(20):
+        for state, codes in zip(states, turns, strict=True):
+            codes.append(frames_of(backend, prompt, state, 1))
+    assert torch.equal(torch.cat(turns[0]), alone[0]) and torch.equal(torch.cat(turns[1]), alone[2])
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_draw_follows_its_distribution(tiny):
+    """Code 0 of the first frame over many seeds, against the oracle's distribution before the draw."""
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    choice = Choice(top_k=4, temperature=0.9)
+    sampling = Sampling(talker=choice, predictor=Choice(do_sample=False))
+    oracle = TorchBackend(tiny.config, tiny.tensors(), "cuda")
+    state = oracle.start(prompt.embeds, sampling, 0, 4)
+    logits = oracle.code0_logits(state)
+    logits[tiny.config.talker.vocab_size - 1024 :] = -torch.inf
+    top = torch.topk(logits, 4)
+    expected = (top.values / 0.9).softmax(-1).cpu()
+    drawn = torch.tensor([int(our_codes(backend, prompt, sampling, seed, 1)[0, 0]) for seed in range(600)])
+    share = torch.stack([(drawn == i).float().mean() for i in top.indices.cpu()])
+    assert share.sum() == 1 and (share - expected).abs().max() < 0.08
+
+
+@pytest.mark.gpu
+@GPU
+def test_its_logits_are_no_further_from_fp32_than_the_oracles():
+    """Teacher-forced on one run's codes: every head of every frame, bf16 against an fp32 run of the same weights."""
+    checkpoint = open_checkpoint("random:0.6b")
+    prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    backend, prompt = kernel_of(checkpoint), prompts[torch.bfloat16]
+    state, vocabulary = backend.start(prompt.embeds, Sampling(), 5, 24), checkpoint.config.talker.vocab_size
+    codes, ours = [], []
+    for t in range(24):
+        debug = torch.zeros(NUM_CODEBOOKS, vocabulary, dtype=torch.bfloat16, device="cuda")
+        codes.append(backend.step(state, prompt.row(t - 1) if t else None, debug).codes)
+        ours.append(debug.float())
+    ours, codes = torch.stack(ours), torch.stack(codes)
+    exact, theirs = (
+        forced_logits(TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda", dtype), prompts[dtype], codes)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    error = [(x - exact)[..., :2048].square().mean().sqrt().item() for x in (ours, theirs)]
+    print(f"rms error to fp32: megakernel {error[0]:.4f}, oracle bf16 {error[1]:.4f}")
+    assert error[0] <= 1.1 * error[1]
+
+
+def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> torch.Tensor:
+    """(T, 16, vocabulary) fp32 raw logits of the oracle when every choice is replaced by `codes` (T, 16)."""
+    size = oracle.config.talker.vocab_size
+    out = torch.zeros(len(codes), NUM_CODEBOOKS, size, device="cuda")
+    chosen, heads = [], []
+
+    def force(logits, *_):
+        heads.append(logits)
+        return chosen[len(heads) - 1].to(logits.device)
+
+    state = oracle.start(prompt.embeds, GREEDY, 0, len(codes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mktts.torch_backend.choose", force)
+        patch.setattr(TorchBackend, "_code0", lambda self, s: force(self.code0_logits(s)))
+        for t, frame in enumerate(codes):
+            chosen[:], heads[:] = list(frame), []
+            oracle.step(state, prompt.row(t - 1) if t else None)
+            for group, logits in enumerate(heads):
+                out[t, group, : len(logits)] = logits
+    return out
+
+
+@pytest.mark.gpu
+@GPU
+def test_borders(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    with pytest.raises(SamplingError, match="top_p"):
+        backend.start(prompt.embeds, Sampling(talker=Choice(top_p=0.5)), 0, 4)
+    with pytest.raises(CapacityError):
+        backend.start(prompt.embeds, GREEDY, 0, 10**6)
+    state = backend.start(prompt.embeds, GREEDY, 0, 1)
+    frames_of(backend, prompt, state, 1)
+    with pytest.raises(CapacityError, match="at most 1"):
+        backend.step(state, prompt.row(0))
+
+
+@pytest.mark.gpu
+@GPU
+def test_the_synthesizer_speaks_with_it(tiny_margin):
+    with Synthesizer.load(tiny_margin, backend="megakernel") as synth:
+        assert synth.backend_name == "megakernel"
+        for _ in range(100):  # cancelled at once, again and again
+            synth.stream("Some words.", speaker="ryan", max_frames=50).cancel()
+        ours = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
+        pcm = ours.read()
+    with Synthesizer.load(tiny_margin, backend="torch") as synth:
+        theirs = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
+        theirs.read()
+    assert len(pcm) and torch.equal(ours.codes, theirs.codes)
