@@ -31,13 +31,15 @@ DEV void consumer(Ctx& c) {
   int made = 0, ended = 0;
   for (int i = 0; i < p.frames && !s.dead; i++) {
     const int frame = p.frame + i;
-    if (frame > 0) {                                          // the talker takes the previous frame and the next text
-      hidden = sum; add_row<Talker>(c, p.text + (u64)i * T_H, hidden);
+    if (p.prefill || frame > 0) {                             // the talker takes a prompt row, or the previous frame and text
+      if (p.prefill) load_row<Talker>(c, p.text + (u64)i * T_H, hidden);
+      else { hidden = sum; add_row<Talker>(c, p.text + (u64)i * T_H, hidden); }
       round_row<Talker>(hidden);
       load_norm<Talker>(c, p.talker_norms, norm);
       layers<Talker, true>(c, p.position + i, hidden, norm, p.talker_norms, p.talker_final);
       final_norm<Talker>(c, hidden, norm);
     } else { to_vec<Talker>(c, hidden); block_sync(); }
+    if (p.prefill) { if (!s.dead) made++; continue; }
     u32 tag = ++c.tag;
     head_logits<TalkerHead>(c, tag, VT);
     load_norm<Predictor>(c, p.predictor_norms, pnorm);

@@ -56,9 +56,10 @@ DEV void feeder(Ctx& c) {
   const Params& p = *c.p; Feeder f = {0, 0, 0, true};
   const u64 stream = stream_policy(), keep = keep_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
-    if (p.frame + i > 0)
+    if (p.prefill || p.frame + i > 0)
       for (int l = 0; l < T_L && f.on; l++)
         feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, p.position + i, stream);
+    if (p.prefill) continue;
     const u8* head = p.talker_head_tape + (u64)c.block * TalkerHead::BYTES;
     feed_matrix<TalkerHead>(c, f, head, stream);
     const u8* projection = p.projection_tape + (u64)c.block * Projection::BYTES;

@@ -36,6 +36,7 @@ struct Params {
   u32 tag, seed_lo, seed_hi, stream_id;
   float inverse_temperature0, inverse_temperature, penalty;
   int top_k0, top_k, greedy0, greedy, eos, suppress_from, min_frames, keep_layers;
+  int prefill;                                                 // 1: text holds `frames` prompt rows, for the talker alone
   u64 timeout_ns;
 };
 

@@ -1,7 +1,7 @@
 """The CUDA backend: one launch of csrc's persistent kernel makes one frame.
 
-The prompt is prefilled by the oracle's PyTorch stack, whose keys and values go into the kernel's cache layout; from
-there on the host only launches and reads codes. bfloat16 only.
+A short prompt goes through the kernel row by row; a long one through the oracle's PyTorch stack, whose keys and values
+are dealt out into the kernel's cache. From there on the host only launches and reads codes. bfloat16 only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _POINTERS = """
 _WAITS = ("", "exchange words", "", "partial sums", "", "weights", "query, key and value words", "")
 _STATUS = 8  # int32 words, behind which the codes lie
 _TIMEOUT_NS = 2_000_000_000
+# Up to here a row at a time beats PyTorch's eager prefill, which took 16 ms of launches for any short prompt (H200).
+_PREFILL_BYTES = 33_000_000_000
+_EXCHANGES = 5  # of a layer (csrc/layer.cuh): what the tag advances by
 
 
 class _Params(ctypes.Structure):
@@ -46,7 +49,7 @@ class _Params(ctypes.Structure):
         + [(name, ctypes.c_float) for name in ("inverse_temperature0", "inverse_temperature", "penalty")]
         + [
             (name, ctypes.c_int)
-            for name in "top_k0 top_k greedy0 greedy eos suppress_from min_frames keep_layers".split()
+            for name in "top_k0 top_k greedy0 greedy eos suppress_from min_frames keep_layers prefill".split()
         ]
         + [("timeout_ns", ctypes.c_ulonglong)]
     )
@@ -115,15 +118,16 @@ class MegakernelBackend:
         rows = len(prompt)
         if rows + max_frames > min(talker.max_position_embeddings, self._weights["talker_cos"].shape[0]):
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
-        cache = self._talker.new_cache(rows)
-        hidden = self._talker.forward(prompt.to(self.device, self.dtype)[None], cache)[0, -1]
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        return MegakernelStream(
-            kv=self._slots(cache.keys, cache.values, rows + max_frames),
-            hidden=hidden.contiguous(),
+        slots = -(-(rows + max_frames) // self.shape.group) + 1
+        heads, head_dim = talker.num_key_value_heads, talker.head_dim
+        kv = (talker.num_hidden_layers, heads, self.shape.group, slots, 2, head_dim)
+        state = MegakernelStream(
+            kv=zeros(*kv, dtype=self.dtype),
+            hidden=zeros(talker.hidden_size, dtype=self.dtype),
             sum=zeros(talker.hidden_size, dtype=self.dtype),
             seen=zeros(talker.vocab_size // 32),
             out=zeros(_STATUS + NUM_CODEBOOKS),
@@ -132,6 +136,30 @@ class MegakernelBackend:
             prompt_rows=rows,
             max_frames=max_frames,
         )
+        prompt = prompt.to(self.device, self.dtype).contiguous()
+        if rows * self._weights["talker_tape"].nbytes <= _PREFILL_BYTES:
+            self._prefill(state, prompt)
+        else:
+            self._prefill_at_once(state, prompt)
+        return state
+
+    def _prefill(self, state: MegakernelStream, prompt: Tensor) -> None:
+        """Row by row in one launch; nothing waits for it."""
+        with torch.cuda.device(self.device):
+            params = self._params(state, prompt, None)
+            params.prefill, params.frames, params.position = 1, len(prompt), 0
+            self._kernel.launch(params)
+        self._tag += len(prompt) * self.config.talker.num_hidden_layers * _EXCHANGES
+
+    def _prefill_at_once(self, state: MegakernelStream, prompt: Tensor) -> None:
+        """All rows in PyTorch; position p of a head goes to block p % group of its group, slot p // group."""
+        cache = self._talker.new_cache(len(prompt))
+        state.hidden.copy_(self._talker.forward(prompt[None], cache)[0, -1])
+        group = self.shape.group
+        for place, tensor in enumerate((cache.keys, cache.values)):
+            for block in range(group):
+                rows = tensor[:, 0, :, block::group]
+                state.kv[:, :, block, : rows.shape[2], place] = rows
 
     @torch.inference_mode()
     def step(self, state: MegakernelStream, text: Tensor | None, debug: Tensor | None = None) -> Frame:
@@ -182,15 +210,6 @@ class MegakernelBackend:
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
         params.timeout_ns = _TIMEOUT_NS
         return params
-
-    def _slots(self, keys: Tensor, values: Tensor, positions: int) -> Tensor:
-        """Keys and values (layers, 1, heads, L, head_dim) dealt out: position p to block p % group, slot p // group."""
-        layers, _, heads, rows, head_dim = keys.shape
-        group = self.shape.group
-        slots = -(-positions // group) + 1
-        kv = keys.new_zeros(layers, heads, slots * group, 2, head_dim)
-        kv[:, :, :rows, 0], kv[:, :, :rows, 1] = keys[:, 0], values[:, 0]
-        return kv.view(layers, heads, slots, group, 2, head_dim).transpose(2, 3).contiguous()
 
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         def get(name: str) -> Tensor:
@@ -245,7 +264,11 @@ class _Layer:
 
 
 def _load(defines: dict[str, int], arch: str) -> Kernel:
-    """The kernel with as many ring stages as fit; how much the rest takes, a first build with two stages tells."""
+    """The kernel with as many ring stages as fit; how much the rest takes, a first build with two stages tells.
+
+    Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
+    next. A layer has at least four stages.
+    """
     threads = 32 * WARPS + (128 if arch == "sm_90a" else 32)
 
     def build(stages: int) -> Kernel:
@@ -253,4 +276,4 @@ def _load(defines: dict[str, int], arch: str) -> Kernel:
         return Kernel(cubin, "mktts_frames", defines["CTAS"], threads, "mktts_shared_bytes")
 
     rest = build(2).shared_bytes - 2 * STAGE_BYTES
-    return build((TARGETS[arch] - rest) // STAGE_BYTES)
+    return build(min((TARGETS[arch] - rest) // STAGE_BYTES, 4 * defines["T_L"]))

@@ -53,6 +53,15 @@ def test_greedy_codes_are_the_oracles_where_margins_are_wide(source):
 
 @pytest.mark.gpu
 @GPU
+def test_both_prefills_give_the_same_codes(tiny_margin, monkeypatch):
+    backend, prompt = kernel_of(tiny_margin), prompt_of(tiny_margin)
+    row_by_row = our_codes(backend, prompt, GREEDY, 0, 30)
+    monkeypatch.setattr("mktts.megakernel._PREFILL_BYTES", 0)
+    assert torch.equal(our_codes(backend, prompt, GREEDY, 0, 30), row_by_row)
+
+
+@pytest.mark.gpu
+@GPU
 def test_end_of_speech_comes_at_the_oracles_frame():
     checkpoint = open_checkpoint("random:tiny:margin:eos9")
     codes = our_codes(kernel_of(checkpoint), prompt_of(checkpoint), GREEDY, 0, 40)
