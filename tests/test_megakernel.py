@@ -97,7 +97,7 @@ def test_a_draw_follows_its_distribution(tiny):
     expected = (top.values / 0.9).softmax(-1).cpu()
     drawn = torch.tensor([int(our_codes(backend, prompt, sampling, seed, 1)[0, 0]) for seed in range(600)])
     share = torch.stack([(drawn == i).float().mean() for i in top.indices.cpu()])
-    assert share.sum() == 1 and (share - expected).abs().max() < 0.08
+    assert abs(float(share.sum()) - 1) < 1e-5 and (share - expected).abs().max() < 0.08
 
 
 @pytest.mark.gpu
