@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import struct
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -42,6 +43,11 @@ class Build:
     registers: int
     spill_bytes: int  # stores and loads of spilled registers, all functions
     log: str
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's exported 32-bit constants (names begin with mktts_), read from the file: no GPU is needed."""
+        return constants_of(self.cubin)
 
 
 def target_of(capability: tuple[int, int]) -> str:
@@ -90,10 +96,32 @@ def compile_kernel(defines: dict[str, int], arch: str) -> Build:
     begun_s = time.perf_counter()
     build = _compile(library, code, flags)
     print(f" {time.perf_counter() - begun_s:.1f} s", file=sys.stderr)
-    write_whole(kept.with_suffix(".cubin"), build.cubin)
     about = {name: value for name, value in asdict(build).items() if name != "cubin"}
-    write_whole(kept.with_suffix(".json"), json.dumps(about).encode())
+    try:
+        write_whole(kept.with_suffix(".cubin"), build.cubin)
+        write_whole(kept.with_suffix(".json"), json.dumps(about).encode())
+    except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
+        print(f"mktts: the compiled kernel could not be kept: {error}", file=sys.stderr)
     return build
+
+
+def constants_of(cubin: bytes) -> dict[str, int]:
+    """The 32-bit objects of an ELF64 file whose names begin with mktts_ (ELF-64 Object File Format 1.5)."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
+    found = {}
+    for section in sections:
+        kind, offset, length, link = section[1], section[4], section[5], section[6]
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        for at in range(offset, offset + length, 24):
+            name, _, _, index, value, bytes_ = struct.unpack_from("<IBBHQQ", cubin, at)
+            start = sections[link][4] + name
+            text = cubin[start : cubin.index(b"\0", start)].decode()
+            if bytes_ == 4 and 0 < index < count and text.startswith("mktts_"):
+                (found[text],) = struct.unpack_from("<I", cubin, sections[index][4] + value)
+    return found
 
 
 @cache
@@ -101,8 +129,9 @@ def nvrtc() -> tuple[ctypes.CDLL, tuple[int, int]]:
     """The library and its version. Raises BackendUnavailable where there is none."""
     for candidate in _candidates():
         try:
-            for builtins in Path(candidate).parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which works once it is loaded
+            if isinstance(candidate, Path):
+                for builtins in candidate.parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which works once it is loaded
             library = ctypes.CDLL(str(candidate))
         except OSError:
             continue

@@ -28,6 +28,13 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
 
 
+def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
+    (tmp_path / "kernels").write_text("a file where the folder would be")
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
+    assert compile_kernel(defines("tiny"), "sm_90a").cubin
+    assert "could not be kept" in capsys.readouterr().err
+
+
 def test_a_second_build_comes_from_the_cache(monkeypatch):
     first = compile_kernel(defines("tiny"), "sm_90a")
     monkeypatch.setattr(kernel_build, "_compile", lambda *a: pytest.fail("compiled again"))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+
 import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import BackendUnavailable, CapacityError, SamplingError
-from mktts.megakernel import MegakernelBackend
+from mktts.inspection import config_at
+from mktts.kernel_build import compile_kernel, source
+from mktts.kernel_pack import choose_shape
+from mktts.megakernel import MegakernelBackend, _Params
 from mktts.parity import our_codes
 from mktts.prompt import Prompt, PromptBuilder, Request
 from mktts.sampling import Choice, Sampling
@@ -37,6 +43,18 @@ def frames_of(backend, prompt, state, count: int) -> torch.Tensor:
 def test_without_a_device_it_says_so(tiny):
     with pytest.raises(BackendUnavailable, match="CUDA device"):
         MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+def test_launch_parameters_stand_in_the_order_of_the_kernels_struct():
+    struct = re.search(r"struct Params \{(.*?)\n\};", source(), re.DOTALL)[1]
+    declared = re.findall(r"(\w+)\s*(?=[,;])", re.sub(r"//.*", "", struct))
+    assert [name for name, _ in _Params._fields_] == declared
+
+
+def test_launch_parameters_have_the_size_the_compiler_gave_them():
+    shape = choose_shape(config_at("tiny"), 132)
+    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a")
+    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(_Params)
 
 
 @pytest.mark.gpu
