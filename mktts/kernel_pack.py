@@ -71,12 +71,12 @@ def _divides(stack: StackConfig, blocks: int) -> bool:
     if blocks % heads or stack.hidden_size % blocks or stack.intermediate_size % blocks:
         return False
     group, owned = blocks // heads, stack.hidden_size // blocks
-    rows = ((each + 2) * stack.head_dim, each * stack.head_dim)
-    if stack.vocab_size > 32 * WARPS * blocks:  # a warp's head rows must fit its lanes
+    shared = ((each + 2) * stack.head_dim, each * stack.head_dim)  # rows and outputs that a group deals out
+    if group > 32 or any(n % group for n in shared) or shared[1] // group > 32 or owned % 4 or 32 % owned:
         return False
-    return (
-        owned % 4 == 0 and 32 % owned == 0 and not any(n % group for n in rows) and each * stack.head_dim // group <= 32
-    )
+    # A warp's rows of one matrix must fit its lanes.
+    most = max(stack.vocab_size / blocks, shared[0] / group, 2 * stack.intermediate_size / blocks, owned * heads)
+    return most <= 32 * WARPS
 
 
 def pack(rows: Tensor) -> Tensor:
