@@ -17,7 +17,7 @@ from mktts.options import Guard, StreamOptions
 from mktts.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.stream import Stream
-from mktts.synth import Settings, Synthesizer
+from mktts.synth import Settings, Synthesizer, _step_backend
 from mktts.text import MAX_TEXT_CHARS, clean_text
 from mktts.torch_backend import TorchBackend
 
@@ -193,7 +193,7 @@ def test_an_instruction_is_cleaned_like_text(tiny_projected):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"backend": "megakernel"}, "megakernel"),
+        ({"backend": "megakernel", "device": "cpu"}, "needs a CUDA device"),
         ({"backend": "banana"}, "banana"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "meta"}, "meta"),
@@ -202,6 +202,22 @@ def test_an_instruction_is_cleaned_like_text(tiny_projected):
 def test_a_backend_or_device_that_cannot_run_here_is_named(tiny, settings, said):
     with pytest.raises(BackendUnavailable, match=said):
         Synthesizer.load(tiny, **settings)
+
+
+def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_says_why(tiny, monkeypatch, caplog):
+    def refuse(*_):
+        raise BackendUnavailable("no compiler today")
+
+    monkeypatch.setattr("mktts.megakernel.MegakernelBackend", refuse)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("mktts.synth.TorchBackend", lambda *a: a[2])
+    assert _step_backend("auto", tiny, cuda, torch.bfloat16) == cuda
+    assert "no compiler today" in caplog.text
+    caplog.clear()
+    assert _step_backend("auto", tiny, cpu, torch.bfloat16) == cpu
+    assert _step_backend("auto", tiny, cuda, torch.float32) == cuda and not caplog.text
+    with pytest.raises(BackendUnavailable, match="no compiler today"):
+        _step_backend("megakernel", tiny, cuda, torch.bfloat16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
