@@ -38,23 +38,32 @@ class Kernel:
 
     def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: str) -> None:
         """`shared_bytes` names the device constant that says how much dynamic shared memory a block takes."""
+        self.blocks, self.threads = blocks, threads
         torch.cuda.init()
         torch.empty(1, device="cuda")  # makes torch's context the current one
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._image = cubin  # the driver may read it later
-        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-        self.blocks, self.threads = blocks, threads
-        self.shared_bytes = self.constant(shared_bytes)
-        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
-        each = ctypes.c_int()
-        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        _call(occupancy, ctypes.byref(each), self._function, threads, ctypes.c_size_t(self.shared_bytes))
-        present = each.value * torch.cuda.get_device_properties().multi_processor_count
+        try:
+            present = self._load(cubin, name, shared_bytes)
+        except EngineError as error:  # at this stage it says what this driver or GPU cannot do
+            raise BackendUnavailable(
+                f"the compiled kernel cannot be used here: {error}: pass backend='torch'"
+            ) from None
         if present < blocks:
             raise BackendUnavailable(
                 f"{blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
             )
+
+    def _load(self, cubin: bytes, name: str, shared_bytes: str) -> int:
+        """Returns how many blocks the device holds at once."""
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._image = cubin  # the driver may read it later
+        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self.shared_bytes = self.constant(shared_bytes)
+        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
+        each = ctypes.c_int()
+        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
+        return each.value * torch.cuda.get_device_properties().multi_processor_count
 
     def constant(self, name: str) -> int:
         """The value of a 32-bit device constant."""

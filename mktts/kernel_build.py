@@ -33,6 +33,7 @@ TARGETS = {
 }
 _SM_120_NEEDS = (12, 8)  # the first NVRTC that knows sm_100 and sm_120
 _PACKAGE = "nvidia-cuda-nvrtc"
+STAGE_BYTES = 16 * 1024  # of the weight ring, csrc/config.cuh
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,24 @@ def source(folder: Path = CSRC) -> str:
         return "\n".join(lines)
 
     return expand("frame.cu")
+
+
+def build_for(defines: dict[str, int], arch: str) -> Build:
+    """Compiles with as many ring stages as the target's shared memory holds, which a build with two stages tells.
+
+    Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
+    next. A layer has at least four stages.
+
+    Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for two stages.
+    """
+    least = compile_kernel({**defines, "RING": 2}, arch)
+    stages = 2 + (TARGETS[arch] - least.constants["mktts_shared_bytes"]) // STAGE_BYTES
+    if stages < 2:
+        raise BackendUnavailable(
+            f"the megakernel needs {least.constants['mktts_shared_bytes']} bytes of shared memory a block for this "
+            f"checkpoint, {arch} has {TARGETS[arch]}: pass backend='torch'"
+        )
+    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, arch)
 
 
 def compile_kernel(defines: dict[str, int], arch: str) -> Build:

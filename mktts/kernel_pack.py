@@ -18,7 +18,6 @@ from mktts.spec import ModelConfig, StackConfig
 
 WARPS = 8
 FRAGMENTS = 4  # a warp takes from one ring stage
-STAGE_BYTES = WARPS * FRAGMENTS * 512
 _EPS = 1e-6  # compiled into the kernel
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from mktts.backend import Frame
 from mktts.cuda_driver import Kernel
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
-from mktts.kernel_build import TARGETS, compile_kernel, target_of
-from mktts.kernel_pack import STAGE_BYTES, WARPS, choose_shape, pack_layer, pack_projection, pack_rows
+from mktts.kernel_build import build_for, target_of
+from mktts.kernel_pack import WARPS, choose_shape, pack_layer, pack_projection, pack_rows
 from mktts.qwen3 import Qwen3Stack
 from mktts.sampling import Sampling
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
@@ -37,9 +37,10 @@ _TIMEOUT_NS = 2_000_000_000
 # Up to here a row at a time beats PyTorch's eager prefill, which took 16 ms of launches for any short prompt (H200).
 _PREFILL_BYTES = 33_000_000_000
 _EXCHANGES = 5  # of a layer (csrc/layer.cuh): what the tag advances by
+_TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 
 
-class _Params(ctypes.Structure):
+class Params(ctypes.Structure):
     """csrc/state.cuh, struct Params."""
 
     _fields_ = (
@@ -96,11 +97,11 @@ class MegakernelBackend:
         self.shape = choose_shape(config, properties.multi_processor_count)
         with torch.cuda.device(self.device):
             self._kernel = _load(self.shape.defines, target_of((properties.major, properties.minor)))
-            if self._kernel.constant("mktts_params_bytes") != ctypes.sizeof(_Params):
-                raise BackendUnavailable("csrc/state.cuh and mktts/megakernel.py disagree about struct Params")
             words = -(-self._kernel.constant("mktts_exchange_bytes") // 4)
             self._exchange = torch.zeros(words, dtype=torch.int32, device=self.device)
         self._tag = 1
+        layers = config.talker.num_hidden_layers + NUM_CODEBOOKS * config.predictor.num_hidden_layers
+        self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 1  # one a head, one the projection
         self._talker = Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype)
         self._weights = self._pack(tensors)
         self._host = torch.empty(_STATUS + NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
@@ -116,7 +117,7 @@ class MegakernelBackend:
         if min(sampling.talker.top_p, sampling.predictor.top_p) < 1:
             raise SamplingError("the megakernel draws with temperature and top_k; for top_p pass backend='torch'")
         rows = len(prompt)
-        if rows + max_frames > min(talker.max_position_embeddings, self._weights["talker_cos"].shape[0]):
+        if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -145,11 +146,13 @@ class MegakernelBackend:
 
     def _prefill(self, state: MegakernelStream, prompt: Tensor) -> None:
         """Row by row in one launch; nothing waits for it."""
+        tags = len(prompt) * self.config.talker.num_hidden_layers * _EXCHANGES
         with torch.cuda.device(self.device):
+            self._reserve_tags(tags)
             params = self._params(state, prompt, None)
             params.prefill, params.frames, params.position = 1, len(prompt), 0
             self._kernel.launch(params)
-        self._tag += len(prompt) * self.config.talker.num_hidden_layers * _EXCHANGES
+        self._tag += tags
 
     def _prefill_at_once(self, state: MegakernelStream, prompt: Tensor) -> None:
         """All rows in PyTorch; position p of a head goes to block p % group of its group, slot p // group."""
@@ -168,23 +171,30 @@ class MegakernelBackend:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
         if (text is None) != (state.frames == 0):
             raise PromptError("text is None exactly on the first step of a stream")
+        width = self.config.talker.hidden_size
+        if text is not None and text.shape != (width,):
+            raise PromptError(f"text must be one row ({width},), got {tuple(text.shape)}")
+        if debug is not None:
+            self._check_debug(debug)
         begun_s = time.perf_counter()
         with torch.cuda.device(self.device):
+            self._reserve_tags(self._tags_per_frame)
             row = state.sum if text is None else text.to(self.device, self.dtype).reshape(-1).contiguous()
             self._kernel.launch(self._params(state, row, debug))
             self._host.copy_(state.out, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
             done.synchronize()
-        made, ended, failed, block, thread, wait, _, tag = self._host[:_STATUS].tolist()
+        made, ended, failed, block, thread, wait, tag, next_tag = self._host[:_STATUS].tolist()
         elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
         if failed:
-            self._exchange.zero_()  # whatever was left half exchanged
-            self._tag, state.ended = 1, True
+            state.ended = True
+            self._restart_tags()  # whatever was left half exchanged
             raise EngineError(
-                f"the frame kernel stopped: block {block}, thread {thread} waited in vain for {_WAITS[wait]}"
+                f"the frame kernel stopped: block {block}, thread {thread} waited in vain for {_WAITS[wait]}, "
+                f"exchange {tag}; the stream is over, others can go on"
             )
-        self._tag = tag
+        self._tag = next_tag
         if ended:
             state.ended = True
             return Frame(None, elapsed_ms, 0.0)
@@ -192,8 +202,30 @@ class MegakernelBackend:
         state.frames += 1
         return Frame(self._host[_STATUS:].to(torch.int64), elapsed_ms, 0.0)
 
-    def _params(self, state: MegakernelStream, row: Tensor, debug: Tensor | None) -> _Params:
-        params = _Params()
+    def _reserve_tags(self, tags: int) -> None:
+        """Tags never wrap between launches: a word from 65 536 exchanges ago would look fresh."""
+        if self._tag + tags >= _TAG_LIMIT:
+            self._restart_tags()
+
+    def _restart_tags(self) -> None:
+        self._exchange.zero_()
+        self._tag = 1
+
+    def _check_debug(self, debug: Tensor) -> None:
+        shape = (NUM_CODEBOOKS, self.config.talker.vocab_size)
+        if (
+            debug.shape != shape
+            or debug.dtype != self.dtype
+            or debug.device.type != "cuda"
+            or not debug.is_contiguous()
+        ):
+            raise BackendUnavailable(
+                f"debug must be a contiguous {self.dtype} tensor of shape {shape} on {self.device}, got {debug.dtype} "
+                f"{tuple(debug.shape)} on {debug.device}"
+            )
+
+    def _params(self, state: MegakernelStream, row: Tensor, debug: Tensor | None) -> Params:
+        params = Params()
         own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "text": row}
         own |= {"status": state.out, "codes": state.out[_STATUS:], "exchange": self._exchange}
         for name, tensor in {**self._weights, **own, "debug": debug}.items():
@@ -234,17 +266,20 @@ class MegakernelBackend:
         return weights
 
     def _pack_stack(self, kind: str, stack: StackConfig, get, prefix: str) -> dict[str, Tensor]:
-        tapes, norms, heads = [], [], []
-        for index in range(stack.num_hidden_layers):
+        first = pack_layer(self.shape, stack, _Layer(get, f"{prefix}layers.0."))
+        tape = first.new_empty(len(first), stack.num_hidden_layers, first.shape[1])
+        norms, heads = [], []
+        for index in range(stack.num_hidden_layers):  # one layer at a time: the matrices are needed only here
             layer = _Layer(get, f"{prefix}layers.{index}.")
-            tapes.append(pack_layer(self.shape, stack, layer))
+            tape[:, index] = pack_layer(self.shape, stack, layer)
             norms.append(torch.stack([layer["input_layernorm.weight"], layer["post_attention_layernorm.weight"]]))
             heads.append(torch.stack([layer["self_attn.q_norm.weight"], layer["self_attn.k_norm.weight"]]))
-        positions = NUM_CODEBOOKS if kind == "predictor" else min(stack.max_position_embeddings, 32_768)
-        half = torch.arange(0, stack.head_dim, 2, dtype=torch.int64, device=self.device).float() / stack.head_dim
-        angle = torch.outer(torch.arange(positions, device=self.device).float(), 1.0 / stack.rope_theta**half)
+        positions = NUM_CODEBOOKS if kind == "predictor" else stack.max_position_embeddings
+        half = torch.arange(0, stack.head_dim, 2, dtype=torch.int64).float() / stack.head_dim
+        frequency = (1.0 / stack.rope_theta**half).to(self.device)  # on the CPU first, as mktts.qwen3: the same bits
+        angle = torch.outer(torch.arange(positions, device=self.device).float(), frequency)
         return {
-            f"{kind}_tape": torch.stack(tapes, 1),
+            f"{kind}_tape": tape,
             f"{kind}_norms": torch.stack(norms),
             f"{kind}_qk": torch.stack(heads),
             f"{kind}_final": get(f"{prefix}norm.weight"),
@@ -264,16 +299,8 @@ class _Layer:
 
 
 def _load(defines: dict[str, int], arch: str) -> Kernel:
-    """The kernel with as many ring stages as fit; how much the rest takes, a first build with two stages tells.
-
-    Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
-    next. A layer has at least four stages.
-    """
     threads = 32 * WARPS + (128 if arch == "sm_90a" else 32)
-
-    def build(stages: int) -> Kernel:
-        cubin = compile_kernel({**defines, "RING": stages}, arch).cubin
-        return Kernel(cubin, "mktts_frames", defines["CTAS"], threads, "mktts_shared_bytes")
-
-    rest = build(2).shared_bytes - 2 * STAGE_BYTES
-    return build(min((TARGETS[arch] - rest) // STAGE_BYTES, 4 * defines["T_L"]))
+    build = build_for(defines, arch)
+    if build.constants["mktts_params_bytes"] != ctypes.sizeof(Params):
+        raise BackendUnavailable("csrc/state.cuh and mktts/megakernel.py disagree about struct Params")
+    return Kernel(build.cubin, "mktts_frames", defines["CTAS"], threads, "mktts_shared_bytes")

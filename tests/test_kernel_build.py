@@ -7,7 +7,7 @@ import pytest
 from mktts import kernel_build
 from mktts.errors import BackendUnavailable
 from mktts.inspection import config_at
-from mktts.kernel_build import TARGETS, compile_kernel, target_of
+from mktts.kernel_build import STAGE_BYTES, TARGETS, build_for, compile_kernel, target_of
 from mktts.kernel_pack import choose_shape
 
 SPILL_BYTES = 2_000  # of stores and loads, all outside the products' inner loops; the report below says how many
@@ -26,6 +26,19 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
         print(f"\n{arch} {size}: {build.registers} registers, {build.spill_bytes} bytes spilled")
     assert build.cubin[:4] == b"\x7fELF"
     assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+
+
+@pytest.mark.parametrize(("arch", "multiprocessors"), [("sm_86", 82), ("sm_120", 170)])
+def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocessors):
+    build = build_for(choose_shape(config_at("1.7b"), multiprocessors).defines, arch)
+    used = build.constants["mktts_shared_bytes"]
+    assert TARGETS[arch] - STAGE_BYTES < used <= TARGETS[arch]
+
+
+def test_a_target_without_room_for_two_stages_is_named(monkeypatch):
+    monkeypatch.setitem(TARGETS, "sm_90a", 2 * STAGE_BYTES)
+    with pytest.raises(BackendUnavailable, match="shared memory"):
+        build_for(choose_shape(config_at("tiny"), 132).defines, "sm_90a")
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
