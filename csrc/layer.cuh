@@ -67,8 +67,8 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& n
   to_vec<S>(c, x);
   block_sync();
 }
-// Sends this rank's partial rows to their owners, then takes the new residual from the mailbox.
 template <class S> DEV void keep_residual(const Ctx& c, const Row<S>& x) { store_row<S>(c, c.s->residual, x); }
+// As owner, mails this block's rows; then takes the new residual from its own mailbox.
 template <class S, class M>
 DEV void take_mail(Ctx& c, u32 (*boxes)[MAXH], u32 tag, Row<S>& x, Fragments<M>& next, bool more = true) {
   if (c.warp == 0) own_rows<S::H>(c, boxes, tag);           // before anything that may wait: every block waits for it

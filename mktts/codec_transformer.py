@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.codec_layers import Linear
-from mktts.qwen3 import rms_norm, rotate
+from mktts.qwen3 import inverse_frequency, rms_norm, rotate
 from mktts.spec import CodecConfig
 
 _QUERY_BLOCK = 32  # queries whose windows are copied out at a time: 19 MB at full size
@@ -26,8 +26,7 @@ class CodecTransformer:
         self._norm = tensors[f"{name}.norm.weight"]
         layers = range(config.num_hidden_layers)
         self._layers = [AttentionLayer.load(tensors, f"{name}.layers.{i}", config.rms_norm_eps) for i in layers]
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self._inverse_frequency = (1.0 / config.rope_theta**half).to(self._norm.device)  # (head_dim / 2,) fp32
+        self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self._norm.device)
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

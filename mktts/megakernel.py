@@ -21,7 +21,7 @@ from mktts.cuda_driver import Kernel
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel_build import build_for, target_of
 from mktts.kernel_pack import WARPS, choose_shape, pack_layer, pack_projection, pack_rows
-from mktts.qwen3 import Qwen3Stack
+from mktts.qwen3 import Qwen3Stack, inverse_frequency
 from mktts.sampling import Sampling
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 
@@ -266,17 +266,17 @@ class MegakernelBackend:
         return weights
 
     def _pack_stack(self, kind: str, stack: StackConfig, get, prefix: str) -> dict[str, Tensor]:
-        first = pack_layer(self.shape, stack, _Layer(get, f"{prefix}layers.0."))
-        tape = first.new_empty(len(first), stack.num_hidden_layers, first.shape[1])
-        norms, heads = [], []
+        tape, norms, heads = None, [], []
         for index in range(stack.num_hidden_layers):  # one layer at a time: the matrices are needed only here
             layer = _Layer(get, f"{prefix}layers.{index}.")
-            tape[:, index] = pack_layer(self.shape, stack, layer)
+            packed = pack_layer(self.shape, stack, layer)
+            if tape is None:
+                tape = packed.new_empty(len(packed), stack.num_hidden_layers, packed.shape[1])
+            tape[:, index] = packed
             norms.append(torch.stack([layer["input_layernorm.weight"], layer["post_attention_layernorm.weight"]]))
             heads.append(torch.stack([layer["self_attn.q_norm.weight"], layer["self_attn.k_norm.weight"]]))
         positions = NUM_CODEBOOKS if kind == "predictor" else stack.max_position_embeddings
-        half = torch.arange(0, stack.head_dim, 2, dtype=torch.int64).float() / stack.head_dim
-        frequency = (1.0 / stack.rope_theta**half).to(self.device)  # on the CPU first, as mktts.qwen3: the same bits
+        frequency = inverse_frequency(stack.head_dim, stack.rope_theta).to(self.device)
         angle = torch.outer(torch.arange(positions, device=self.device).float(), frequency)
         return {
             f"{kind}_tape": tape,

@@ -84,8 +84,7 @@ class Qwen3Stack:
             for i in range(config.num_hidden_layers)
         ]
         self.norm = get("norm")
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self._inverse_frequency = (1.0 / config.rope_theta**half).to(device)  # (head_dim / 2,) fp32
+        self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(device)
 
     def new_cache(self, positions: int) -> KVCache:
         """A cache for `positions` tokens. Raises CapacityError beyond the model's own limit."""
@@ -146,6 +145,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = x if x.dtype == torch.float64 else x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
+
+
+def inverse_frequency(head_dim: int, theta: float) -> Tensor:
+    """Rotary frequencies theta^(-2 i / head_dim), (head_dim / 2,) fp32; computed on the CPU: the same bits anywhere."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
