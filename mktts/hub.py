@@ -13,6 +13,7 @@ PINNED = {
     "Qwen/Qwen3-TTS-12Hz-1.7B-Base": "fd4b254389122332181a7c3db7f27e918eec64e3",
     "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice": "0c0e3051f131929182e2c023b9537f8b1c68adfe",
     "Qwen/Qwen3-TTS-12Hz-1.7B-VoiceDesign": "5ecdb67327fd37bb2e042aab12ff7391903235d3",
+    "Qwen/Qwen3-0.6B": "c1899de289a04d12100db370d81485cdf75e47ca",
 }
 FILES = (
     "config.json",
@@ -22,6 +23,7 @@ FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.json",
     "model*.safetensors",
     "model.safetensors.index.json",
     "speech_tokenizer/*.json",

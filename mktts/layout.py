@@ -59,8 +59,8 @@ def expected_tensors(config: ModelConfig) -> Layout:
         "talker.text_projection.linear_fc2.bias": (h,),
         "talker.codec_head.weight": (talker.vocab_size, h),
     }
-    shapes |= _stack("talker.model.", talker)
-    shapes |= _stack("talker.code_predictor.model.", predictor)
+    shapes |= stack_shapes("talker.model.", talker)
+    shapes |= stack_shapes("talker.code_predictor.model.", predictor)
     for group in range(NUM_CODEBOOKS - 1):
         # embeddings are as wide as the talker: they are also summed into its next input
         shapes[f"talker.code_predictor.model.codec_embedding.{group}.weight"] = (predictor.vocab_size, h)
@@ -111,7 +111,7 @@ def layout(shapes: Mapping[str, Shape]) -> Layout:
     return {name: TensorSpec(shape) for name, shape in shapes.items()}
 
 
-def _stack(prefix: str, c: StackConfig) -> dict[str, Shape]:
+def stack_shapes(prefix: str, c: StackConfig) -> dict[str, Shape]:
     """One Qwen3 decoder stack: grouped-query attention with q/k norms, SwiGLU, no biases."""
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, Shape] = {prefix + "norm.weight": (h,)}

@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,6 @@ def make(
 
     Raises CheckpointError for unknown words, where `folder` exists and is not empty, or where it cannot be written.
     """
-    folder = Path(folder)
     full_codec = not size.startswith("tiny") if full_codec is None else full_codec
     if dtype not in (torch.bfloat16, torch.float32):
         raise CheckpointError(f"dtype must be torch.bfloat16 or torch.float32, found {dtype}")
@@ -61,29 +62,17 @@ def make(
             "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
         )
     files = small_files(size, model_type, full_codec)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
     marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed}
     files[MARKER] = marker | {"margin": margin, "eos_after": eos_after}
-    work: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        _write_small_files(work, files)
-        _write_weights(work, _model_tensors(ModelConfig.load(work), seed, dtype, margin, eos_after), shards)
+    with whole_folder(Path(folder)) as work:
+        (work / "speech_tokenizer").mkdir()
+        for name, content in files.items():
+            write_json(work / name, content)
+        write_tokenizer(work)
+        write_weights(work, _model_tensors(ModelConfig.load(work), seed, dtype, margin, eos_after), shards)
         codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
-        _write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32), 1)
-        work.chmod(0o755)  # mkdtemp makes it private
-        os.rename(work, folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: expected to write a random checkpoint there, but: {error}. "
-            "Free some space, or choose another place with $MKTTS_CACHE."
-        ) from None
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
-    return folder
+        write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32), 1)
+    return Path(folder)
 
 
 def ensure(
@@ -162,7 +151,33 @@ def cache_folder(cache: str | Path | None = None) -> Path:
     return Path(cache or os.environ.get("MKTTS_CACHE") or Path.home() / ".cache" / "mktts").expanduser()
 
 
-def _write_json(path: Path, content: Any) -> None:
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A work folder that becomes `folder` when the block ends, and leaves nothing behind when it fails.
+
+    Raises CheckpointError where `folder` exists and is not empty, or where it cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
+    work: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        yield work
+        work.chmod(0o755)  # mkdtemp makes it private
+        os.rename(work, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: expected to write a random checkpoint there, but: {error}. "
+            "Free some space, or choose another place with $MKTTS_CACHE."
+        ) from None
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`content` as a small JSON file of a checkpoint."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -175,17 +190,15 @@ def _model_tensors(
     return tensors
 
 
-def _write_small_files(folder: Path, files: dict[str, Any]) -> None:
-    (folder / "speech_tokenizer").mkdir()
-    for name, content in files.items():
-        _write_json(folder / name, content)
-    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+def write_tokenizer(folder: Path) -> None:
+    """The small tokenizer's vocab.json, merges.txt and tokenizer_config.json."""
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
     lines = "".join(f"{left} {right}\n" for left, right in merges())
     (folder / "merges.txt").write_text("#version: 0.2\n" + lines, encoding="utf-8")
 
 
-def _write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
+def write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
     """One `model.safetensors`, or `shards` files of about equal size and their index."""
     from safetensors.torch import save_file
 
@@ -210,4 +223,4 @@ def _write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> Non
         save(group, file_name)
         weight_map |= dict.fromkeys(group, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "model.safetensors.index.json", index)

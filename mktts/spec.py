@@ -94,7 +94,7 @@ class ModelConfig:
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
         """Reads `folder/config.json`. Raises CheckpointError naming the missing or wrong key."""
-        raw = _read_json(folder / "config.json")
+        raw = read_json(folder / "config.json")
         where = str(folder / "config.json")
         talker = _get(raw, "talker_config", dict, where)
         model_type = _get(raw, "tts_model_type", str, where)
@@ -168,7 +168,7 @@ class CodecConfig:
     def load(cls, folder: Path) -> CodecConfig:
         """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming what does not fit."""
         path = folder / "speech_tokenizer" / "config.json"
-        raw, where = _read_json(path), str(path)
+        raw, where = read_json(path), str(path)
         decoder = _get(raw, "decoder_config", dict, where)
         values: dict[str, Any] = {}
         for f in fields(cls):
@@ -198,7 +198,8 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
     return StackConfig(**values)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file. Raises CheckpointError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

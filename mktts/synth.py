@@ -98,7 +98,7 @@ class Synthesizer:
         from mktts.checkpoint import Checkpoint, open_checkpoint
 
         backend = _backend(backend)
-        where = _device(device)
+        where = device_named(device)
         dtype = dtype or default_dtype(where)
         if cpu_threads is not None and cpu_threads < 1:
             raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
@@ -242,7 +242,8 @@ def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
     return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
 
 
-def _device(name: str | torch.device) -> torch.device:
+def device_named(name: str | torch.device) -> torch.device:
+    """The device of a name; "auto" is CUDA where there is a device. Raises BackendUnavailable for any other."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
