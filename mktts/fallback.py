@@ -2,6 +2,7 @@
 
 Upstream makes an utterance in one piece and cannot wait for text or take turns, so here a step may last a whole
 segment, other streams wait for it, and fed text is spoken after its end. Cancelling still works within a frame.
+It draws from torch's generator only, so a seed gives the codes of the torch backend with Sampling(rng="torch").
 """
 
 from __future__ import annotations

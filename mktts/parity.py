@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,10 @@ def compare_codes(
 ) -> list[Row]:
     """One row a request: frames made, whether codes are equal, the first difference, and ms per frame of both.
 
-    `sampling=None` takes the checkpoint's own. `first_mismatch` is (frame, codebook), None where equal. Upstream
-    runs first and, where it is loaded here, is freed before ours loads.
+    `sampling=None` takes the checkpoint's own; its rng is set to "torch", the one upstream has. `first_mismatch` is
+    (frame, codebook), None where equal. Upstream runs first and, where it is loaded here, is freed before ours loads.
     """
-    sampling = sampling or checkpoint.sampling()
+    sampling = replace(sampling or checkpoint.sampling(), rng="torch")
     expected = _upstream_codes(upstream or load_upstream(checkpoint, dtype), requests, sampling, seed, max_frames)
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)

@@ -8,7 +8,7 @@ sum of the sixteen embeddings plus the next text embedding is the talker's next 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mktts.backend import Frame
 from mktts.errors import CapacityError, PromptError
+from mktts.philox import gumbel
 from mktts.qwen3 import KVCache, Qwen3Stack
-from mktts.sampling import Sampling, choose, penalise
-from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+from mktts.sampling import Choice, Sampling, checked_seed, choose, restrict
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 
 @dataclass
@@ -31,15 +32,18 @@ class TorchStream:
     head_rows: Tensor  # (1, rows, H): the rows the next code-0 logits are computed with; the last one counts
     history: Tensor  # (max_frames + 1,) int64, code 0 of every frame so far
     sampling: Sampling
-    generator: torch.Generator
+    seed: int
+    generator: torch.Generator | None  # of rng="torch"; Philox's draws follow from the seed and the frame
     max_frames: int
     frames: int = 0
     codes: Tensor | None = None  # (16,) int64 of the newest frame, on the device
     ended: bool = False
 
     def copy(self) -> TorchStream:
-        generator = torch.Generator(self.generator.device)
-        generator.set_state(self.generator.get_state())
+        generator = self.generator
+        if generator is not None:
+            generator = torch.Generator(self.generator.device)
+            generator.set_state(self.generator.get_state())
         return replace(self, cache=self.cache.copy(), history=self.history.clone(), generator=generator)
 
 
@@ -74,24 +78,17 @@ class TorchBackend:
         self.projection = (
             (get(projection + "weight"), get(projection + "bias")) if projection + "weight" in tensors else None
         )
-        suppressed = torch.zeros(config.talker.vocab_size, dtype=torch.bool)
-        suppressed[-SUPPRESSED_TAIL:] = True
-        suppressed[config.codec_ids.eos] = False
-        self._suppressed = suppressed.to(self.device)
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
-        """See `Backend.start`. A seed gives the draws `torch.manual_seed(seed)` gives upstream."""
+        """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
         hidden_size = self.config.talker.hidden_size
         if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != hidden_size:
             raise PromptError(f"prompt must be (L >= 2, {hidden_size}), got {tuple(prompt.shape)}")
         if max_frames < 1:
             raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
-        generator = torch.Generator(self.device)
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
+        seed = checked_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None
         cache = self.talker.new_cache(prompt.shape[0] + max_frames)
         hidden = self.talker.forward(prompt.to(self.device, self.dtype)[None], cache)
         # Upstream projects every prompt row; one row alone may round differently in bf16, so keep them for the head.
@@ -101,6 +98,7 @@ class TorchBackend:
             head_rows=hidden,
             history=torch.empty(max_frames + 1, dtype=torch.int64, device=self.device),
             sampling=sampling,
+            seed=seed,
             generator=generator,
             max_frames=max_frames,
         )
@@ -135,24 +133,32 @@ class TorchBackend:
         state.hidden = state.head_rows = self.talker.forward(embedding, state.cache)
 
     def _code0(self, state: TorchStream) -> Tensor:
-        logits = penalise(
-            self.code0_logits(state), state.history[: state.frames], state.sampling.repetition_penalty
-        ).clone()
-        if state.frames < MIN_NEW_FRAMES:
-            logits[self.config.codec_ids.eos] = -torch.inf
-        code0 = choose(logits.masked_fill(self._suppressed, -torch.inf), state.sampling.talker, state.generator)
+        sampling, history = state.sampling, state.history[: state.frames]
+        logits = restrict(self.code0_logits(state), history, sampling.repetition_penalty, self.config.codec_ids.eos)
+        (randomness,) = self._randomness(state, sampling.talker, range(1), len(logits))
+        code0 = choose(logits, sampling.talker, randomness)
         state.history[state.frames] = code0
         return code0
+
+    def _randomness(
+        self, state: TorchStream, choice: Choice, books: range, size: int
+    ) -> Sequence[Tensor | torch.Generator | None]:
+        """What `choose` draws with in each codebook of this frame; noise is made for all of them at once."""
+        if not choice.do_sample or state.generator is not None:
+            return [state.generator] * len(books)
+        return torch.from_numpy(gumbel(state.seed, state.frames, books, size)).to(self.device).unbind()
 
     def _predict(self, state: TorchStream, code0: Tensor) -> Tensor:
         cache = self.predictor.new_cache(NUM_CODEBOOKS)
         codes = [code0]
         x = torch.cat((state.hidden, self.embeddings[0][code0][None, None]), 1)
-        for group, head in enumerate(self.heads, start=1):
+        choice, groups = state.sampling.predictor, range(1, NUM_CODEBOOKS)
+        randomness = self._randomness(state, choice, groups, self.config.predictor.vocab_size)
+        for group, head, random in zip(groups, self.heads, randomness, strict=True):
             if self.projection is not None:
                 x = F.linear(x, *self.projection)
             logits = F.linear(self.predictor.forward(x, cache), head)[0, -1].float()
-            codes.append(choose(logits, state.sampling.predictor, state.generator))
+            codes.append(choose(logits, choice, random))
             x = self.embeddings[group][codes[-1]][None, None]
         return torch.stack(codes)
 

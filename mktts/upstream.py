@@ -145,10 +145,10 @@ def generate_codes(
 ) -> Tensor:
     """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
 
-    Every draw comes from torch's global generator seeded with `seed`, whose state is put back afterwards; None
-    means a fresh seed. `cancelled` is asked once a frame and ends the run with the frames made so far; `on_frame`
-    gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises PromptError for what upstream
-    refuses and CapacityError for max_frames < 1.
+    Every draw comes from torch's global generator seeded with `seed`, whatever `sampling.rng` says, and its state is
+    put back afterwards; a seed of None is a fresh one. `cancelled` is asked once a frame and ends the run with the
+    frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
+    PromptError for what upstream refuses and CapacityError for max_frames < 1.
     """
     if max_frames < 1:
         raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
