@@ -22,9 +22,10 @@ DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
     v[i] = round_bf16(round_bf16(x * t.cosine[i]) + round_bf16((c.lane & 16 ? y : -y) * t.sine[i]));
   }
 }
-// Warps 0..QPK+1 take q heads, k and v of the group from the exchange: VALUES words a lane.
-DEV void poll_head(Ctx& c, u32 tag, float (&v)[VALUES]) {
-  const u32* words = &c.p->exchange->qkv[c.group][c.warp * HD + c.lane * VALUES];
+constexpr int HEADS = QPK + 2;                // of a group: queries, key, value
+// A warp takes one head of the group from the exchange: VALUES words a lane.
+DEV void poll_head(Ctx& c, int n, u32 head, u32 tag, float (&v)[VALUES]) {
+  const u32* words = &c.p->exchange->qkv[c.group][n][head * HD + c.lane * VALUES];
   if (VALUES == 4) {
     u32 a, b; poll4(c, words, tag, a, b);
     const float all[4] = {low(a), high(a), low(b), high(b)};
@@ -44,48 +45,49 @@ template <int N> DEV void store_bf16(u16* to, const float (&v)[N]) {
 }
 
 // Predictor: at most 16 positions, whole key-value head in shared memory, computed by every block of the group.
-DEV void predictor_attention(Ctx& c, int layer, int position, u32 tag) {
+template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_position, u32 tag) {
   Shared& s = *c.s; const Params& p = *c.p;
-  if (c.warp < QPK + 2) {
-    const Rotation turn = load_rotation(c, p.predictor_qk + (layer * 2 + (c.warp >= QPK)) * HD, p.predictor_cos + position * (HD / 2), p.predictor_sin + position * (HD / 2));
-    float v[VALUES]; poll_head(c, tag, v); __syncwarp();
-    if (c.warp < QPK + 1) norm_rotate(c, v, turn);
-    u16* to = c.warp < QPK ? s.q[c.warp] : c.warp == QPK ? s.key[layer][position] : s.value[layer][position];
+  for (u32 i = c.warp; i < NT * HEADS; i += WARPS) {
+    const u32 n = i / HEADS, head = i % HEADS; const int position = first_position + n;
+    const Rotation turn = load_rotation(c, p.predictor_qk + (layer * 2 + (head >= QPK)) * HD, p.predictor_cos + position * (HD / 2), p.predictor_sin + position * (HD / 2));
+    float v[VALUES]; poll_head(c, n, head, tag, v); __syncwarp();
+    if (head <= QPK) norm_rotate(c, v, turn);
+    u16* to = head < QPK ? s.q[n][head] : head == QPK ? s.key[layer][position] : s.value[layer][position];
     store_bf16(to + c.lane * VALUES, v);
   }
   block_sync();
   MARK(c, 11);
   // Every warp: the scores of one head over 16 positions (two n = 8 tiles), then its share of the outputs.
-  constexpr int SHARE = WARPS / QPK, DIMS = HD / SHARE;   // output dimensions of a warp
+  constexpr int SHARE = WARPS / QPK, DIMS = HD / SHARE, PER = (DIMS + 31) / 32;   // output dimensions of a warp, of a lane
   const u32 h = c.warp / SHARE, first = c.warp % SHARE * DIMS;
-  float sc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
-  UNROLL for (int k = 0; k < HD / 16; k++) {
-    u32 a[4] = {0, 0, 0, 0}, b0, b1;
-    if (c.lane < 4) lds64(smem(&s.q[h][k * 16 + c.lane * 4]), a[0], a[2]);
-    UNROLL for (int t = 0; t < 2; t++) {
-      lds64(smem(&s.key[layer][t * 8 + (c.lane >> 2)][k * 16 + (c.lane & 3) * 4]), b0, b1);
-      mma(sc[t], a, b0, b1);
+  UNROLL for (int n = 0; n < NT; n++) {
+    float sc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+    UNROLL for (int k = 0; k < HD / 16; k++) {
+      u32 a[4] = {0, 0, 0, 0}, b0, b1;
+      if (c.lane < 4) lds64(smem(&s.q[n][h][k * 16 + c.lane * 4]), a[0], a[2]);
+      UNROLL for (int t = 0; t < 2; t++) {
+        lds64(smem(&s.key[layer][t * 8 + (c.lane >> 2)][k * 16 + (c.lane & 3) * 4]), b0, b1);
+        mma(sc[t], a, b0, b1);
+      }
     }
+    float m = -1e30f, l = 0.f, w[2][2], o[PER];
+    const int of_lane = (c.lane & 3) * 2;
+    UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) {
+      w[t][i] = t * 8 + of_lane + i <= first_position + n ? sc[t][i] * score_scale() : -1e30f;
+      m = fmaxf(m, w[t][i]);
+    }
+    m = fmaxf(m, shuffle_xor(m, 1)); m = fmaxf(m, shuffle_xor(m, 2));
+    UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) { w[t][i] = exp2_fast(w[t][i] - m); l += w[t][i]; }
+    l += shuffle_xor(l, 1); l += shuffle_xor(l, 2);
+    const float inverse = __frcp_rn(__shfl_sync(~0u, l, 0));
+    UNROLL for (int i = 0; i < PER; i++) o[i] = 0.f;
+    UNROLL for (int j = 0; j < CODES; j++) {
+      const float weight = __shfl_sync(~0u, w[j >> 3][j & 1], (j & 7) >> 1);
+      UNROLL for (int i = 0; i < PER; i++) o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
+    }
+    UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS)
+      *(u16*)((u8*)s.vec[n] + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
   }
-  float m = -1e30f, l = 0.f, w[2][2];
-  const int first_pos = (c.lane & 3) * 2;
-  UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) {
-    w[t][i] = t * 8 + first_pos + i <= position ? sc[t][i] * score_scale() : -1e30f;
-    m = fmaxf(m, w[t][i]);
-  }
-  m = fmaxf(m, shuffle_xor(m, 1)); m = fmaxf(m, shuffle_xor(m, 2));
-  UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) { w[t][i] = exp2_fast(w[t][i] - m); l += w[t][i]; }
-  l += shuffle_xor(l, 1); l += shuffle_xor(l, 2);
-  const float inverse = __frcp_rn(__shfl_sync(~0u, l, 0));
-  constexpr int PER = (DIMS + 31) / 32;
-  float o[PER];
-  UNROLL for (int i = 0; i < PER; i++) o[i] = 0.f;
-  UNROLL for (int j = 0; j < CODES; j++) {
-    const float weight = __shfl_sync(~0u, w[j >> 3][j & 1], (j & 7) >> 1);
-    UNROLL for (int i = 0; i < PER; i++) o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
-  }
-  UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS)
-    *(u16*)((u8*)s.vec + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
   block_sync();
 }
 
@@ -94,7 +96,7 @@ DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], 
   const u32 d = c.lane * VALUES;
   UNROLL for (int h = 0; h < QPK; h++) {
     float dot = 0.f;
-    UNROLL for (int i = 0; i < VALUES; i++) dot += from_bf16(c.s->q[h][d + i]) * from_bf16(k[d + i]);
+    UNROLL for (int i = 0; i < VALUES; i++) dot += from_bf16(c.s->q[0][h][d + i]) * from_bf16(k[d + i]);
     const float sc = warp_sum(dot) * score_scale();
     const float top = fmaxf(sc, m[h]), a = exp2_fast(m[h] - top), w = exp2_fast(sc - top);
     m[h] = top; l[h] = l[h] * a + w;
@@ -104,12 +106,12 @@ DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], 
 DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att, Fragments<Talker::Out>& out_weights) {
   Shared& s = *c.s; const Params& p = *c.p; Exchange& x = *p.exchange;
   const bool owner = position % GROUP == (int)c.rank;
-  u8* kv = p.kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)p.slots * SLOT_BYTES;
-  if (c.warp < QPK + 2) {
+  u8* kv = kv_of(c, layer);
+  if (c.warp < HEADS) {
     const Rotation turn = load_rotation(c, p.talker_qk + (layer * 2 + (c.warp >= QPK)) * HD, p.talker_cos + position * (HD / 2), p.talker_sin + position * (HD / 2));
-    float v[VALUES]; poll_head(c, tag, v); __syncwarp();
-    if (c.warp < QPK + 1) norm_rotate(c, v, turn);
-    store_bf16((c.warp < QPK ? s.q[c.warp] : c.warp == QPK ? s.k : s.v) + c.lane * VALUES, v);
+    float v[VALUES]; poll_head(c, 0, c.warp, tag, v); __syncwarp();
+    if (c.warp <= QPK) norm_rotate(c, v, turn);
+    store_bf16((c.warp < QPK ? s.q[0][c.warp] : c.warp == QPK ? s.k : s.v) + c.lane * VALUES, v);
     if (owner && c.warp >= QPK) {
       store_bf16((u16*)(kv + (u64)(position / GROUP) * SLOT_BYTES) + (c.warp - QPK) * HD + c.lane * VALUES, v);
       proxy_fence();                          // a later frame reads it through the copy engine
@@ -165,7 +167,7 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
   MARK(c, 13);
   if (c.tid < QPK * HD / 4) {
     u32 a, b; poll4(c, &x.att[c.group][c.tid * 4], tag_att, a, b);
-    sts64(smem(s.vec) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);
+    sts64(smem(s.vec[0]) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);
   }
   block_sync();
 }

@@ -9,14 +9,14 @@
 #include "state.cuh"
 
 __device__ __noinline__ bool give_up_slow(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, u64* since, int what) {
-  if (get32((u32*)&p->status[2])) { s->dead = 1; return true; }
+  if (get32((u32*)&p->status[0])) { s->dead = 1; return true; }
   const u64 now = nanoseconds();
   if (*since == 0) *since = now;
   else if (now - *since > p->timeout_ns) {
     s->dead = 1;
-    put32((u32*)&p->status[3], block); put32((u32*)&p->status[4], tid);
-    put32((u32*)&p->status[5], what); put32((u32*)&p->status[6], tag);
-    put32((u32*)&p->status[2], 1);
+    put32((u32*)&p->status[1], block); put32((u32*)&p->status[2], tid);
+    put32((u32*)&p->status[3], what); put32((u32*)&p->status[4], tag);
+    put32((u32*)&p->status[0], 1);
     return true;
   }
   return false;
@@ -51,32 +51,31 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
   }
 }
 
-
 // Rows of H that a block owns: block (group g, rank r) owns rows r * H / GROUP + g * RPO + 0 .. RPO - 1.
 template <int H> struct Owned { static constexpr int RPO = H / CTAS; };
-template <int H> DEV void send_part(Ctx& c, u32 row, u32 tag, float value) {      // row: within this rank's H / GROUP rows
+template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value) {   // row: within this rank's H / GROUP rows
   constexpr int RPO = Owned<H>::RPO;
-  put64(&c.p->exchange->parts[row / RPO * GROUP + c.rank][c.group][row % RPO], ((u64)tag << 32) | __float_as_uint(value));
+  put64(&c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO], ((u64)tag << 32) | __float_as_uint(value));
 }
 // Warp 0 of the owner: residual + sum over groups, mailed to all blocks.
-template <int H> DEV void own_rows(Ctx& c, u32 (*boxes)[MAXH], u32 tag) {
-  constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32);
+template <int H, int NT> DEV void own_rows(Ctx& c, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {
+  constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32), STRIDE = MAXH / CTAS;
   static_assert(RPO <= 32 && 32 % RPO == 0 && RPO % 4 == 0, "an owner's rows fit a warp");
-  const u64* from = &c.p->exchange->parts[c.block][0][0];
-  float part[PER], sum = 0.f;
   static_assert(WORDS % 32 == 0 || WORDS < 32, "whole warps of words");
-  const u32 base = c.rank * (H / GROUP) + c.group * RPO, row = c.lane % RPO;
-  const u32 i = c.lane % WORDS;
-  poll64n<PER>(c, from + i / RPO * (MAXH / CTAS) + i % RPO, 32 / RPO * (MAXH / CTAS), tag, part);
-  UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
-  __syncwarp();
-  UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
-  const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[base + row]) + round_bf16(sum));
-  u32 w[4];
-  UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
-  constexpr int AT_ONCE = 32 / (RPO / 4);
-  UNROLL for (int k = 0; k < ceil_div(CTAS, AT_ONCE); k++) {
-    const u32 to = k * AT_ONCE + c.lane / (RPO / 4);
-    if (to < CTAS) put32x4(&boxes[(to + c.block) % CTAS][base + c.lane % (RPO / 4) * 4], w);
+  const u32 base = c.rank * (H / GROUP) + c.group * RPO, row = c.lane % RPO, i = c.lane % WORDS;
+  UNROLL for (int n = 0; n < NT; n++) {
+    float part[PER], sum = 0.f;
+    poll64n<PER>(c, &c.p->exchange->parts[c.block][n][0][0] + i / RPO * STRIDE + i % RPO, 32 / RPO * STRIDE, tag, part);
+    UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
+    __syncwarp();
+    UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
+    const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[n][base + row]) + round_bf16(sum));
+    u32 w[4];
+    UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
+    constexpr int AT_ONCE = 32 / (RPO / 4);
+    UNROLL for (int k = 0; k < ceil_div(CTAS, AT_ONCE); k++) {
+      const u32 to = k * AT_ONCE + c.lane / (RPO / 4);
+      if (to < CTAS) put32x4(&boxes[(to + c.block) % CTAS][n][base + c.lane % (RPO / 4) * 4], w);
+    }
   }
 }

@@ -1,12 +1,12 @@
 // One Qwen3-TTS frame in one launch: talker step, code 0, sixteen predictor positions, codes 1-15, embedding sum.
-// A launch makes `frames` frames in a row and stops at end of speech.
+// A launch makes `frames` frames in a row, hands each to the host as it is ready, and stops at end of speech or on a wish.
 #include "sampling.cuh"
 
 template <class H> DEV void head_logits(Ctx& c, u32 tag, int rows) {
   Fragments<H> w; preload(c, w);
-  const float v = gemv<H>(c, w);
-  const u32 id = (c.block * WARPS + c.warp) * H::WARP_ROWS + row_of<H>(c);
-  if (holds_row<H>(c) && (int)id < rows) publish(&c.p->exchange->logits[id], tag, v);
+  float v[1]; gemv<H>(c, w, v);
+  const int first = c.block * WARPS * H::WARP_ROWS, row = held_row<H>(c, rows - first);
+  if (row >= 0) publish(&c.p->exchange->logits[first + row], tag, v[0]);
 }
 
 // The talker's hidden state, still in vec, as the predictor takes it.
@@ -14,67 +14,122 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
   typedef Projection M;
   const u32 tag = ++c.tag;
   Fragments<M> w; preload(c, w);
-  const float v = gemv<M>(c, w);
-  const u32 row = c.warp * M::WARP_ROWS + row_of<M>(c), id = c.block * (P_H / CTAS) + row;
-  if (holds_row<M>(c) && row < P_H / CTAS) publish(&c.p->exchange->projected[id], tag, v + from_bf16(c.p->projection_bias[id]));
-  UNROLL for (int g = 0; g < Predictor::GRANULES; g++) if (owns<Predictor>(c, g)) {
-    u32 a, b; poll4(c, &c.p->exchange->projected[element<Predictor>(c, g)], tag, a, b);
+  float v[1]; gemv<M>(c, w, v);
+  const int row = held_row<M>(c, P_H / CTAS), id = c.block * (P_H / CTAS) + row;
+  if (row >= 0) publish(&c.p->exchange->projected[id], tag, v[0] + from_bf16(c.p->projection_bias[id]));
+  UNROLL for (int g = 0; g < Predictor::GRANULES; g++) {
+    u32 a = 0, b = 0;                                         // where this thread owns nothing: it still sums its squares
+    if (owns<Predictor>(c, g)) poll4(c, &c.p->exchange->projected[element<Predictor>(c, g)], tag, a, b);
     x.v[g][0] = low(a); x.v[g][1] = high(a); x.v[g][2] = low(b); x.v[g][3] = high(b);
   }
   block_sync();                                               // all warps have read vec before it is written again
 }
 
+// The weights of a launch in the order of their use.
+DEV void feeder(Ctx& c) {
+  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, true};
+  const u64 policy = stream_policy();
+  for (int i = 0; i < p.frames && f.on; i++) {
+    if (p.prefill || u.frame + i > 0)
+      for (int l = 0; l < T_L && f.on; l++)
+        feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, u.position + i, policy);
+    if (p.prefill) continue;
+    const u8* head = p.talker_head_tape + (u64)c.block * TalkerHead::BYTES;
+    feed_matrix<TalkerHead>(c, f, head, policy);
+    const u8* projection = p.projection_tape + (u64)c.block * Projection::BYTES;
+    if (PROJECTED) feed_matrix<Projection>(c, f, projection, policy);
+    for (int book = 1; book < CODES && f.on; book++) {
+      for (int l = 0; l < P_L && f.on; l++)
+        feed_layer<Predictor, false>(c, f, p.predictor_tape + ((u64)c.block * P_L + l) * Predictor::LAYER_BYTES, l, 0, policy);
+      head = p.predictor_head_tape + ((u64)(book - 1) * CTAS + c.block) * PredictorHead::BYTES;
+      feed_matrix<PredictorHead>(c, f, head, policy);
+    }
+  }
+  feed_end(c, f);
+}
+
+// One talker step on `x`, whose normed result is also left in vec.
+DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
+  const Params& p = *c.p; Norm<Talker> norm;
+  load_norm<Talker>(c, p.talker_norms, norm);
+  round_row<Talker>(x);
+  Row<Talker> rows[1] = {x};
+  layers<Talker, true, 1>(c, position, rows, norm, p.talker_norms, p.talker_final, hidden);
+  x = rows[0];
+  final_norm<Talker>(c, x, norm);
+}
+// A predictor pass over NT positions ends in the logits of `book`, drawn by every block alike.
+template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&x)[NT]) {
+  const Params& p = *c.p; Norm<Predictor> norm;
+  load_norm<Predictor>(c, p.predictor_norms, norm);
+  layers<Predictor, false, NT>(c, book + 1 - NT, x, norm, p.predictor_norms, p.predictor_final);
+  MARK(c, 14);
+  final_norm<Predictor>(c, x[NT - 1], norm);
+  const u32 tag = ++c.tag;
+  head_logits<PredictorHead>(c, tag, VP);
+  MARK(c, 15);
+  const int code = sample<VP>(c, tag, book, frame);
+  MARK(c, 16);
+  return code;
+}
+// Whether the host still wants frames: block 0 asks it early in a frame, all blocks take the answer at its end.
+DEV void ask_host(Ctx& c, u32 tag) {
+  if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + 3) ? 1u : 0u));
+}
+DEV bool wanted(Ctx& c, u32 tag) {
+  Watch w = {0, 0}; u32 v;
+  while ((((v = get32(&c.p->exchange->go)) >> 16) != (tag & 0xffffu)) && !give_up(c, w, 7)) {}
+  return (v & 1u) == 0;
+}
+
 DEV void consumer(Ctx& c) {
-  const Params& p = *c.p; Shared& s = *c.s;
-  Row<Talker> hidden, sum; Norm<Talker> norm; Norm<Predictor> pnorm;
-  load_row<Talker>(c, p.hidden, hidden); load_row<Talker>(c, p.sum, sum);
-  int made = 0, ended = 0;
+  const Params& p = *c.p; const Stream& u = *c.u; Shared& s = *c.s;
+  const bool scribe = c.block == 0 && c.tid == 0;
+  Row<Talker> hidden, sum;
+  load_row<Talker>(c, u.hidden, hidden); load_row<Talker>(c, u.sum, sum);
+  bool ended = false;
   for (int i = 0; i < p.frames && !s.dead; i++) {
-    const int frame = p.frame + i;
+    const int frame = u.frame + i;
+    int* out = u.out + STATUS_WORDS + i * FRAME_WORDS;
+    const u64 begun = nanoseconds();
     if (p.prefill || frame > 0) {                             // the talker takes a prompt row, or the previous frame and text
-      if (p.prefill) load_row<Talker>(c, p.text + (u64)i * T_H, hidden);
-      else { hidden = sum; add_row<Talker>(c, p.text + (u64)i * T_H, hidden); }
-      round_row<Talker>(hidden);
-      load_norm<Talker>(c, p.talker_norms, norm);
-      layers<Talker, true>(c, p.position + i, hidden, norm, p.talker_norms, p.talker_final);
-      final_norm<Talker>(c, hidden, norm);
-    } else { to_vec<Talker>(c, hidden); block_sync(); }
-    if (p.prefill) { if (!s.dead) made++; continue; }
+      const u16* text = u.text + (u64)i * T_H;
+      if (p.prefill) load_row<Talker>(c, text, hidden);
+      else { hidden = sum; add_row<Talker>(c, text, hidden); }
+      talk(c, u.position + i, hidden, p.debug_hidden ? p.debug_hidden + (u64)i * T_L * T_H : nullptr);
+    } else { to_vec<Talker>(c, 0, hidden); block_sync(); }
+    if (p.prefill) continue;
     u32 tag = ++c.tag;
     head_logits<TalkerHead>(c, tag, VT);
-    load_norm<Predictor>(c, p.predictor_norms, pnorm);
     int code = sample<VT>(c, tag, 0, frame);
-    if (code == p.eos) { ended = 1; s.stop = 1; break; }
+    if (code == p.eos) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
-    if (c.block == 0 && c.tid == 0) p.codes[i * CODES] = code;
     load_row<Talker>(c, p.embeddings0 + (u64)code * T_H, sum);
-    Row<Predictor> x;
-    if constexpr (PROJECTED) project(c, x);
-    else UNROLL for (int g = 0; g < Predictor::GRANULES; g++) UNROLL for (int k = 0; k < 4; k++) x.v[g][k] = hidden.v[g][k];
-    for (int pos = 0; pos < CODES; pos++) {
-      if (pos == 1) load_row<Predictor>(c, p.inputs0 + (u64)code * P_H, x);
-      layers<Predictor, false>(c, pos, x, pnorm, p.predictor_norms, pos ? p.predictor_final : p.predictor_norms);
-      if (pos == 0) continue;
-      MARK(c, 14);
-      final_norm<Predictor>(c, x, pnorm);
-      tag = ++c.tag;
-      head_logits<PredictorHead>(c, tag, VP);
-      load_norm<Predictor>(c, p.predictor_norms, pnorm);
-      MARK(c, 15);
-      code = sample<VP>(c, tag, pos, frame);
-      MARK(c, 16);
-      if (c.block == 0 && c.tid == 0) p.codes[i * CODES + pos] = code;
-      add_row<Talker>(c, p.embeddings + ((u64)(pos - 1) * VP + code) * T_H, sum);
-      if (pos + 1 < CODES) load_row<Predictor>(c, p.inputs + ((u64)(pos - 1) * VP + code) * P_H, x);
+    Row<Predictor> x[2];                                      // the predictor's first pass takes the talker's state and code 0
+    load_row<Predictor>(c, p.inputs0 + (u64)code * P_H, x[1]);
+    if constexpr (PROJECTED) project(c, x[0]);
+    else UNROLL for (int g = 0; g < Predictor::GRANULES; g++) UNROLL for (int k = 0; k < 4; k++) x[0].v[g][k] = hidden.v[g][k];
+    const u64 talked = nanoseconds();
+    if (scribe) { out[0] = code; out[CODES] = (int)(talked - begun); }
+    code = predict<2>(c, 1, frame, x);
+    const u32 asked = ++c.tag; ask_host(c, asked);
+    for (int book = 1;; book++) {
+      if (scribe) out[book] = code;
+      add_row<Talker>(c, p.embeddings + ((u64)(book - 1) * VP + code) * T_H, sum);
+      if (book + 1 == CODES) break;
+      Row<Predictor> one[1];
+      load_row<Predictor>(c, p.inputs + ((u64)(book - 1) * VP + code) * P_H, one[0]);
+      code = predict<1>(c, book + 1, frame, one);
     }
     round_row<Talker>(sum);
-    if (!s.dead) made++;
+    if (scribe && !*(volatile u32*)&s.dead) { out[CODES + 1] = (int)(nanoseconds() - talked); put32_host(u.out, i + 1); }
+    if (i + 1 < p.frames && !wanted(c, asked)) { s.stop = 1; break; }
   }
   if (c.block == 0) {
-    store_row<Talker>(c, p.hidden, hidden); store_row<Talker>(c, p.sum, sum);
+    store_row<Talker>(c, u.hidden, hidden); store_row<Talker>(c, u.sum, sum);
     block_sync();
-    for (u32 i = c.tid; i < VT / 32; i += THREADS) p.seen[i] = s.seen[i];
-    if (c.tid == 0) { p.status[0] = made; p.status[1] = ended; p.status[7] = (int)c.tag; }
+    for (u32 i = c.tid; i < VT / 32; i += THREADS) u.seen[i] = s.seen[i];
+    if (scribe) { u.out[1] = ended; put32_host(u.out + 2, (int)c.tag); }
   }
 }
 
@@ -82,12 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) mktts_fr
   extern __shared__ __align__(128) u8 dynamic[];
   Shared* s = (Shared*)dynamic;
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
-  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p;
+  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
   if (c.tid == 0) {
     for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], WARPS); }
     s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
   }
-  for (u32 i = c.tid; i < VT / 32; i += blockDim.x) s->seen[i] = p.seen[i];
+  for (u32 i = c.tid; i < VT / 32; i += blockDim.x) s->seen[i] = c.u->seen[i];
   for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->value) / 4; i += blockDim.x) ((u32*)s->value)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->vec) / 4; i += blockDim.x) ((u32*)s->vec)[i] = 0;

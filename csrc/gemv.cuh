@@ -9,6 +9,7 @@ template <int TILES> struct Rows {
   static constexpr int COUNT = 2 * TILES;
   static constexpr int POW2 = COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
   static constexpr int LANES = 32 / POW2;    // lanes that hold the same row
+  static_assert(TILES <= 16, "a warp has a lane for each of its rows");
 };
 template <int TILES> DEV float sum_diagonal(const Ctx& c, const float (&d)[TILES][4]) {
   constexpr int N = Rows<TILES>::POW2;
@@ -44,21 +45,29 @@ template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
 template <class M> DEV void preload(Ctx& c, Fragments<M>& w) {
   UNROLL for (int s = 0; s < ceil_div(Fragments<M>::N, FRAGS); s++) take_stage<M>(c, s, w.a + s * FRAGS);
 }
-// rows(M) x vec -> this lane's row sum. vec: 8 padded parts in shared memory.
-template <class M> DEV float gemv(Ctx& c, const Fragments<M>& w) {
+// rows(M) x vec[n] -> this lane's row sums. vec: 8 padded parts in shared memory.
+template <class M, int NT> DEV void gemv(Ctx& c, const Fragments<M>& w, float (&sums)[NT]) {
   constexpr int STRIDE = part_stride(M::K) * 2;   // bytes
-  u32 b[M::STEPS][2];
-  const u32 v = smem(c.s->vec) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
-  UNROLL for (int k = 0; k < M::STEPS; k++) lds64(v + k * 32, b[k][0], b[k][1]);
-  float acc[M::TILES][4];
-  UNROLL for (int t = 0; t < M::TILES; t++) UNROLL for (int i = 0; i < 4; i++) acc[t][i] = 0.f;
-  UNROLL for (int i = 0; i < Fragments<M>::N; i++) mma(acc[i % M::TILES], w.a[i], b[i / M::TILES][0], b[i / M::TILES][1]);
+  u32 b[NT][M::STEPS][2];
+  float acc[NT][M::TILES][4];
+  UNROLL for (int n = 0; n < NT; n++) {
+    const u32 v = smem(c.s->vec[n]) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
+    UNROLL for (int k = 0; k < M::STEPS; k++) lds64(v + k * 32, b[n][k][0], b[n][k][1]);
+    UNROLL for (int t = 0; t < M::TILES; t++) UNROLL for (int i = 0; i < 4; i++) acc[n][t][i] = 0.f;
+  }
+  UNROLL for (int i = 0; i < Fragments<M>::N; i++) UNROLL for (int n = 0; n < NT; n++)
+    mma(acc[n][i % M::TILES], w.a[i], b[n][i / M::TILES][0], b[n][i / M::TILES][1]);
   UNROLL for (int s = Fragments<M>::N / FRAGS; s < M::STAGES; s++) if (Fragments<M>::N < M::FRAGMENTS) {
     u32 a[FRAGS][4]; take_stage<M>(c, s, a);
     UNROLL for (int f = 0; f < FRAGS; f++) { const int i = s * FRAGS + f;
-      if (i < M::FRAGMENTS) mma(acc[i % M::TILES], a[f], b[i / M::TILES][0], b[i / M::TILES][1]); }
+      if (i < M::FRAGMENTS) UNROLL for (int n = 0; n < NT; n++) mma(acc[n][i % M::TILES], a[f], b[n][i / M::TILES][0], b[n][i / M::TILES][1]); }
   }
-  return sum_diagonal<M::TILES>(c, acc);
+  UNROLL for (int n = 0; n < NT; n++) sums[n] = sum_diagonal<M::TILES>(c, acc[n]);
+}
+// The row of this block's share that this lane holds after gemv; -1 where it holds none, or where another lane holds it too.
+template <class M> DEV int held_row(const Ctx& c, int rows) {
+  const u32 row = c.lane / Rows<M::TILES>::LANES, at = c.warp * M::WARP_ROWS + row;
+  return c.lane % Rows<M::TILES>::LANES == 0 && row < M::WARP_ROWS && (int)at < rows ? (int)at : -1;
 }
 // Where value i of a K-long vector lies in vec.
 template <int K> DEV u32 vec_offset(u32 i) { constexpr u32 part = K / 8; constexpr u32 stride = part_stride(K); return (i / part * stride + i % part) * 2; }

@@ -14,6 +14,10 @@ DEV float warp_sum(float v) { UNROLL for (int m = 16; m; m >>= 1) v += shuffle_x
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 DEV void block_sync() { asm volatile("bar.sync 1,%0;" ::"n"(THREADS) : "memory"); }
 DEV u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t)); return t; }
+// The host's pinned memory: a frame's codes before the count that announces them.
+DEV void put32_host(int* p, int v) { asm volatile("st.release.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+DEV int get32_host(const int* p) { int v; asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEV u64 cycles() { u64 t; asm volatile("mov.u64 %0,%clock64;" : "=l"(t)); return t; }
 
 // L2 is the meeting point of the blocks: relaxed, device scope.
@@ -44,7 +48,6 @@ DEV bool barrier_test(u64* b, u32 parity) { u32 ok; asm volatile(
   "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory"); return ok; }
 DEV void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEV void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
-DEV u64 keep_policy() { u64 p; asm("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(p)); return p; }
 DEV u64 stream_policy() { u64 p; asm("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(p)); return p; }
 DEV void copy_stage(void* dst, const u8* src, u32 bytes, u64* full, u64 policy, u32 lane) {
   if (lane == 0) {
@@ -59,7 +62,6 @@ DEV bool barrier_test(u64* b, u32 parity) { u32 ok; asm volatile(
   "{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory"); return ok; }
 DEV void barrier_init_fence() {}
 DEV void proxy_fence() {}
-DEV u64 keep_policy() { return 0; }
 DEV u64 stream_policy() { return 0; }
 DEV void copy_stage(void* dst, const u8* src, u32 bytes, u64* full, u64, u32 lane) {
   for (u32 o = lane * 16; o < bytes; o += 512)

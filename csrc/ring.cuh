@@ -39,11 +39,14 @@ constexpr int SLOT_BYTES = 2 * HD * 2;                 // key and value of one p
 constexpr int SLOTS_PER_STAGE = STAGE_BYTES / SLOT_BYTES;
 DEV int old_slots(int position, int rank) { return position > rank ? (position - rank + GROUP - 1) / GROUP : 0; }
 
+DEV u8* kv_of(const Ctx& c, int layer) {
+  return c.u->kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)c.u->slots * SLOT_BYTES;
+}
+
 template <class S, bool TALKER> DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
   feed_matrix<typename S::Qkv>(c, f, tape, policy);
   if (TALKER) {
-    const Params& p = *c.p;
-    const u8* kv = p.kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)p.slots * SLOT_BYTES;
+    const u8* kv = kv_of(c, layer);
     const int n = old_slots(position, c.rank);
     for (int i = 0; i < n; i += SLOTS_PER_STAGE)
       feed(c, f, kv + (u64)i * SLOT_BYTES, (n - i < SLOTS_PER_STAGE ? n - i : SLOTS_PER_STAGE) * SLOT_BYTES, policy);
@@ -52,29 +55,8 @@ template <class S, bool TALKER> DEV void feed_layer(Ctx& c, Feeder& f, const u8*
   feed_matrix<typename S::GateUp>(c, f, tape, policy);
   feed_matrix<typename S::Down>(c, f, tape, policy);
 }
-DEV void feeder(Ctx& c) {
-  const Params& p = *c.p; Feeder f = {0, 0, 0, true};
-  const u64 stream = stream_policy(), keep = keep_policy();
-  for (int i = 0; i < p.frames && f.on; i++) {
-    if (p.prefill || p.frame + i > 0)
-      for (int l = 0; l < T_L && f.on; l++)
-        feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, p.position + i, stream);
-    if (p.prefill) continue;
-    const u8* head = p.talker_head_tape + (u64)c.block * TalkerHead::BYTES;
-    feed_matrix<TalkerHead>(c, f, head, stream);
-    const u8* projection = p.projection_tape + (u64)c.block * Projection::BYTES;
-    if (PROJECTED) feed_matrix<Projection>(c, f, projection, stream);
-    for (int pos = 0; pos < CODES && f.on; pos++) {
-      for (int l = 0; l < P_L && f.on; l++)
-        feed_layer<Predictor, false>(c, f, p.predictor_tape + ((u64)c.block * P_L + l) * Predictor::LAYER_BYTES, l, 0,
-                                     l < p.keep_layers ? keep : stream);
-      if (pos > 0) {
-        const u8* h = p.predictor_head_tape + ((u64)(pos - 1) * CTAS + c.block) * PredictorHead::BYTES;
-        feed_matrix<PredictorHead>(c, f, h, stream);
-      }
-    }
-  }
-  // Never leave while a copy into this block's shared memory is in flight.
+// Never leave while a copy into this block's shared memory is in flight.
+DEV void feed_end(Ctx& c, const Feeder& f) {
   const u32 live = f.count < RING ? f.count : RING;
   for (u32 i = 0; i < live; i++) {
     const u32 n = f.count - live + i;

@@ -33,58 +33,120 @@ DEV float gumbel(u32 r) {
 }
 DEV u32 ordered(float f) { const u32 b = __float_as_uint(f); return (b & 0x80000000u) ? ~b : (b | 0x80000000u); }
 
+// The settings of one choice, and of the ids that it may take.
+struct Choice { int greedy; u32 top_k; float temperature, top_p; };
+DEV Choice choice_of(const Ctx& c, bool first) {
+  const Stream& u = *c.u;
+  if (first) return {u.greedy0, (u32)u.top_k0, u.temperature0, u.top_p0};
+  return {u.greedy, (u32)u.top_k, u.temperature, u.top_p};
+}
+// Repetition penalty, minimum length and suppressed ids: code 0 only.
+DEV float admit(const Ctx& c, float l, int id, int frame) {
+  const Params& p = *c.p; const float penalty = c.u->penalty;
+  if ((c.s->seen[id >> 5] >> (id & 31)) & 1u) l = l > 0.f ? __fdiv_rn(l, penalty) : l * penalty;
+  return (id >= p.suppress_from && id != p.eos) || (id == p.eos && frame < p.min_frames) ? NEVER : l;
+}
+DEV float block_sum(Ctx& c, float v) {
+  v = warp_sum(v);
+  block_sync();
+  if (c.lane == 0) c.s->mass[c.warp] = v;
+  block_sync();
+  v = 0.f; UNROLL for (int w = 0; w < WARPS; w++) v += c.s->mass[w];
+  return v;
+}
+// Top-p: sum of exp(l - most) over the `top_k` largest logits, ties with the last of them included. Bisects for the k-th.
+template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, float most) {
+  u32 least = 0;                                            // the largest key that at least top_k logits reach
+  if (top_k) for (u32 bit = 1u << 31; bit; bit >>= 1) {
+    u32 n = 0;
+    UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) n += ordered(l[g][i]) >= (least | bit);
+    if (block_sum(c, (float)n) >= (float)top_k) least |= bit;
+  }
+  float sum = 0.f;
+  UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++)
+    if (l[g][i] > NEVER && ordered(l[g][i]) >= least) sum += __expf(l[g][i] - most);
+  return block_sum(c, sum);
+}
+
+// Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids it,
+// and then whatever is not above the highest refused offer is out of the next round.
 template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   constexpr int N = ceil_div(V, 4 * THREADS);
+  static_assert(WARPS % 2 == 0 && V < 1 << 16, "two 16-bit counts a word");
   Shared& s = *c.s; const Params& p = *c.p;
-  const bool first = book == 0;
-  const int greedy = first ? p.greedy0 : p.greedy;
+  const Choice choice = choice_of(c, book == 0);
   float l[N][4], score[N][4];
-  if (!greedy) UNROLL for (int g = 0; g < N; g++) {        // noise does not depend on the logits: before the wait
-    u32 r[4]; philox(g * THREADS + c.tid, book, frame, p.stream_id, p.seed_lo, p.seed_hi, r);
+  if (!choice.greedy) UNROLL for (int g = 0; g < N; g++) { // noise does not depend on the logits: before the wait
+    u32 r[4]; philox(g * THREADS + c.tid, book, frame, 0, c.u->seed_lo, c.u->seed_hi, r);
     UNROLL for (int i = 0; i < 4; i++) score[g][i] = gumbel(r[i]);
   }
-  const float it = first ? p.inverse_temperature0 : p.inverse_temperature; const u32 top_k = first ? p.top_k0 : p.top_k;
+  float most = NEVER;
   UNROLL for (int g = 0; g < N; g++) {
     const int id = 4 * (g * THREADS + c.tid);
     u32 a = 0, b = 0;
     const bool mine = V % (4 * THREADS) == 0 || id < V;
     if (mine) poll4(c, &p.exchange->logits[id], tag, a, b);
-    if (p.debug && c.block == 0 && mine) { u32* d = (u32*)(p.debug + ((u64)(frame - p.frame) * CODES + book) * VT + id); d[0] = a; d[1] = b; }
+    if (p.debug_logits && c.block == 0 && mine) { u32* d = (u32*)(p.debug_logits + ((u64)(frame - c.u->frame) * CODES + book) * VT + id); d[0] = a; d[1] = b; }
     l[g][0] = low(a); l[g][1] = high(a); l[g][2] = low(b); l[g][3] = high(b);
     UNROLL for (int i = 0; i < 4; i++) {
-      if (first) {
-        if ((s.seen[(id + i) >> 5] >> ((id + i) & 31)) & 1u) l[g][i] = l[g][i] > 0.f ? __fdiv_rn(l[g][i], p.penalty) : l[g][i] * p.penalty;
-        if ((id + i >= p.suppress_from && id + i != p.eos) || (id + i == p.eos && frame < p.min_frames)) l[g][i] = NEVER;
-      }
+      if (book == 0) l[g][i] = admit(c, l[g][i], id + i, frame);
       if (!mine) l[g][i] = NEVER;
-      if (l[g][i] > NEVER) l[g][i] = __fmul_rn(l[g][i], it);
-      score[g][i] = greedy ? l[g][i] : __fadd_rn(l[g][i], score[g][i]);
+      if (!choice.greedy && l[g][i] > NEVER) l[g][i] = __fdiv_rn(l[g][i], choice.temperature);
+      score[g][i] = choice.greedy ? l[g][i] : __fadd_rn(l[g][i], score[g][i]);
+      most = fmaxf(most, l[g][i]);
     }
   }
-  float floor = NEVER; int win = 0;                          // candidates: l > floor
+  float limit = 0.f;
+  const bool nucleus = !choice.greedy && choice.top_p < 1.f;
+  if (nucleus) {
+    UNROLL for (int m = 16; m; m >>= 1) most = fmaxf(most, shuffle_xor(most, m));
+    block_sync();
+    if (c.lane == 0) s.mass[c.warp] = most;
+    block_sync();
+    UNROLL for (int w = 0; w < WARPS; w++) most = fmaxf(most, s.mass[w]);
+    limit = choice.top_p * kept_mass(c, l, choice.top_k, most);
+  }
+  float floor = NEVER; int floor_id = 0x7fffffff;           // candidates: (l, id) > (floor, floor_id)
   for (int round = 0; round < V; round++) {
     u32 best = 0; int at = 0; float logit = NEVER;
-    UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) if (l[g][i] > floor) {
-      const u32 k = ordered(score[g][i]);
-      if (k > best) { best = k; at = 4 * (g * THREADS + c.tid) + i; logit = l[g][i]; }
+    UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) {
+      const int id = 4 * (g * THREADS + c.tid) + i; const u32 k = ordered(score[g][i]);
+      if ((l[g][i] > floor || (l[g][i] == floor && id > floor_id)) && k > best) { best = k; at = id; logit = l[g][i]; }
     }
     const u32 top = __reduce_max_sync(~0u, best);
-    const u32 id = __reduce_min_sync(~0u, best == top && best ? at : 0x7fffffff);
-    if (best == top && best && at == (int)id) { s.best[c.warp] = ((u64)top << 32) | (u32)~id; s.best_logit[c.warp] = logit; }
+    const u32 first = __reduce_min_sync(~0u, best == top && best ? at : 0x7fffffff);
+    if (best == top && best && at == (int)first) { s.best[c.warp] = ((u64)top << 32) | (u32)~first; s.best_logit[c.warp] = logit; }
     if (top == 0 && c.lane == 0) { s.best[c.warp] = 0; s.best_logit[c.warp] = NEVER; }
     block_sync();
-    u64 key = 0; float bl = NEVER;
-    UNROLL for (int w = 0; w < WARPS; w++) if (s.best[w] > key) { key = s.best[w]; bl = s.best_logit[w]; }
-    win = key ? (int)~(u32)key : 0;
-    if (greedy || top_k == 0) { block_sync(); break; }
-    u32 n = 0;
-    UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) n += l[g][i] > bl;
-    n = __reduce_add_sync(~0u, n);
-    if (c.lane == 0) s.above[c.warp] = n;
-    block_sync();
-    n = 0; UNROLL for (int w = 0; w < WARPS; w++) n += s.above[w];
-    if (n < top_k || *(volatile u32*)&s.dead) break;
-    floor = bl;
+    u64 key = 0; float offered[WARPS]; int winner = 0;
+    UNROLL for (int w = 0; w < WARPS; w++) { offered[w] = s.best_logit[w]; if (s.best[w] > key) { key = s.best[w]; winner = w; } }
+    const int win = key ? (int)~(u32)key : 0;
+    float won = NEVER;
+    UNROLL for (int w = 0; w < WARPS; w++) if (w == winner) won = offered[w];
+    if (choice.greedy || (choice.top_k == 0 && !nucleus)) { block_sync(); return win; }
+    if (choice.top_k) {
+      u32 above[WARPS / 2];
+      UNROLL for (int w = 0; w < WARPS / 2; w++) above[w] = 0;
+      UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) UNROLL for (int w = 0; w < WARPS; w++)
+        above[w / 2] += (u32)(l[g][i] > offered[w]) << (w % 2 * 16);
+      UNROLL for (int w = 0; w < WARPS / 2; w++) { above[w] = __reduce_add_sync(~0u, above[w]); if (c.lane == 0) s.above[c.warp][w] = above[w]; }
+      block_sync();
+      bool refused = false;
+      UNROLL for (int w = 0; w < WARPS; w++) {
+        u32 n = 0; UNROLL for (int v = 0; v < WARPS; v++) n += s.above[v][w / 2] >> (w % 2 * 16) & 0xffffu;
+        if (n >= choice.top_k) { if (offered[w] >= floor) { floor = offered[w]; floor_id = 0x7fffffff; } refused |= w == winner; }
+      }
+      if (*(volatile u32*)&s.dead) return win;
+      if (refused) continue;
+    }
+    if (!nucleus) return win;
+    float sum = 0.f;                                        // what lies above the winner, as a sort by (l, id) has it
+    UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) {
+      const int id = 4 * (g * THREADS + c.tid) + i;
+      if (l[g][i] > won || (l[g][i] == won && id > win)) sum += __expf(l[g][i] - most);
+    }
+    if (block_sum(c, sum) < limit || *(volatile u32*)&s.dead) return win;
+    if (won > floor || (won == floor && win > floor_id)) { floor = won; floor_id = win; }
   }
-  return win;
+  return 0;
 }

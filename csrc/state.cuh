@@ -3,16 +3,34 @@
 #include "ptx.cuh"
 
 // Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32].
+constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
 struct Exchange {
-  u64 parts[CTAS][NKV][MAXH / CTAS];         // partial sums of an owner's rows, from each group
-  u32 h[CTAS][MAXH], x[CTAS][MAXH];          // a mailbox for each reader: no line is polled by two blocks
+  u64 parts[CTAS][POSITIONS][NKV][MAXH / CTAS];             // partial sums of an owner's rows, from each group
+  u32 h[CTAS][POSITIONS][MAXH], x[CTAS][POSITIONS][MAXH];   // a mailbox for each reader: no line is polled by two blocks
   u64 part[NKV][GROUP][GROUP][QPK * HD / GROUP + 2];  // talker attention partials: [group][to][from]
-  u32 qkv[NKV][(QPK + 2) * HD];
+  u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];
-  u32 act[larger(T_F, P_F)];
+  u32 act[POSITIONS][larger(T_F, P_F)];
   u32 logits[larger(VT, VP)];
   u32 projected[P_H];
+  u32 go;                                    // block 0's word on whether another frame is wanted
 };
+
+// One utterance as a launch takes it. `out` is the host's pinned memory: STATUS_WORDS, then FRAME_WORDS a frame.
+constexpr int STATUS_WORDS = 16;             // 0 frames made so far, 1 end of speech, 2 next tag, 3 the host's wish to stop
+constexpr int FRAME_WORDS = 20;              // 16 codes, nanoseconds of the talker with code 0, of the predictor
+struct Stream {
+  const u16* text;                           // [frames][T_H]: row i is added to the frame before frame + i
+  u16* hidden;                               // [T_H] normed talker state of the newest position
+  u16* sum;                                  // [T_H] embedding sum of the newest frame
+  u8* kv;                                    // [T_L][NKV][GROUP][slots][2][HD] bf16
+  u32* seen;                                 // [VT / 32] code-0 history bitmap
+  int* out;
+  int slots, position, frame, top_k0, top_k, greedy0, greedy;
+  float temperature0, temperature, top_p0, top_p, penalty;
+  u32 seed_lo, seed_hi;
+};
+constexpr int STREAMS = 1;                   // of a launch: a batched kernel takes more
 
 struct Params {
   const u8 *talker_tape, *talker_head_tape, *projection_tape, *predictor_tape, *predictor_head_tape;
@@ -22,22 +40,15 @@ struct Params {
   const u16 *talker_cos, *talker_sin, *predictor_cos, *predictor_sin;  // [position][HD/2]
   const u16 *embeddings0, *embeddings;                         // [VT][T_H], [15][VP][T_H]
   const u16 *inputs0, *inputs;                                 // the same rows as the predictor takes them: P_H wide
-  const u16 *text;                                             // [frames][T_H]: row i is added to the frame before frame + i
-  u16* hidden;                                                 // [T_H] normed talker state of the newest position
-  u16* sum;                                                    // [T_H] embedding sum of the newest frame
-  u8* kv;                                                      // [T_L][NKV][GROUP][slots][2][HD] bf16
   Exchange* exchange;
-  u32* seen;                                                   // [VT / 32] code-0 history bitmap
-  int* codes;                                                  // [frames][16]
-  int* status;                                                 // frames made, end of speech, error, block, thread, wait, tag, next tag
-  u16* debug;                                                  // optional logits [frames][16][VT]
+  int* status;                                                 // device: error, block, thread, wait, tag
+  u16 *debug_logits, *debug_hidden;                            // optional: [frames][16][VT], [frames][T_L][T_H]
   u64* trace;                                                  // optional
-  int slots, position, frame, frames;
-  u32 tag, seed_lo, seed_hi, stream_id;
-  float inverse_temperature0, inverse_temperature, penalty;
-  int top_k0, top_k, greedy0, greedy, eos, suppress_from, min_frames, keep_layers;
-  int prefill;                                                 // 1: text holds `frames` prompt rows, for the talker alone
+  Stream stream[STREAMS];
   u64 timeout_ns;
+  u32 tag;
+  int frames, eos, suppress_from, min_frames;
+  int prefill;                                                 // 1: text holds `frames` prompt rows, for the talker alone
 };
 
 constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
@@ -45,15 +56,15 @@ constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
 struct __align__(128) Shared {
   u8 ring[RING][STAGE_BYTES];
   u64 full[RING], empty[RING];
-  __align__(16) u16 vec[VEC];                // input of the next matrix, in 8 padded parts
+  __align__(16) u16 vec[POSITIONS][VEC];     // input of the next matrix, in 8 padded parts
   __align__(16) u16 key[P_L][CODES][KROW];
   __align__(16) u16 value[P_L][CODES][HD];
-  __align__(16) u16 q[QPK][HD], k[HD], v[HD];
+  __align__(16) u16 q[POSITIONS][QPK][HD], k[HD], v[HD];
   __align__(16) float partial[WARPS][QPK][HD + 4];
-  float squares[WARPS];
-  u64 best[WARPS]; float best_logit[WARPS]; u32 above[WARPS];
+  float squares[POSITIONS][WARPS];
+  u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2];
   u32 seen[VT / 32];
-  __align__(16) u16 residual[MAXH];
+  __align__(16) u16 residual[POSITIONS][MAXH];
   u32 stop, dead, traced, pad_;
 };
 
@@ -62,6 +73,7 @@ struct Ctx {
   u32 stage, phase, tag;
   Shared* s;
   const Params* p;
+  const Stream* u;
 };
 
 // With -DTRACE every block notes when its first thread passed each point: (point << 56 | clock), TRACE_WORDS a block.

@@ -1,7 +1,8 @@
-"""The CUDA backend: one launch of csrc's persistent kernel makes one frame.
+"""The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only.
 
 A short prompt goes through the kernel row by row; a long one through the oracle's PyTorch stack, whose keys and values
-are dealt out into the kernel's cache. From there on the host only launches and reads codes. bfloat16 only.
+are dealt out into the kernel's cache. From there on the host only launches and reads codes, which the kernel writes
+into the host's pinned memory frame by frame.
 """
 
 from __future__ import annotations
@@ -9,72 +10,72 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.backend import Frame
 from mktts.cuda_driver import Kernel
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel_build import build_for, target_of
-from mktts.kernel_pack import WARPS, choose_shape, pack_layer, pack_projection, pack_rows
-from mktts.qwen3 import Qwen3Stack, inverse_frequency
+from mktts.kernel_pack import WARPS, choose_shape
+from mktts.kernel_params import (
+    ENDED,
+    FRAME_WORDS,
+    MADE,
+    STATUS_WORDS,
+    STOP,
+    WAITS,
+    Params,
+    StreamParams,
+    pinned_words,
+    point,
+)
+from mktts.kernel_weights import model_weights
+from mktts.qwen3 import Qwen3Stack
 from mktts.sampling import Sampling
-from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
+from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
-_POINTERS = """
-    talker_tape talker_head_tape projection_tape predictor_tape predictor_head_tape projection_bias
-    talker_norms talker_qk talker_final predictor_norms predictor_qk predictor_final
-    talker_cos talker_sin predictor_cos predictor_sin embeddings0 embeddings inputs0 inputs
-    text hidden sum kv exchange seen codes status debug trace
-""".split()
-_WAITS = ("", "exchange words", "", "partial sums", "", "weights", "query, key and value words", "")
-_STATUS = 8  # int32 words, behind which the codes lie
+MAX_FRAMES_A_LAUNCH = 8  # the longest chunk of the default schedule
 _TIMEOUT_NS = 2_000_000_000
+_POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
 # Up to here a row at a time beats PyTorch's eager prefill, which took 16 ms of launches for any short prompt (H200).
 _PREFILL_BYTES = 33_000_000_000
 _EXCHANGES = 5  # of a layer (csrc/layer.cuh): what the tag advances by
 _TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 
 
-class Params(ctypes.Structure):
-    """csrc/state.cuh, struct Params."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in _POINTERS]
-        + [(name, ctypes.c_int) for name in ("slots", "position", "frame", "frames")]
-        + [(name, ctypes.c_uint) for name in ("tag", "seed_lo", "seed_hi", "stream_id")]
-        + [(name, ctypes.c_float) for name in ("inverse_temperature0", "inverse_temperature", "penalty")]
-        + [
-            (name, ctypes.c_int)
-            for name in "top_k0 top_k greedy0 greedy eos suppress_from min_frames keep_layers prefill".split()
-        ]
-        + [("timeout_ns", ctypes.c_ulonglong)]
-    )
-
-
 @dataclass
 class MegakernelStream:
-    """Everything one utterance owns, on the device but for the counters."""
+    """Everything one utterance owns, on the device but for the counters and `out`."""
 
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
     hidden: Tensor  # (H,) bf16: normed talker state of the newest position
     sum: Tensor  # (H,) bf16: embedding sum of the newest frame
     seen: Tensor  # (vocabulary / 32,) int32: bitmap of code 0 so far
-    out: Tensor  # (8 + 16,) int32: status, codes
+    out: Tensor  # pinned int32: status, then a launch's frames
     sampling: Sampling
     seed: int
     prompt_rows: int
     max_frames: int
     frames: int = 0
     ended: bool = False
+    codes0: list[int] = field(default_factory=list)  # code 0 of every frame
+
+
+@dataclass(frozen=True)
+class Debug:
+    """What a step can show of its inside, on the device: see `MegakernelBackend.new_debug`."""
+
+    logits: Tensor  # (16, talker vocabulary) bf16, as the heads gave them; codes 1 to 15 fill their own vocabulary
+    hidden: Tensor  # (talker layers, H) bf16: the residual stream after every layer; untouched by the first frame
 
 
 class MegakernelBackend:
-    """Implements `mktts.backend.Backend` on one CUDA device. Draws follow Philox, so they are not the torch backend's.
+    """Implements `mktts.backend.Backend` on one CUDA device.
 
     Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not serve.
     """
@@ -96,42 +97,39 @@ class MegakernelBackend:
         properties = torch.cuda.get_device_properties(self.device)
         self.shape = choose_shape(config, properties.multi_processor_count)
         with torch.cuda.device(self.device):
-            self._kernel = _load(self.shape.defines, target_of((properties.major, properties.minor)))
+            self._kernel = load_kernel(self.shape.defines, target_of((properties.major, properties.minor)))
             words = -(-self._kernel.constant("mktts_exchange_bytes") // 4)
             self._exchange = torch.zeros(words, dtype=torch.int32, device=self.device)
+        self._status = torch.zeros(8, dtype=torch.int32, device=self.device)
         self._tag = 1
-        layers = config.talker.num_hidden_layers + NUM_CODEBOOKS * config.predictor.num_hidden_layers
-        self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 1  # one a head, one the projection
+        layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
+        self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 2  # one a head, the projection, the host's wish
         self._talker = Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype)
-        self._weights = self._pack(tensors)
-        self._host = torch.empty(_STATUS + NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
+        projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
+        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
-        """See `Backend.start`. Raises SamplingError for top_p, which the kernel does not have yet."""
+        """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
         talker = self.config.talker
         if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != talker.hidden_size:
             raise PromptError(f"prompt must be (L >= 2, {talker.hidden_size}), got {tuple(prompt.shape)}")
         if max_frames < 1:
             raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
-        if min(sampling.talker.top_p, sampling.predictor.top_p) < 1:
-            raise SamplingError("the megakernel draws with temperature and top_k; for top_p pass backend='torch'")
+        if getattr(sampling, "rng", "philox") != "philox":
+            raise SamplingError("the megakernel draws by Philox: for rng='torch' pass backend='torch'")
         rows = len(prompt)
         if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
-
-        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=self.device)
-
         slots = -(-(rows + max_frames) // self.shape.group) + 1
-        heads, head_dim = talker.num_key_value_heads, talker.head_dim
-        kv = (talker.num_hidden_layers, heads, self.shape.group, slots, 2, head_dim)
+        kv = (talker.num_hidden_layers, talker.num_key_value_heads, self.shape.group, slots, 2, talker.head_dim)
+        rest = torch.zeros(2, talker.hidden_size, dtype=self.dtype, device=self.device)
         state = MegakernelStream(
-            kv=zeros(*kv, dtype=self.dtype),
-            hidden=zeros(talker.hidden_size, dtype=self.dtype),
-            sum=zeros(talker.hidden_size, dtype=self.dtype),
-            seen=zeros(talker.vocab_size // 32),
-            out=zeros(_STATUS + NUM_CODEBOOKS),
+            kv=torch.empty(kv, dtype=self.dtype, device=self.device),
+            hidden=rest[0],
+            sum=rest[1],
+            seen=torch.zeros(talker.vocab_size // 32, dtype=torch.int32, device=self.device),
+            out=pinned_words(MAX_FRAMES_A_LAUNCH),
             sampling=sampling,
             seed=secrets.randbits(62) if seed is None else seed,
             prompt_rows=rows,
@@ -146,13 +144,10 @@ class MegakernelBackend:
 
     def _prefill(self, state: MegakernelStream, prompt: Tensor) -> None:
         """Row by row in one launch; nothing waits for it."""
-        tags = len(prompt) * self.config.talker.num_hidden_layers * _EXCHANGES
         with torch.cuda.device(self.device):
-            self._reserve_tags(tags)
-            params = self._params(state, prompt, None)
-            params.prefill, params.frames, params.position = 1, len(prompt), 0
+            params = self._params(state, prompt, len(prompt) * self.config.talker.num_hidden_layers * _EXCHANGES)
+            params.prefill, params.frames, params.stream[0].position = 1, len(prompt), 0
             self._kernel.launch(params)
-        self._tag += tags
 
     def _prefill_at_once(self, state: MegakernelStream, prompt: Tensor) -> None:
         """All rows in PyTorch; position p of a head goes to block p % group of its group, slot p // group."""
@@ -164,143 +159,155 @@ class MegakernelBackend:
                 rows = tensor[:, 0, :, block::group]
                 state.kv[:, :, block, : rows.shape[2], place] = rows
 
-    @torch.inference_mode()
-    def step(self, state: MegakernelStream, text: Tensor | None, debug: Tensor | None = None) -> Frame:
-        """See `Backend.step`. The whole launch counts as talker_ms. `debug` (16, vocabulary) bf16 takes the logits."""
-        if state.ended or state.frames >= state.max_frames:
-            raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
-        if (text is None) != (state.frames == 0):
-            raise PromptError("text is None exactly on the first step of a stream")
-        width = self.config.talker.hidden_size
-        if text is not None and text.shape != (width,):
-            raise PromptError(f"text must be one row ({width},), got {tuple(text.shape)}")
-        if debug is not None:
-            self._check_debug(debug)
+    def step(self, state: MegakernelStream, text: Tensor | None, debug: Debug | None = None) -> Frame:
+        """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""
+        (frame,) = self.frames(state, [text], debug)
+        return frame
+
+    def frames(
+        self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None = None
+    ) -> Iterator[Frame]:
+        """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it.
+
+        `text`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
+        iterator stops the kernel within one frame; the frames it made by then count, taken or not.
+        Raises EngineError where the kernel gave up waiting.
+        """
+        self._check(state, text)
         begun_s = time.perf_counter()
-        with torch.cuda.device(self.device):
-            self._reserve_tags(self._tags_per_frame)
-            row = state.sum if text is None else text.to(self.device, self.dtype).reshape(-1).contiguous()
-            self._kernel.launch(self._params(state, row, debug))
-            self._host.copy_(state.out, non_blocking=True)
+        words = state.out.numpy()
+        done = self._launch(state, text, debug)
+        before, made_ms = state.frames, 0.0
+        try:
+            for index in range(len(text)):
+                if not _made(words, index, done, more=index + 1 < len(text)):
+                    break
+                frame = _frame(words, index)
+                state.frames = before + index + 1
+                state.codes0.append(int(frame.codes[0]))
+                if index == 0:  # whatever the kernel did not take is launch and hand-over
+                    outside_ms = 1e3 * (time.perf_counter() - begun_s) - frame.talker_ms - frame.predictor_ms
+                    frame = replace(frame, talker_ms=frame.talker_ms + max(0.0, outside_ms))
+                made_ms += frame.talker_ms + frame.predictor_ms
+                yield frame
+        finally:
+            words[STOP] = 1
+            done.synchronize()
+            state.frames = before + int(words[MADE])
+            state.ended = bool(words[ENDED])
+        if state.ended:
+            yield Frame(None, max(0.0, 1e3 * (time.perf_counter() - begun_s) - made_ms), 0.0)
+        elif state.frames < before + len(text):
+            self._fail(state)
+
+    @torch.inference_mode()
+    def force(self, state: MegakernelStream, codes: Tensor) -> None:
+        """Puts `codes` (16,) int64 in the place of the newest frame's, as if they had been drawn: for parity tests."""
+        ids = codes.tolist()
+        tables = [self._weights["embeddings0"], *self._weights["embeddings"]]
+        total = torch.zeros_like(state.sum, dtype=torch.float32)
+        for table, code in zip(tables, ids, strict=True):  # in the kernel's order
+            total += table[code]
+        state.sum.copy_(total)
+        state.codes0[-1] = ids[0]
+        bits = np.zeros(32 * len(state.seen), dtype=np.uint8)
+        bits[state.codes0] = 1
+        state.seen.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
+
+    @torch.inference_mode()
+    def new_debug(self) -> Debug:
+        """Room for what one step can show of its inside."""
+        talker = self.config.talker
+        logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
+        return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
+
+    def _check(self, state: MegakernelStream, text: Sequence[Tensor | None]) -> None:
+        if not 1 <= len(text) <= MAX_FRAMES_A_LAUNCH:
+            raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(text)}")
+        if state.ended or state.frames + len(text) > state.max_frames:
+            raise CapacityError(
+                f"the stream {'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} "
+                f"frames: {len(text)} more were asked for"
+            )
+        width = self.config.talker.hidden_size
+        for index, row in enumerate(text):
+            if (row is None) != (state.frames + index == 0):
+                raise PromptError("text is None exactly on the first step of a stream")
+            if row is not None and row.shape != (width,):
+                raise PromptError(f"text must be one row ({width},), got {tuple(row.shape)}")
+
+    def _launch(self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
+        with torch.cuda.device(self.device), torch.inference_mode():
+            rows = [state.sum if row is None else row.to(self.device, self.dtype) for row in text]
+            rows = torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()
+            params = self._params(state, rows, len(text) * self._tags_per_frame)
+            params.frames = len(text)
+            if debug is not None:
+                point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
+            state.out[:STATUS_WORDS] = 0
+            self._kernel.launch(params)
             done = torch.cuda.Event()
             done.record()
-            done.synchronize()
-        made, ended, failed, block, thread, wait, tag, next_tag = self._host[:_STATUS].tolist()
-        elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
-        if failed:
-            state.ended = True
-            self._restart_tags()  # whatever was left half exchanged
-            raise EngineError(
-                f"the frame kernel stopped: block {block}, thread {thread} waited in vain for {_WAITS[wait]}, "
-                f"exchange {tag}; the stream is over, others can go on"
-            )
-        self._tag = next_tag
-        if ended:
-            state.ended = True
-            return Frame(None, elapsed_ms, 0.0)
-        assert made == 1
-        state.frames += 1
-        return Frame(self._host[_STATUS:].to(torch.int64), elapsed_ms, 0.0)
+        return done
 
-    def _reserve_tags(self, tags: int) -> None:
-        """Tags never wrap between launches: a word from 65 536 exchanges ago would look fresh."""
-        if self._tag + tags >= _TAG_LIMIT:
-            self._restart_tags()
+    def _fail(self, state: MegakernelStream) -> None:
+        state.ended = True
+        _, block, thread, wait, tag = self._status[:5].tolist()
+        self._status.zero_()
+        self._restart_tags()  # whatever was left half exchanged
+        raise EngineError(
+            f"the frame kernel stopped: block {block}, thread {thread} waited in vain for {WAITS.get(wait, wait)}, "
+            f"exchange {tag}; the stream is over, others can go on"
+        )
 
     def _restart_tags(self) -> None:
         self._exchange.zero_()
         self._tag = 1
 
-    def _check_debug(self, debug: Tensor) -> None:
-        shape = (NUM_CODEBOOKS, self.config.talker.vocab_size)
-        if (
-            debug.shape != shape
-            or debug.dtype != self.dtype
-            or debug.device.type != "cuda"
-            or not debug.is_contiguous()
-        ):
-            raise BackendUnavailable(
-                f"debug must be a contiguous {self.dtype} tensor of shape {shape} on {self.device}, got {debug.dtype} "
-                f"{tuple(debug.shape)} on {debug.device}"
-            )
-
-    def _params(self, state: MegakernelStream, row: Tensor, debug: Tensor | None) -> Params:
-        params = Params()
-        own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "text": row}
-        own |= {"status": state.out, "codes": state.out[_STATUS:], "exchange": self._exchange}
-        for name, tensor in {**self._weights, **own, "debug": debug}.items():
-            setattr(params, name, None if tensor is None else tensor.data_ptr())
+    def _params(self, state: MegakernelStream, rows: Tensor, tags: int) -> Params:
+        """For a launch that takes at most `tags` exchanges. Tags never wrap between launches: a word from 65 536
+        exchanges ago would look fresh."""
+        if self._tag + tags >= _TAG_LIMIT:
+            self._restart_tags()
+        params, stream = Params(), StreamParams()
+        point(params, {**self._weights, "exchange": self._exchange, "status": self._status})
+        own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen}
+        point(stream, {**own, "text": rows, "out": state.out})
         talker, predictor = state.sampling.talker, state.sampling.predictor
-        params.slots, params.frame, params.frames = state.kv.shape[3], state.frames, 1
-        params.position = state.prompt_rows + state.frames - 1
-        params.tag, params.seed_lo, params.seed_hi = self._tag, state.seed & 0xFFFFFFFF, state.seed >> 32
-        params.inverse_temperature0, params.inverse_temperature = 1 / talker.temperature, 1 / predictor.temperature
-        params.penalty = state.sampling.repetition_penalty
-        params.top_k0, params.top_k = talker.top_k, predictor.top_k
-        params.greedy0, params.greedy = not talker.do_sample, not predictor.do_sample
+        stream.slots, stream.frame = state.kv.shape[3], state.frames
+        stream.position = state.prompt_rows + state.frames - 1
+        stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
+        stream.temperature0, stream.temperature = talker.temperature, predictor.temperature
+        stream.top_p0, stream.top_p = talker.top_p, predictor.top_p
+        stream.top_k0, stream.top_k = talker.top_k, predictor.top_k
+        stream.greedy0, stream.greedy = not talker.do_sample, not predictor.do_sample
+        stream.penalty = state.sampling.repetition_penalty
+        params.stream[0], params.tag, params.timeout_ns = stream, self._tag, _TIMEOUT_NS
         params.eos, params.min_frames = self.config.codec_ids.eos, MIN_NEW_FRAMES
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
-        params.timeout_ns = _TIMEOUT_NS
+        self._tag += tags
         return params
 
-    def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        def get(name: str) -> Tensor:
-            return tensors[name].to(self.device, self.dtype)
 
-        config, shape = self.config, self.shape
-        code_predictor = "talker.code_predictor."
-        groups = range(NUM_CODEBOOKS - 1)
-        weights = {"talker_head_tape": pack_rows(shape, get("talker.codec_head.weight"))}
-        heads = [pack_rows(shape, get(f"{code_predictor}lm_head.{g}.weight")) for g in groups]
-        weights["predictor_head_tape"] = torch.stack(heads)
-        embeddings = torch.stack([get(f"{code_predictor}model.codec_embedding.{g}.weight") for g in groups])
-        first = get("talker.model.codec_embedding.weight")
-        weights |= {"embeddings0": first, "embeddings": embeddings, "inputs0": first, "inputs": embeddings}
-        name = f"{code_predictor}small_to_mtp_projection."
-        if name + "weight" in tensors:
-            matrix, bias = get(name + "weight"), get(name + "bias")
-            weights |= {"projection_tape": pack_projection(shape, matrix), "projection_bias": bias}
-            weights |= {"inputs0": F.linear(first, matrix, bias), "inputs": F.linear(embeddings, matrix, bias)}
-        weights |= self._pack_stack("talker", config.talker, get, "talker.model.")
-        weights |= self._pack_stack("predictor", config.predictor, get, f"{code_predictor}model.")
-        return weights
-
-    def _pack_stack(self, kind: str, stack: StackConfig, get, prefix: str) -> dict[str, Tensor]:
-        tape, norms, heads = None, [], []
-        for index in range(stack.num_hidden_layers):  # one layer at a time: the matrices are needed only here
-            layer = _Layer(get, f"{prefix}layers.{index}.")
-            packed = pack_layer(self.shape, stack, layer)
-            if tape is None:
-                tape = packed.new_empty(len(packed), stack.num_hidden_layers, packed.shape[1])
-            tape[:, index] = packed
-            norms.append(torch.stack([layer["input_layernorm.weight"], layer["post_attention_layernorm.weight"]]))
-            heads.append(torch.stack([layer["self_attn.q_norm.weight"], layer["self_attn.k_norm.weight"]]))
-        positions = NUM_CODEBOOKS if kind == "predictor" else stack.max_position_embeddings
-        frequency = inverse_frequency(stack.head_dim, stack.rope_theta).to(self.device)
-        angle = torch.outer(torch.arange(positions, device=self.device).float(), frequency)
-        return {
-            f"{kind}_tape": tape,
-            f"{kind}_norms": torch.stack(norms),
-            f"{kind}_qk": torch.stack(heads),
-            f"{kind}_final": get(f"{prefix}norm.weight"),
-            f"{kind}_cos": angle.cos().to(self.dtype),
-            f"{kind}_sin": angle.sin().to(self.dtype),
-        }
-
-
-class _Layer:
-    """The tensors of one layer by their names in it."""
-
-    def __init__(self, get, prefix: str) -> None:
-        self._get, self._prefix = get, prefix
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._get(self._prefix + name)
-
-
-def _load(defines: dict[str, int], arch: str) -> Kernel:
+def load_kernel(defines: dict[str, int], arch: str) -> Kernel:
+    """Compiles or takes from the cache. Raises BackendUnavailable."""
     threads = 32 * WARPS + (128 if arch == "sm_90a" else 32)
     build = build_for(defines, arch)
     if build.constants["mktts_params_bytes"] != ctypes.sizeof(Params):
-        raise BackendUnavailable("csrc/state.cuh and mktts/megakernel.py disagree about struct Params")
+        raise BackendUnavailable("csrc/state.cuh and mktts/kernel_params.py disagree about struct Params")
     return Kernel(build.cubin, "mktts_frames", defines["CTAS"], threads, "mktts_shared_bytes")
+
+
+def _made(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
+    """Waits for frame `index` of a launch; False where the launch is over without it."""
+    if not more:
+        done.synchronize()
+    while words[MADE] <= index and not done.query():
+        time.sleep(_POLL_S)
+    return bool(words[MADE] > index)
+
+
+def _frame(words: np.ndarray, index: int) -> Frame:
+    own = words[STATUS_WORDS + index * FRAME_WORDS :][:FRAME_WORDS]
+    talker_ms, predictor_ms = (1e-6 * own[NUM_CODEBOOKS : NUM_CODEBOOKS + 2]).tolist()
+    return Frame(torch.from_numpy(own[:NUM_CODEBOOKS].astype(np.int64)), talker_ms, predictor_ms)

@@ -13,7 +13,8 @@ from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptE
 from mktts.inspection import config_at
 from mktts.kernel_build import compile_kernel, source
 from mktts.kernel_pack import choose_shape
-from mktts.megakernel import MegakernelBackend, Params
+from mktts.kernel_params import Params, StreamParams
+from mktts.megakernel import MAX_FRAMES_A_LAUNCH, MegakernelBackend
 from mktts.parity import our_codes
 from mktts.prompt import Prompt, PromptBuilder, Request
 from mktts.sampling import Choice, Sampling
@@ -45,10 +46,11 @@ def test_without_a_device_it_says_so(tiny):
         MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
 
 
-def test_launch_parameters_stand_in_the_order_of_the_kernels_struct():
-    struct = re.search(r"struct Params \{(.*?)\n\};", source(), re.DOTALL)[1]
-    declared = re.findall(r"(\w+)\s*(?=[,;])", re.sub(r"//.*", "", struct))
-    assert [name for name, _ in Params._fields_] == declared
+@pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
+def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, structure):
+    struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
+    declared = re.findall(r"(\w+)(?:\[STREAMS\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
+    assert [field for field, _ in structure._fields_] == declared
 
 
 def test_launch_parameters_have_the_size_the_compiler_gave_them():
@@ -98,6 +100,55 @@ def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
         for state, codes in zip(states, turns, strict=True):
             codes.append(frames_of(backend, prompt, state, 1))
     assert torch.equal(torch.cat(turns[0]), alone[0]) and torch.equal(torch.cat(turns[1]), alone[2])
+
+
+@pytest.mark.gpu
+@GPU
+def test_several_frames_a_launch_are_those_of_single_launches(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 30)
+    state, made = backend.start(prompt.embeds, Sampling(), 1, 30), []
+    for count in (1, 2, 3, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH):
+        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + count)]
+        made += [frame.codes for frame in backend.frames(state, rows)]
+    assert torch.equal(torch.stack(made), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_launch_that_is_closed_stops_within_a_frame_and_leaves_the_others_alone(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 20)
+    for _ in range(50):
+        state = backend.start(prompt.embeds, Sampling(), 2, 20)
+        frames = backend.frames(state, [None, *(prompt.row(t) for t in range(MAX_FRAMES_A_LAUNCH - 1))])
+        next(frames)
+        frames.close()
+        assert 1 <= state.frames <= MAX_FRAMES_A_LAUNCH
+    assert torch.equal(our_codes(backend, prompt, Sampling(), 1, 20), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_end_of_speech_ends_a_launch_of_several_frames():
+    checkpoint = open_checkpoint("random:tiny:margin:eos9")
+    backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
+    state, made = backend.start(prompt.embeds, GREEDY, 0, 40), []
+    while not state.ended:
+        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + 6)]
+        made += list(backend.frames(state, rows))
+    assert [frame.codes is None for frame in made] == [False] * 9 + [True]
+
+
+@pytest.mark.gpu
+@GPU
+def test_forcing_a_stream_onto_its_own_codes_changes_nothing(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 12)
+    state = backend.start(prompt.embeds, Sampling(), 1, 12)
+    for t, codes in enumerate(expected):
+        assert torch.equal(backend.step(state, prompt.row(t - 1) if t else None).codes, codes)
+        backend.force(state, codes)
 
 
 @pytest.mark.gpu
@@ -152,12 +203,12 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     checkpoint = open_checkpoint("random:0.6b")
     prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
     backend, prompt = kernel_of(checkpoint), prompts[torch.bfloat16]
-    state, vocabulary = backend.start(prompt.embeds, Sampling(), 5, 24), checkpoint.config.talker.vocab_size
+    state = backend.start(prompt.embeds, Sampling(), 5, 24)
     codes, ours = [], []
     for t in range(24):
-        debug = torch.zeros(NUM_CODEBOOKS, vocabulary, dtype=torch.bfloat16, device="cuda")
+        debug = backend.new_debug()
         codes.append(backend.step(state, prompt.row(t - 1) if t else None, debug).codes)
-        ours.append(debug.float())
+        ours.append(debug.logits.float())
     ours, codes = torch.stack(ours), torch.stack(codes)
     exact, theirs = (
         forced_logits(TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda", dtype), prompts[dtype], codes)
@@ -194,8 +245,8 @@ def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> 
 @GPU
 def test_borders(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
-    with pytest.raises(SamplingError, match="top_p"):
-        backend.start(prompt.embeds, Sampling(talker=Choice(top_p=0.5)), 0, 4)
+    with pytest.raises(SamplingError, match="rng"):
+        backend.start(prompt.embeds, Sampling(rng="torch"), 0, 4)
     with pytest.raises(CapacityError):
         backend.start(prompt.embeds, GREEDY, 0, 10**6)
     state = backend.start(prompt.embeds, GREEDY, 0, 1)
