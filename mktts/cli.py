@@ -1,4 +1,4 @@
-"""The command line: `python -m mktts say | voice | inspect | bench | run`.
+"""The command line: `python -m mktts say | voice | text | inspect | bench | run`.
 
 Exit status: 0 done; 1 a run or a stream failed; 2 bad input, said in one line; 130 interrupted; 141 the reader of
 standard output went away.
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mktts import batch, bench, say
+from mktts import batch, bench, say, text_command
 from mktts.arguments import add_model_arguments
 from mktts.errors import MkttsError
 
@@ -43,6 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     say.add_arguments(speak)
     add_model_arguments(speak)
+    write = command(
+        "text", "continue a text with a Qwen3 text model", text_command.main, examples=text_command.EXAMPLES
+    )
+    text_command.add_arguments(write)
     voice = command("voice", "make a voice file from reference audio", say.make_voice, examples=say.VOICE_EXAMPLES)
     say.add_voice_arguments(voice)
     inspect = command("inspect", "show what is in a checkpoint", _inspect, examples=INSPECT_EXAMPLES)
