@@ -55,7 +55,7 @@ class GraphOracle:
 
         cache = (talker.num_hidden_layers, talker.num_key_value_heads, positions, talker.head_dim)
         self._keys, self._values = zeros(*cache), zeros(*cache)
-        self._cos, self._sin = stack._rotary(0, positions)
+        self._cos, self._sin = stack.rotary(0, positions)
         self._places = torch.arange(positions, device=self.device)
         self._position = zeros(1, dtype=torch.int64)  # of the talker's next input
         self._frames = zeros(1, dtype=torch.int64)
