@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from mktts.codec import CodecDecoder
 from mktts.codec_state import CodecState
+from mktts.cuda_graph import CAPTURE
 from mktts.errors import BackendUnavailable
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
-_CAPTURE = threading.Lock()  # torch allows one capture at a time in a process
 
 
 class Captured(NamedTuple):
@@ -104,7 +103,7 @@ def capture(decoder: CodecDecoder) -> tuple[dict[int, Captured], Tensor, CodecSt
             f"CUDA graphs need a decoder on a CUDA device, this one is on {decoder.device}: use CodecDecoder itself"
         )
     graphs: dict[int, Captured] = {}
-    with _CAPTURE, torch.cuda.device(decoder.device):
+    with CAPTURE, torch.cuda.device(decoder.device):
         codes = torch.zeros(max(GRAPH_FRAMES), NUM_CODEBOOKS, dtype=torch.int64, device=decoder.device)
         state = decoder.start()
         side = torch.cuda.Stream()
