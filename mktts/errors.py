@@ -55,3 +55,7 @@ class MetricsError(MkttsError, ValueError):
 
 class BatchError(MkttsError):
     """A notebook grid is wrong (unknown parameter, missing notebook) or a run in it failed."""
+
+
+class ServerError(MkttsError):
+    """The server cannot start as it was asked to: an unsafe address, a missing key, a wrong limit."""

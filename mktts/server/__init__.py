@@ -1,0 +1,1 @@
+"""`python -m mktts serve`: one model behind HTTP and WebSocket. Needs requirements.txt; `import mktts` does not."""

@@ -1,0 +1,140 @@
+"""The HTTP side: routes, errors, the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI, Request, Security, WebSocket
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.security import HTTPBearer
+
+from mktts.server import meters
+from mktts.server.answer import AudioAnswer, headers
+from mktts.server.document import audio_response, describe, error_responses, text_page
+from mktts.server.gate import Gate
+from mktts.server.problems import Problem, from_error, from_validation
+from mktts.server.schemas import Health, OpenAISpeechRequest, SpeechRequest, StreamState
+from mktts.server.studio import Studio
+from mktts.server.websocket import Conversation
+
+_OPENAI = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
+_OPENAI_NAMES = {"text": "input", "instruct": "instructions", "speaker": "voice"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str] = ()) -> FastAPI:
+    """The ASGI application. `api_key`, `origins`: see mktts.server.gate.Gate; origins also get CORS headers."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    limits = studio.limits
+
+    def refused(code: str) -> None:
+        studio.meters.refused.labels(code).inc()
+
+    app.add_middleware(Gate, api_key=api_key, origins=origins, max_body_bytes=limits.max_body_bytes, on_refusal=refused)
+    if origins:  # added last, so that it is outermost: a refusal needs its headers too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["X-Request-Id", "X-Seed", "X-Sample-Rate-Hz", "X-Random-Weights", "Retry-After"],
+        )
+    # The gate checks the key; naming the scheme here puts it into the document.
+    locked = [Security(HTTPBearer(auto_error=False))] if api_key is not None else []
+    anyone = error_responses(403) if api_key is None else {}
+    known = anyone or error_responses(401)
+
+    @app.exception_handler(Problem)
+    async def problem(request: Request, error: Problem) -> Response:
+        if error.status == 422 and request.url.path.startswith(_OPENAI):
+            error.status, error.param = 400, _OPENAI_NAMES.get(error.param, error.param)
+        refused(error.code)
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await problem(request, from_validation(list(error.errors())))
+
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        code = _CODES.get(error.status_code, "bad_request")
+        refused(code)
+        return Problem(error.status_code, code, str(error.detail)).response(error.headers)
+
+    for status in (400, *_CODES):
+        app.add_exception_handler(status, http_error)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return from_error(error).response()
+
+    @app.post(
+        "/tts/stream",
+        response_class=Response,
+        dependencies=locked,
+        responses={200: audio_response("audio/pcm"), **known, **error_responses(400, 413, 422, 500, 503)},
+    )
+    async def tts_stream(body: SpeechRequest) -> Response:
+        """Speaks a text; raw 16-bit PCM comes while it is made."""
+        utterance = studio.speak("tts_stream", body.text, body)
+        head = headers(utterance, "pcm", studio.model.random_weights)
+        return AudioAnswer(utterance, "pcm", head, limits.stall_s)
+
+    @app.get("/tts/stream/{id}", dependencies=locked, responses={**known, **error_responses(404)})
+    async def tts_stream_state(id: str) -> StreamState:
+        """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
+        return studio.find(id)
+
+    @app.post(
+        "/v1/audio/speech",
+        response_class=Response,
+        dependencies=locked,
+        responses={200: audio_response("audio/wav", "audio/pcm"), **known, **error_responses(400, 413, 500, 503)},
+    )
+    async def openai_speech(body: OpenAISpeechRequest) -> Response:
+        """OpenAI's speech endpoint. A WAV header comes first and, as the length is not known, says 0xFFFFFFFF bytes."""
+        utterance = studio.speak("openai_speech", body.input, body.manner())
+        head = headers(utterance, body.response_format, studio.model.random_weights)
+        return AudioAnswer(utterance, body.response_format, head, limits.stall_s)
+
+    @app.websocket("/tts/ws")
+    async def tts_ws(socket: WebSocket) -> None:
+        await Conversation(socket, studio).run()
+
+    @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **anyone})
+    async def health() -> Response:
+        """What is served, and whether it can be used."""
+        found = studio.health
+        return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
+
+    @app.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        dependencies=locked,
+        responses=known,
+    )
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(studio.meters.page(), headers={"Content-Type": meters.CONTENT_TYPE})
+
+    @app.get("/", response_class=PlainTextResponse, responses=anyone)
+    async def root() -> str:
+        """Where things are."""
+        return text_page(limits)
+
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(describe(app, studio))
+        return document
+
+    app.openapi = openapi
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi_document() -> Response:
+        return JSONResponse(openapi())
+
+    return app

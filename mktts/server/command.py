@@ -1,0 +1,133 @@
+"""`python -m mktts serve`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mktts.arguments import loading
+from mktts.errors import BackendUnavailable, ServerError
+from mktts.server.limits import Limits
+
+if TYPE_CHECKING:
+    from mktts.voice import Voice
+
+KEY_VARIABLE = "MKTTS_API_KEY"
+_DEFAULTS = Limits()
+
+EXAMPLES = """examples:
+  python -m mktts serve --checkpoint path/to/checkpoint
+  python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
+  python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
+
+  curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
+
+An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
+as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
+
+RANDOM_NOTE = "random weights: the audio is noise, not speech"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("address")
+    where.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
+    where.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
+    where.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"holds the key (default: ${KEY_VARIABLE})")
+    where.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="of web pages that may use the server"
+    )
+    voices = parser.add_argument_group("voices")
+    voices.add_argument(
+        "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-streams", type=int, default=_DEFAULTS.max_streams, help="at once (default: %(default)s)")
+    limits.add_argument("--max-chars", type=int, default=_DEFAULTS.max_chars, help="of one text (default: %(default)s)")
+    limits.add_argument(
+        "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
+    )
+    limits.add_argument(
+        "--grace", type=float, default=_DEFAULTS.grace_s, metavar="S", help="for open streams after the signal to stop"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Serves until a signal; 0 after SIGTERM."""
+    try:
+        from mktts.server.gate import is_loopback
+        from mktts.server.process import Server, listen, url_of
+        from mktts.server.studio import Studio
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
+    key = read_key(arguments.api_key_file)
+    if key is None and not is_loopback(arguments.host):
+        raise ServerError(
+            f"{arguments.host} can be reached by other machines and there is no key: give --api-key-file or set "
+            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+        )
+    limits = Limits(
+        max_streams=arguments.max_streams,
+        max_chars=arguments.max_chars,
+        max_duration_s=arguments.max_duration,
+        grace_s=arguments.grace,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
+    with bound:
+        from mktts.checkpoint import open_checkpoint
+        from mktts.synth import Synthesizer
+
+        checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+        voices = read_voices(arguments.voice)
+        with Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer:
+            studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
+            synthesizer.warm_up()
+            server = Server(studio, key, arguments.allow_origin)
+            log = logging.getLogger(__name__)
+            if checkpoint.is_random:
+                log.info(RANDOM_NOTE)
+            log.info(
+                "%s with the %s backend on %s at %s",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),
+            )  # fmt: skip
+            server.run([bound])
+    if server.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key, from the file or else the environment; None where there is neither. Raises ServerError."""
+    if file is not None:
+        key, where = file.read_text(encoding="utf-8").strip(), str(file)
+    elif KEY_VARIABLE in os.environ:
+        key, where = os.environ[KEY_VARIABLE].strip(), f"${KEY_VARIABLE}"
+    else:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ServerError(f"{where}: expected a key of printable ASCII characters without spaces")
+    return key
+
+
+def read_voices(words: list[str]) -> dict[str, Voice]:
+    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
+    from mktts.voice import Voice
+
+    voices = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not name or not equals or not file:
+            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
+        voices[name.lower()] = Voice.load(Path(file))
+    return voices
+
+
+def _name(checkpoint: str) -> str:
+    """What to call it in public: a folder's place on this machine is nobody's business."""
+    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint

@@ -1,0 +1,127 @@
+"""The OpenAPI document: FastAPI's, with what the checkpoint and the limits add, and without what cannot happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from mktts.server.limits import Limits
+from mktts.server.schemas import ErrorBody, ErrorDetail
+from mktts.server.studio import Studio
+from mktts.spec import SAMPLE_RATE_HZ
+
+TITLE = "mktts"
+DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
+
+**Finish reason.** A response says in `X-Request-Id` under which id `GET /tts/stream/{{id}}` tells how its stream ended:
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
+record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
+
+**A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
+
+**WebSocket** `/tts/ws`, for text that is still being written. Messages of the client, JSON:
+`{{"type": "start", ...}}` with the keys of `POST /tts/stream` except `text`; `{{"type": "text", "text": "..."}}` any
+number of times; `{{"type": "finish"}}`; `{{"type": "cancel"}}`. Of the server: `started` (id, seed, format), then for
+each chunk a `chunk` (id, start_s, duration_s, frames, timings in ms) followed by one binary message of PCM, then
+`finished` (what `GET /tts/stream/{{id}}` says). Another `start` may follow on the same connection, after `finish` once
+`finished` has come, after `cancel` at once. A refused `start` is answered by `error`. A message that makes no sense is
+answered by `error` and the connection is closed with 1008."""
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's `responses` for errors: the shape is the same everywhere."""
+    meaning = {
+        400: "The request makes no sense.",
+        401: "The key is missing or wrong.",
+        403: "A web page from elsewhere.",
+        404: "No such stream.",
+        413: "The body is too large.",
+        422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
+        500: "The generation failed.",
+        503: "Every stream is taken, or the server is stopping.",
+    }
+    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
+    return {status: {"description": meaning[status], "content": body} for status in statuses}
+
+
+def audio_response(*media_types: str) -> dict[str, Any]:
+    """FastAPI's entry for a streamed body and its headers."""
+    header = {
+        "X-Request-Id": "for GET /tts/stream/{id}",
+        "X-Seed": "repeats this draw",
+        "X-Sample-Rate-Hz": "of the samples",
+        "X-Sample-Format": "s16le: signed 16 bits, little endian",
+        "X-Channels": "always 1",
+        "X-Random-Weights": "true: the audio is noise, not speech",
+    }
+    return {
+        "description": "Audio, sent while it is made.",
+        "content": {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types},
+        "headers": {
+            name: {"description": text, "required": True, "schema": {"type": "string"}} for name, text in header.items()
+        },
+    }
+
+
+def describe(app: FastAPI, studio: Studio) -> dict[str, Any]:
+    """The document of `app` serving `studio`."""
+    document = get_openapi(title=TITLE, version=app.version, description=DESCRIPTION, routes=app.routes)
+    schemas = document["components"]["schemas"]
+    limits, speakers = studio.limits, studio.speakers
+    speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
+    for properties, text in ((speech, "text"), (openai, "input")):
+        properties[text]["maxLength"] = limits.max_chars
+        properties["language"]["enum"] = studio.languages
+        _narrow(properties["max_frames"], maximum=limits.max_frames)
+    for instruct in (speech["instruct"], openai["instructions"]):
+        _narrow(instruct, maxLength=limits.max_chars)
+    speech["speaker"] = {**_only_description(speech["speaker"]), "enum": [*speakers, None]}
+    openai["voice"] = {**_only_description(openai["voice"]), "anyOf": _voices([*speakers, "default"])}
+    schemas.pop("VoiceId", None)
+    for shape in (ErrorBody, ErrorDetail):
+        schemas[shape.__name__] = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas[shape.__name__].pop("$defs", None)
+    _drop_impossible(document)
+    return document
+
+
+def _voices(names: list[str]) -> list[dict[str, Any]]:
+    name = {"type": "string", "enum": names}
+    as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
+    return [name, as_object]
+
+
+def _narrow(schema: dict[str, Any], **limit: Any) -> None:
+    """Adds a limit to the part of an optional value's schema that is not null."""
+    next(part for part in schema["anyOf"] if part["type"] != "null").update(limit)
+
+
+def _only_description(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": schema["description"]}
+
+
+def _drop_impossible(document: dict[str, Any]) -> None:
+    """FastAPI gives every operation with parameters a 422 of its own shape; here some have none."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            answer = operation["responses"].get("422", {}).get("content", {}).get("application/json", {})
+            if answer.get("schema", {}).get("$ref", "").endswith("/HTTPValidationError"):
+                del operation["responses"]["422"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+
+
+def text_page(limits: Limits) -> str:
+    """GET /: where things are."""
+    return f"""mktts: text in, {SAMPLE_RATE_HZ} Hz 16-bit PCM out while it is made.
+
+POST /tts/stream        {{"text": "..."}} -> raw PCM
+GET  /tts/stream/ID     how that stream ended
+POST /v1/audio/speech   OpenAI's shape -> wav or pcm
+WS   /tts/ws            text while it is written -> PCM and timings
+GET  /health  /metrics  /openapi.json
+
+At most {limits.max_streams} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each.
+"""

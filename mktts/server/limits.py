@@ -1,0 +1,52 @@
+"""What one server process allows, and how long it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mktts.errors import ServerError
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Raises ServerError on a value that is not above 0.
+
+    max_streams: open at once; one more is refused with 503.
+    max_body_bytes: of a request's body and of one WebSocket message.
+    max_chars: of one utterance's text, and of its instruction.
+    max_duration_s: of one utterance's audio; also what a request that names no limit gets.
+    buffer_frames: made ahead of a client that does not read; then its generation waits.
+    socket_bytes: the kernel may hold unsent per connection. Small, so that little audio is on the way when a
+        listener interrupts, and so that a slow client is noticed.
+    stall_s: a connection that takes no byte for this long is dropped.
+    idle_s: a WebSocket utterance that waits for text this long is cancelled.
+    grace_s: open streams may go on after the signal to stop.
+    kept_states: ended streams that GET /tts/stream/{id} still knows.
+    """
+
+    max_streams: int = 16
+    max_body_bytes: int = 128 * 1024
+    max_chars: int = 5_000
+    max_duration_s: float = 600.0
+    buffer_frames: int = 64
+    socket_bytes: int = 128 * 1024
+    stall_s: float = 60.0
+    idle_s: float = 60.0
+    grace_s: float = 5.0
+    kept_states: int = 1_024
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ServerError(f"{field.name} must be above 0, got {value!r}")
+
+    @property
+    def max_frames(self) -> int:
+        return max(1, int(self.max_duration_s * FRAME_RATE_HZ))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of 16-bit PCM, in frames made ahead."""
+        return self.buffer_frames * SAMPLES_PER_FRAME * 2

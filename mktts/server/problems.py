@@ -1,0 +1,66 @@
+"""Everything that can go wrong with a request, as one shape: OpenAI's error object with a status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import Response
+
+from mktts.errors import CapacityError, MkttsError, OptionsError, PromptError, SamplingError, TextError, VoiceError
+from mktts.server.schemas import ErrorBody, ErrorDetail
+
+RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
+_CALLERS = {
+    TextError: ("bad_text", "text"),
+    PromptError: ("bad_prompt", None),
+    OptionsError: ("bad_option", None),
+    SamplingError: ("bad_sampling", None),
+    VoiceError: ("bad_voice", "speaker"),
+    CapacityError: ("text_too_long", "text"),
+}
+
+
+class Problem(MkttsError):
+    """status: of HTTP. code: for programs. param: the key that is wrong. retry_after_s: when asking again may help."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def detail(self) -> ErrorDetail:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code)
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        # ASCII: a message may quote a name that has half a surrogate pair in it
+        body = json.dumps(ErrorBody(error=self.detail).model_dump(), ensure_ascii=True)
+        return Response(body, self.status, {**retry, **(headers or {})}, media_type="application/json")
+
+
+def from_error(error: BaseException) -> Problem:
+    """The caller's mistakes with their message; anything else as a failure whose message stays in the log."""
+    if isinstance(error, Problem):
+        return error
+    for kind, (code, param) in _CALLERS.items():
+        if isinstance(error, kind):
+            return Problem(422, code, str(error), param)
+    return Problem(500, "engine_error", "the generation failed: the server's log says why, under the stream's id")
+
+
+def from_validation(errors: list[Any]) -> Problem:
+    """The first of pydantic's errors. What was sent is not repeated."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    message = first["msg"].removeprefix("Value error, ")
+    what = ".".join(path) or "the body"
+    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
+    return Problem(422, code, f"{what}: {message}", ".".join(path) or None)

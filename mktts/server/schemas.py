@@ -1,0 +1,207 @@
+"""The shapes of requests, answers and WebSocket messages: what a client may rely on.
+
+What depends on the loaded checkpoint and the limits (names, maxima) is checked by `mktts.server.studio` and written
+into the OpenAPI document by `mktts.server.document`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mktts.options import MAX_SEED
+
+Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+State = Literal["running", "ended"]
+EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
+
+
+class Shape(BaseModel):
+    """Unknown keys and values of a neighbouring type are refused: a misspelt setting must not be dropped silently."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Manner(Shape):
+    """Who speaks and how; every key may be left out."""
+
+    language: str = Field("auto", description="auto, or a language of the checkpoint")
+    speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
+    instruct: str | None = Field(None, min_length=1, description="how to say it; what the voice is like (voice_design)")
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed tells the one drawn"
+    )
+    max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
+    trim_lead: bool = Field(False, description="leave out the silence before the first audible sample")
+    greedy: bool = Field(False, description="no draw at all: the other sampling settings have no effect")
+    temperature: float | None = Field(None, gt=0, le=10, description="of the talker; left out: the checkpoint's")
+    top_k: int | None = Field(None, ge=0, le=10_000, description="of the talker, 0 = off; left out: the checkpoint's")
+    top_p: float | None = Field(None, gt=0, le=1, description="of the talker; left out: the checkpoint's")
+
+
+class SpeechRequest(Manner):
+    """Body of POST /tts/stream."""
+
+    text: str = Field(min_length=1, description="what to say")
+
+
+def _normal_speed(speed: float) -> float:
+    if speed != 1:
+        raise ValueError("must be 1: this model has no control of its speed")
+    return speed
+
+
+class VoiceId(Shape):
+    """OpenAI's second way of naming a voice."""
+
+    id: str
+
+
+class OpenAISpeechRequest(Shape):
+    """Body of POST /v1/audio/speech: OpenAI's keys; `language`, `seed` and `max_frames` are additions."""
+
+    model: str = Field(description="any name: the process has one model, which GET /health names")
+    input: str = Field(min_length=1, description="what to say")
+    voice: str | VoiceId = Field(description="a speaker of GET /health, or default")
+    instructions: str | None = Field(None, min_length=1, description="how to say it")
+    response_format: Literal["wav", "pcm"] = Field(
+        "wav", description="pcm: 16 bits, little endian, one channel; OpenAI's other formats are refused"
+    )
+    speed: Annotated[float, AfterValidator(_normal_speed), Field(json_schema_extra={"enum": [1]})] = 1.0
+    stream_format: Literal["audio"] = "audio"
+    language: str = "auto"
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    max_frames: int | None = Field(None, ge=1)
+
+    def manner(self) -> Manner:
+        """The same wishes under this server's own names."""
+        voice = self.voice if isinstance(self.voice, str) else self.voice.id
+        return Manner(
+            language=self.language,
+            speaker=None if voice == "default" else voice,
+            instruct=self.instructions,
+            seed=self.seed,
+            max_frames=self.max_frames,
+        )
+
+
+class ErrorDetail(Shape):
+    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Shape):
+    error: ErrorDetail
+
+
+class StreamState(Shape):
+    """What became of one utterance. frames, audio_s: handed to the connection. first_audio_ms: from the request (or
+    the first text, over WebSocket) to the first PCM on the host."""
+
+    id: str
+    route: Route
+    state: State
+    finish_reason: EndReason | None
+    seed: int
+    frames: int
+    audio_s: float
+    first_audio_ms: float | None
+    error: ErrorDetail | None
+
+
+class ModelInfo(Shape):
+    """type: custom_voice, base or voice_design. random_weights: the audio is noise, for timing and parity only."""
+
+    checkpoint: str
+    revision: str | None
+    type: str
+    size: str
+    random_weights: bool
+
+
+class Health(Shape):
+    """status: failing after several streams in a row ended by an error; stopping after the signal to stop."""
+
+    status: Literal["ok", "failing", "stopping"]
+    model: ModelInfo
+    backend: str
+    device: str
+    dtype: str
+    sample_rate_hz: int
+    speakers: list[str]
+    languages: list[str]
+    streams_open: int
+    streams_max: int
+
+
+# ---- WebSocket: what a client sends
+
+
+class Start(Manner):
+    type: Literal["start"]
+
+
+class Text(Shape):
+    type: Literal["text"]
+    text: str
+
+
+class Finish(Shape):
+    type: Literal["finish"]
+
+
+class Cancel(Shape):
+    type: Literal["cancel"]
+
+
+ClientMessage = Annotated[Start | Text | Finish | Cancel, Field(discriminator="type")]
+
+
+# ---- WebSocket: what the server sends, besides binary PCM
+
+
+class Started(Shape):
+    type: Literal["started"] = "started"
+    id: str
+    seed: int
+    sample_rate_hz: int
+    sample_format: Literal["s16le"] = "s16le"
+    channels: Literal[1] = 1
+    random_weights: bool
+
+
+class ChunkTimings(Shape):
+    """Milliseconds, as mktts.options.Timings."""
+
+    ready_ms: float
+    prefill_ms: float
+    talker_ms: float
+    predictor_ms: float
+    codec_ms: float
+
+
+class ChunkNote(Shape):
+    """Comes before the binary message it is about."""
+
+    type: Literal["chunk"] = "chunk"
+    id: str
+    start_s: float
+    duration_s: float
+    frames: int
+    timings: ChunkTimings
+
+
+class Finished(StreamState):
+    type: Literal["finished"] = "finished"
+
+
+class Refused(ErrorBody):
+    """A `start` that was refused, or (before the connection is closed) a message that makes no sense."""
+
+    type: Literal["error"] = "error"
+    retry_after_s: int | None = None

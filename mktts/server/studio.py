@@ -1,0 +1,178 @@
+"""The one model of the process as all connections share it: who is let in, what is open, what has ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from mktts.options import StreamOptions
+from mktts.server.limits import Limits
+from mktts.server.meters import Meters
+from mktts.server.problems import RETRY_AFTER_S, Problem, from_error
+from mktts.server.schemas import Health, Manner, ModelInfo, Route, StreamState
+from mktts.server.utterance import Utterance
+from mktts.spec import SAMPLE_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.sampling import Sampling
+    from mktts.stream import Session
+    from mktts.synth import Synthesizer
+    from mktts.voice import Voice
+
+_FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
+
+
+class Studio:
+    """Belongs to the event loop's thread; the synthesizer is the caller's to close.
+
+    voices: saved voices of a base checkpoint by the name that requests call them. name: of the checkpoint, for
+    GET /health; None takes its folder's.
+    """
+
+    def __init__(
+        self,
+        synthesizer: Synthesizer,
+        limits: Limits | None = None,
+        voices: Mapping[str, Voice] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.stopping = False
+        self._synthesizer = synthesizer
+        self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
+        checkpoint = synthesizer.checkpoint
+        config = checkpoint.config
+        self.speakers = [*self._voices, *sorted(config.speakers)]
+        self.default_speaker = next(iter(self._voices), next(iter(config.speakers), None))
+        self.languages = ["auto", *sorted(name for name in config.languages if "dialect" not in name)]
+        self.model = ModelInfo(
+            checkpoint=name or checkpoint.folder.name,
+            revision=checkpoint.revision,
+            type=config.model_type,
+            size=config.model_size,
+            random_weights=checkpoint.is_random,
+        )
+        self.meters = Meters(
+            self.model.checkpoint, synthesizer.backend_name, str(synthesizer.device), self.model.random_weights
+        )
+        self._open: dict[str, Utterance] = {}
+        self._ended: OrderedDict[str, StreamState] = OrderedDict()
+        self._failures = 0  # in a row
+
+    def speak(self, route: Route, text: str, manner: Manner) -> Utterance:
+        """Starts to speak a known text. Raises Problem."""
+        self._admit()
+        self.check_chars(len(text))
+        try:
+            stream = self._synthesizer.stream(text, **self._settings(manner))
+        except Exception as error:
+            raise from_error(error) from error
+        return self._keep(Utterance(route, stream, len(text), self._ended_one))
+
+    def listen(self, route: Route, manner: Manner) -> tuple[Utterance, Session]:
+        """Opens an utterance whose text comes later. Raises Problem."""
+        self._admit()
+        try:
+            session = self._synthesizer.open(**self._settings(manner))
+        except Exception as error:
+            raise from_error(error) from error
+        return self._keep(Utterance(route, session, 0, self._ended_one)), session
+
+    def check_chars(self, chars: int, what: str = "text") -> None:
+        """Raises Problem when an utterance would be longer than the limit."""
+        if chars > self.limits.max_chars:
+            message = f"{what} may have {self.limits.max_chars} characters, got {chars}"
+            raise Problem(422, f"{what}_too_long", message, what)
+
+    def find(self, id: str) -> StreamState:
+        """Raises Problem 404 for one that never was, or ended too many streams ago."""
+        if id in self._open:
+            return self._open[id].state
+        if id in self._ended:
+            return self._ended[id]
+        raise Problem(404, "unknown_stream", "no stream has this id, or it ended too many streams ago", "id")
+
+    def cancel_all(self, problem: Problem) -> None:
+        for utterance in list(self._open.values()):
+            utterance.fail(problem)
+
+    @property
+    def streams_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def health(self) -> Health:
+        status: Literal["ok", "failing", "stopping"] = "failing" if self._failures >= _FAILING_AFTER else "ok"
+        synthesizer = self._synthesizer
+        return Health(
+            status="stopping" if self.stopping else status,
+            model=self.model,
+            backend=synthesizer.backend_name,
+            device=str(synthesizer.device),
+            dtype=str(synthesizer.dtype).removeprefix("torch."),
+            sample_rate_hz=SAMPLE_RATE_HZ,
+            speakers=self.speakers,
+            languages=self.languages,
+            streams_open=self.streams_open,
+            streams_max=self.limits.max_streams,
+        )
+
+    def _admit(self) -> None:
+        if self.stopping:
+            raise Problem(503, "stopping", "the server is stopping", retry_after_s=RETRY_AFTER_S)
+        if len(self._open) >= self.limits.max_streams:
+            message = f"all {self.limits.max_streams} streams are taken"
+            raise Problem(503, "busy", message, retry_after_s=RETRY_AFTER_S)
+
+    def _keep(self, utterance: Utterance) -> Utterance:
+        self._open[utterance.id] = utterance
+        self.meters.open_streams.set(len(self._open))
+        return utterance
+
+    def _ended_one(self, utterance: Utterance) -> None:
+        del self._open[utterance.id]
+        self._ended[utterance.id] = state = utterance.state
+        if len(self._ended) > self.limits.kept_states:
+            self._ended.popitem(last=False)
+        self.meters.open_streams.set(len(self._open))
+        self.meters.streams.labels(utterance.route, state.finish_reason).inc()
+        self.meters.audio_s.inc(state.audio_s)
+        if state.first_audio_ms is not None:
+            self.meters.first_audio_s.labels(utterance.route).observe(state.first_audio_ms / 1_000)
+        if state.error is not None and state.error.code == "engine_error":
+            self._failures += 1
+        elif state.frames:
+            self._failures = 0
+
+    def _settings(self, manner: Manner) -> dict[str, Any]:
+        """The keyword arguments of Synthesizer.stream and open. Raises Problem."""
+        limits = self.limits
+        if manner.instruct is not None:
+            self.check_chars(len(manner.instruct), "instruct")
+        if manner.max_frames is not None and manner.max_frames > limits.max_frames:
+            message = f"max_frames may be {limits.max_frames} ({limits.max_duration_s:g} s), got {manner.max_frames}"
+            raise Problem(422, "duration_too_long", message, "max_frames")
+        name = self.default_speaker if manner.speaker is None else manner.speaker.lower()
+        if manner.speaker is not None and name not in self.speakers:
+            known = ", ".join(self.speakers) or f"none: a {self.model.type} checkpoint has no built-in speakers"
+            raise Problem(422, "unknown_speaker", f"speaker must be one of {known}; got {name!r}", "speaker")
+        voice = self._voices.get(name) if name else None
+        return {
+            "language": manner.language,
+            "speaker": None if voice is not None else name,
+            "voice": voice,
+            "instruct": manner.instruct,
+            "seed": manner.seed,
+            "sampling": self._sampling(manner),
+            "max_frames": manner.max_frames or limits.max_frames,
+            "options": StreamOptions(trim_lead=manner.trim_lead, buffer_frames=limits.buffer_frames),
+        }
+
+    def _sampling(self, manner: Manner) -> Sampling:
+        sampling = self._synthesizer.sampling
+        wishes = {name: getattr(manner, name) for name in ("temperature", "top_k", "top_p")}
+        given = {name: value for name, value in wishes.items() if value is not None}
+        sampling = replace(sampling, talker=replace(sampling.talker, **given))
+        return sampling.greedy() if manner.greedy else sampling
