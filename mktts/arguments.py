@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = "random:tiny") -> None:
+    """`checkpoint`: the default; None where the command chooses and says so."""
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, "random:tiny")
+    add_checkpoint_arguments(model, checkpoint)
     model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel", "upstream"))
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(
@@ -16,10 +17,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_checkpoint_arguments(parser: Any, default: str) -> None:
-    parser.add_argument(
-        "--checkpoint", default=default, help="folder, Hub id, or random:SIZE[:TYPE] (default: %(default)s)"
-    )
+def add_checkpoint_arguments(parser: Any, default: str | None) -> None:
+    told = "" if default is None else " (default: %(default)s)"
+    parser.add_argument("--checkpoint", default=default, help=f"folder, Hub id, or random:SIZE[:TYPE]{told}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
 
 

@@ -15,10 +15,11 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from mktts import bench_peers
 from mktts.arguments import loading
 from mktts.child import python_path
 from mktts.errors import BackendUnavailable, MkttsError
-from mktts.metrics import environment, percentiles, summarise
+from mktts.metrics import environment, percentiles, summarise, write_json
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, NUM_CODEBOOKS
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
+CHECKPOINT = "random:tiny"
 FULL_CODEC = "random:tiny:custom_voice:full-codec"
 RANDOM = "random weights: timing only"
 
@@ -50,10 +52,12 @@ EXAMPLES = """examples:
   python -m mktts bench
   python -m mktts bench --codec full --repeats 10
   python -m mktts bench --checkpoint random:0.6b --load-only
+  python -m mktts bench --peers --output bench.json
   python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{parser.epilog}\n\nWithout --checkpoint: {CHECKPOINT}, with --peers {bench_peers.CHECKPOINT}."
     parser.add_argument("--frames", type=_positive, default=50, help=f"of {FRAME_MS:.0f} ms, per stream (default: 50)")
     parser.add_argument("--repeats", type=_positive, default=5, help="measured streams (default: 5)")
     parser.add_argument("--text", default=TEXT, help="what is said")
@@ -68,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--load-only", action="store_true", help="only load time and peak memory, in a fresh process")
     only.add_argument("--codec-only", action="store_true", help="only the codec by itself")
     parser.add_argument("--json-only", action="store_true", help="no table")
+    bench_peers.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,9 +81,13 @@ def main(arguments: argparse.Namespace) -> int:
 
     from mktts.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)  # a random one is made here, unmeasured
     if arguments.device == "auto":
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.peers:
+        arguments.checkpoint = arguments.checkpoint or bench_peers.CHECKPOINT
+        return bench_peers.main(arguments)
+    arguments.checkpoint = arguments.checkpoint or CHECKPOINT
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)  # a random one is made here, unmeasured
     chosen = {name: getattr(arguments, name) for name in ("backend", "device", "dtype")}
     figures: dict[str, dict[str, Any]] = {}
     settings: dict[str, Any] = {
@@ -98,6 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
             settings |= used
         figures |= measure_codec(codec_checkpoint, settings["device"], arguments.repeats)
     document = {"environment": environment(), "settings": settings, "figures": figures}
+    if arguments.output:
+        write_json(arguments.output, document)
     if not arguments.json_only:
         print(table(document))
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))

@@ -9,6 +9,12 @@
   audio. Below 1 is faster than speech. It counts everything between the two moments, Python included, so it means
   something only for a stream that has the machine to itself and a reader that does not hold it back.
 * **Stage times**: the backend's and codec's own clocks per frame. Their sum is at most the time above.
+* **Frame** (`frame_ms`, of a peer `upstream_frame_ms` ...): host wall time from one frame's codes on the host to the
+  next one's, codec left out, at about 200 positions of context. **Talker step**, **predictor**: what the backend says
+  of that frame (`Frame.talker_ms`, `predictor_ms`); for the megakernel launch and hand-over count as talker.
+* **Codec** (`codec_N_ms`): N frames, codes on the host to PCM on the host, by the decoder that the synthesizer uses.
+* **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
+  of 2 000 frames open. The card must be otherwise idle.
 * **Underrun**: the same player runs dry: a chunk is not yet there when the previous one has been played.
   **Prebuffer**: how much later that player would have to start to never run dry.
 """
