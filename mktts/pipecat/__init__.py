@@ -1,0 +1,36 @@
+"""Qwen3-TTS as a Pipecat text-to-speech service (pipecat-ai 1.14). Into a pipeline in five lines:
+
+    from mktts.pipecat import MkttsTTSService
+
+    tts = MkttsTTSService(
+        checkpoint="Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice", settings=MkttsTTSService.Settings(voice="vivian")
+    )
+    pipeline = Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant])
+
+The model is loaded once per process, however many services speak through it. Inside this package `pipecat` is the
+framework: imports are absolute, and nothing here shadows it.
+"""
+
+try:
+    import pipecat  # noqa: F401  asked for by name, so that its absence is told by name
+except ModuleNotFoundError as error:
+    raise ImportError("mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0") from error
+
+from mktts.pipecat.failure import SpeechFailedFrame
+from mktts.pipecat.registry import close_shared_synthesizers, shared_synthesizer
+from mktts.pipecat.service import MkttsTTSService
+from mktts.pipecat.settings import MkttsTTSSettings
+from mktts.pipecat.source import FedSpeech, LocalSource, Speech, SpeechSource, Style
+
+__all__ = [
+    "FedSpeech",
+    "LocalSource",
+    "MkttsTTSService",
+    "MkttsTTSSettings",
+    "Speech",
+    "SpeechFailedFrame",
+    "SpeechSource",
+    "Style",
+    "close_shared_synthesizers",
+    "shared_synthesizer",
+]

@@ -1,0 +1,185 @@
+"""Where a service's speech comes from: the protocol, and the source that asks a synthesizer in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from mktts.audio import to_pcm16
+from mktts.errors import EngineError, TextError
+from mktts.options import FinishReason, StreamOptions
+from mktts.sampling import Sampling
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.stream import Session, Stream
+from mktts.synth import Settings, Synthesizer
+from mktts.voice import Voice
+
+_KEPT_VOICES = 8
+
+
+@dataclass(frozen=True)
+class Style:
+    """How to say something; fixed for one utterance.
+
+    voice: a speaker's name (CustomVoice), the path of a file made by `Voice.save` (Base), or None (VoiceDesign).
+    sampling, seed: None leaves them to the source.
+    """
+
+    voice: str | None = None
+    language: str = "auto"
+    instruct: str | None = None
+    sampling: Sampling | None = None
+    seed: int | None = None
+
+
+class Speech(Protocol):
+    """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
+
+    The iterator raises what ended the utterance, unless that was `cancel`.
+    """
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    def cancel(self) -> None:
+        """Ends the generation within one frame and returns at once; no piece comes after this. Idempotent."""
+
+
+class FedSpeech(Speech, Protocol):
+    """An utterance whose text is still being written. Neither call waits: what cannot go out yet is kept."""
+
+    def feed(self, text: str) -> None: ...
+
+    def finish(self) -> None:
+        """No more text comes."""
+
+
+class SpeechSource(Protocol):
+    """What a service speaks through. One source may serve many services, and many utterances at once.
+
+    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set.
+    """
+
+    name: str
+    sample_rate_hz: int
+    default_voice: str | None
+
+    async def connect(self) -> None:
+        """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s."""
+
+    async def disconnect(self) -> None:
+        """A service is done with this source. What several services share stays open."""
+
+    def check(self, style: Style) -> None:
+        """Raises what is known to be wrong with `style` without speaking: PromptError, VoiceError."""
+
+    async def speak(self, text: str, style: Style) -> Speech:
+        """Starts to speak `text`."""
+
+    async def open(self, style: Style) -> FedSpeech:
+        """Starts an utterance whose text comes later."""
+
+
+class LocalSource:
+    """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
+
+    The synthesizer belongs to whoever loaded it: nothing here closes it.
+    """
+
+    sample_rate_hz = SAMPLE_RATE_HZ
+
+    def __init__(self, synthesizer: Synthesizer, name: str | None = None, options: StreamOptions | None = None) -> None:
+        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance."""
+        self._synthesizer = synthesizer
+        self._options = options
+        self._voices: dict[str, Voice] = {}
+        checkpoint = synthesizer.checkpoint
+        self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
+        self.default_voice = next(iter(checkpoint.config.speakers), None) if checkpoint else None
+
+    async def connect(self) -> None:
+        """Nothing to do: the model is loaded."""
+
+    async def disconnect(self) -> None:
+        """Nothing to do: the synthesizer belongs to whoever loaded it."""
+
+    def check(self, style: Style) -> None:
+        self._synthesizer.open(**self._asked(style)).cancel()  # never fed, so that no prompt is built
+
+    async def speak(self, text: str, style: Style) -> LocalSpeech:
+        return LocalSpeech(self._synthesizer.stream(text, **self._asked(style)))
+
+    async def open(self, style: Style) -> LocalFedSpeech:
+        return LocalFedSpeech(self._synthesizer.open(**self._asked(style)))
+
+    def _asked(self, style: Style) -> Settings:
+        cloned = style.voice is not None and not self._named_speakers()
+        return {
+            "language": style.language,
+            "speaker": None if cloned else style.voice,
+            "voice": self._voice(style.voice) if cloned else None,
+            "instruct": style.instruct,
+            "sampling": style.sampling,
+            "seed": style.seed,
+            "options": self._options,
+        }
+
+    def _named_speakers(self) -> bool:
+        checkpoint = self._synthesizer.checkpoint
+        return checkpoint is None or checkpoint.config.model_type != "base"
+
+    def _voice(self, path: str) -> Voice:
+        # The same object every time: the codec's state after a reference is kept by the identity of its codes.
+        if path not in self._voices:
+            while len(self._voices) >= _KEPT_VOICES:
+                del self._voices[next(iter(self._voices))]
+            self._voices[path] = Voice.load(path)
+        return self._voices[path]
+
+
+class LocalSpeech:
+    """`Stream` as a `Speech`."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._cancelled = False
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._stream.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return to_pcm16((await anext(self._stream)).pcm)
+        except StopAsyncIteration:
+            if self._stream.finish_reason == "cancelled" and not self._cancelled:
+                raise EngineError("the synthesizer was closed in the middle of an utterance: load another") from None
+            raise
+
+
+class LocalFedSpeech(LocalSpeech):
+    """`Session` as a `FedSpeech`."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._session = session
+
+    def feed(self, text: str) -> None:
+        self._session.feed(text)
+
+    def finish(self) -> None:
+        try:
+            self._session.finish()
+        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
+            self.cancel()

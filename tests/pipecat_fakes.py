@@ -1,0 +1,182 @@
+"""A speech source under a test's control, and a pipeline around one service that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from pipecat.frames.frames import (
+    EndFrame,
+    Frame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    TTSAudioRawFrame,
+    TTSTextFrame,
+)
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+from pipecat.processors.frame_processor import FrameDirection
+from pipecat.tests.utils import QueuedFrameProcessor
+from pipecat.workers.runner import WorkerRunner
+
+from mktts.pipecat import Style
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+WAIT_S = 10.0
+PIECE = (8000 * np.sin(np.arange(SAMPLES_PER_FRAME) * (np.pi / 60))).astype("<i2").tobytes()  # 200 Hz, whole periods
+
+
+class FakeSpeech:
+    """Pieces of `PIECE`, as many as it is allowed; `error` comes after the last one."""
+
+    def __init__(self, pieces: int | None, error: Exception | None = None) -> None:
+        self.texts: list[str] = []
+        self.finished = asyncio.Event()
+        self.cancelled = False
+        self.made = 0
+        self.finish_reason = None
+        self.left: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        if pieces is not None:
+            self.give(pieces, error)
+
+    def give(self, pieces: int, end: Exception | None = None, open: bool = False) -> None:
+        for _ in range(pieces):
+            self.left.put_nowait(PIECE)
+        if not open:
+            self.left.put_nowait(end)
+
+    def feed(self, text: str) -> None:
+        self.texts.append(text)
+
+    def finish(self) -> None:
+        self.finished.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __aiter__(self) -> FakeSpeech:
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece = await self.left.get()
+        if self.cancelled or piece is None:
+            self.finish_reason = "cancelled" if self.cancelled else "eos"
+            raise StopAsyncIteration
+        if isinstance(piece, Exception):
+            raise piece
+        self.made += 1
+        return piece
+
+
+class FakeSource:
+    """`plan(text)` makes the speech of a text; a fed utterance is planned from ""."""
+
+    name = "fake"
+    sample_rate_hz = SAMPLE_RATE_HZ
+    default_voice = "vivian"
+
+    def __init__(self, plan: Callable[[str], FakeSpeech] = lambda text: FakeSpeech(3)) -> None:
+        self.plan = plan
+        self.asked: list[tuple[str, Style]] = []
+        self.speeches: list[FakeSpeech] = []
+        self.connected = 0
+
+    async def connect(self) -> None:
+        self.connected += 1
+
+    async def disconnect(self) -> None:
+        self.connected -= 1
+
+    def check(self, style: Style) -> None:
+        pass
+
+    async def speak(self, text: str, style: Style) -> FakeSpeech:
+        self.asked.append((text, style))
+        self.speeches.append(self.plan(text))
+        self.speeches[-1].texts.append(text)
+        return self.speeches[-1]
+
+    async def open(self, style: Style) -> FakeSpeech:
+        self.asked.append(("", style))
+        self.speeches.append(self.plan(""))
+        return self.speeches[-1]
+
+
+class Talk:
+    """One service in a running pipeline. `down` and `up` are the frames that came out of it, in order."""
+
+    def __init__(self, service: Any, rate_hz: int = SAMPLE_RATE_HZ) -> None:
+        down, up = asyncio.Queue(), asyncio.Queue()
+        sink = QueuedFrameProcessor(queue=down, queue_direction=FrameDirection.DOWNSTREAM)
+        origin = QueuedFrameProcessor(queue=up, queue_direction=FrameDirection.UPSTREAM)
+        self._queues = (down, up)
+        self.down: list[Frame] = []
+        self.up: list[Frame] = []
+        self.worker = PipelineWorker(
+            Pipeline([origin, service, sink]),
+            cancel_on_idle_timeout=False,
+            enable_rtvi=False,
+            params=PipelineParams(audio_out_sample_rate=rate_hz, enable_metrics=True, enable_usage_metrics=True),
+        )
+        self._started = asyncio.Event()
+        self.worker.add_event_handler("on_pipeline_started", self._on_started)
+
+    async def _on_started(self, worker: PipelineWorker, frame: Frame) -> None:
+        self._started.set()
+
+    async def __aenter__(self) -> Talk:
+        runner = WorkerRunner(handle_sigint=False)
+        await runner.add_workers(self.worker)
+        self._run = asyncio.create_task(runner.run())
+        await asyncio.wait_for(self._started.wait(), WAIT_S)
+        return self
+
+    async def __aexit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            await self.say(EndFrame())
+        else:
+            await self.worker.cancel()
+        await asyncio.wait_for(self._run, WAIT_S)
+        self._collect()
+
+    async def say(self, *frames: Frame) -> None:
+        for frame in frames:
+            await self.worker.queue_frame(frame)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Goes on once `condition` holds."""
+
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.002)
+                self._collect()
+
+        await asyncio.wait_for(wait(), WAIT_S)
+
+    async def ended(self) -> None:
+        """Waits until the pipeline has ended by itself."""
+        await asyncio.wait_for(self._run, WAIT_S)
+        self._collect()
+
+    def _collect(self) -> None:
+        for queue, frames in zip(self._queues, (self.down, self.up), strict=True):
+            while not queue.empty():
+                frames.append(queue.get_nowait())
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [frame for frame in self.down if isinstance(frame, kinds)]
+
+    def heard(self) -> str:
+        """What the conversation's context would hold: the words that came, in order."""
+        return " ".join(frame.text for frame in self.of(TTSTextFrame) if frame.append_to_context)
+
+    def samples(self) -> int:
+        return sum(frame.num_frames for frame in self.of(TTSAudioRawFrame))
+
+
+def turn(*tokens: str) -> list[Frame]:
+    """An LLM's reply."""
+    return [LLMFullResponseStartFrame(), *map(LLMTextFrame, tokens), LLMFullResponseEndFrame()]

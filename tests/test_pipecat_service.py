@@ -1,0 +1,403 @@
+"""The Pipecat service over a source under control: frames, context, metrics, interruption, failure."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from pipecat.frames.frames import (
+    AggregatedTextFrame,
+    CancelFrame,
+    EndFrame,
+    ErrorFrame,
+    InterruptionFrame,
+    LLMAssistantPushAggregationFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    MetricsFrame,
+    TTSAudioRawFrame,
+    TTSSpeakFrame,
+    TTSStartedFrame,
+    TTSStoppedFrame,
+    TTSTextFrame,
+    TTSUpdateSettingsFrame,
+)
+from pipecat.metrics.metrics import ProcessingMetricsData, TTFAMetricsData, TTFBMetricsData, TTSUsageMetricsData
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat.tests.utils import run_test
+from pipecat.transcriptions.language import Language
+from pipecat_fakes import FakeSource, FakeSpeech, Talk, turn
+
+from mktts.errors import PromptError, TextError
+from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
+from mktts.spec import SAMPLES_PER_FRAME
+
+Settings = MkttsTTSService.Settings
+
+
+def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService, FakeSource]:
+    source = FakeSource(plan)
+    return MkttsTTSService(source=source, **kwargs), source
+
+
+def metrics(talk: Talk, kind: type) -> list:
+    """Placeholders of zero, which Pipecat sends at the start, left out."""
+    data = [data for frame in talk.of(MetricsFrame) for data in frame.data if isinstance(data, kind)]
+    return [each for each in data if getattr(each, "value", None) != 0.0]
+
+
+async def test_frames_of_one_spoken_sentence_come_in_pipecats_order():
+    tts, _ = service()
+    down, up = await run_test(tts, frames_to_send=[TTSSpeakFrame("Hello there.")])
+    kinds = [type(frame) for frame in down if isinstance(frame, (AggregatedTextFrame, TTSTextFrame, TTSAudioRawFrame))]
+    assert kinds[0] is AggregatedTextFrame
+    assert [k for k in kinds if k is TTSAudioRawFrame] == [TTSAudioRawFrame] * 3
+    order = [type(frame) for frame in down]
+    started, stopped = order.index(TTSStartedFrame), order.index(TTSStoppedFrame)
+    assert order.index(AggregatedTextFrame) < started < order.index(TTSAudioRawFrame) < stopped
+    assert order.count(TTSStartedFrame) == order.count(TTSStoppedFrame) == 1
+    assert order.index(LLMAssistantPushAggregationFrame) < stopped
+    assert {frame.context_id for frame in down if isinstance(frame, TTSAudioRawFrame)} == {down[started].context_id}
+    assert up == []
+
+
+async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
+    tts, source = service()
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two. ", "Three four", ". Five", " six."))
+    assert [text for text, _ in source.asked] == ["One two.", "Three four.", "Five six."]
+    assert talk.heard() == "One two. Three four. Five six."
+    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert talk.samples() == 9 * SAMPLES_PER_FRAME
+    last = [type(frame) for frame in talk.down if not isinstance(frame, (MetricsFrame, EndFrame))][-1]
+    assert last is LLMFullResponseEndFrame
+
+
+async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():
+    tts, _ = service(lambda text: FakeSpeech(25))  # two seconds a sentence
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two three four. ", "Five six seven eight."))
+    times_s = [frame.pts / 1e9 for frame in talk.of(TTSTextFrame)]
+    assert len(times_s) == 8
+    assert times_s == sorted(times_s)
+    assert times_s[-1] - times_s[0] < 4.0
+    assert 1.9 < times_s[4] - times_s[0] < 2.1  # the second sentence begins where the first one's audio ends
+
+
+async def test_metrics_of_a_turn_are_one_ttfb_and_the_characters_of_every_sentence():
+    tts, _ = service()
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two. ", "Three four."))
+    assert len(metrics(talk, TTFBMetricsData)) == 1
+    assert len(metrics(talk, TTFAMetricsData)) == 1
+    assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11]
+    assert len(metrics(talk, ProcessingMetricsData)) == 2
+    assert {data.model for data in metrics(talk, TTFBMetricsData)} == {"fake"}
+
+
+async def test_an_interruption_lets_no_audio_after_it_and_stops_the_generation():
+    tts, source = service(lambda text: FakeSpeech(None))
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two three four five six seven eight nine ten eleven twelve."))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(4, open=True)
+        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 4)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: source.speeches[0].cancelled)
+        source.speeches[0].give(3)  # what was in flight
+        await talk.until(lambda: talk.of(InterruptionFrame))
+        await talk.say(*turn("Now this."))
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(2)
+    at = next(i for i, frame in enumerate(talk.down) if isinstance(frame, InterruptionFrame))
+    first = talk.of(TTSStartedFrame)[0].context_id
+    after = [frame for frame in talk.down[at:] if getattr(frame, "context_id", None) == first]
+    assert after == []
+    assert source.speeches[0].made == 4
+    words = [frame.text for frame in talk.down[:at] if isinstance(frame, TTSTextFrame)]
+    assert words == "One two three four five six seven eight nine ten eleven twelve.".split()[: len(words)]
+    assert 0 < len(words) < 6  # of four frames, a third of a second
+    assert talk.heard().endswith("Now this.")
+    assert len(metrics(talk, TTFBMetricsData)) == 2
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_an_interruption_before_the_first_audio_reports_no_ttfb(mode):
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two three."))
+        await talk.until(lambda: source.speeches)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: talk.of(InterruptionFrame))
+    assert source.speeches[0].cancelled
+    assert metrics(talk, TTFBMetricsData) == []
+    assert talk.heard() == ""
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_cancel_ends_the_generation_and_leaves_the_source_disconnected(mode):
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
+    with pytest.raises(ZeroDivisionError):
+        async with Talk(tts) as talk:
+            await talk.say(*turn("One two three."))
+            await talk.until(lambda: source.speeches)
+            source.speeches[0].give(2, open=True)
+            await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
+            assert source.connected == 1
+            raise ZeroDivisionError  # the talk is cancelled
+    assert source.speeches[0].cancelled
+    assert source.connected == 0
+    assert talk.of(CancelFrame)
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_end_lets_what_was_written_be_spoken(mode):
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two three."), EndFrame())
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(5)
+        await talk.ended()
+    assert talk.samples() == 5 * SAMPLES_PER_FRAME
+    assert talk.heard() == "One two three."
+
+
+async def test_settings_change_between_two_sentences():
+    tts, source = service(settings=Settings(language=Language.DE_AT, seed=3))
+    async with Talk(tts) as talk:
+        await talk.say(
+            *turn("Eins."),
+            TTSUpdateSettingsFrame(delta=Settings(voice="ryan", language=Language.EN_GB, instruct="Calmly.")),
+            *turn("One."),
+            TTSUpdateSettingsFrame(delta=Settings.from_mapping({"speaker": "aiden", "language": "french"})),
+            *turn("Un."),
+        )
+    styles = [(s.voice, s.language, s.instruct, s.seed) for _, s in source.asked]
+    assert styles == [
+        ("vivian", "german", None, 3),
+        ("ryan", "english", "Calmly.", 3),
+        ("aiden", "french", "Calmly.", 3),
+    ]
+
+
+async def test_a_language_the_model_lacks_is_left_to_the_model():
+    assert MkttsTTSService(source=FakeSource()).language_to_service_language(Language.HI) == "auto"
+
+
+@pytest.mark.parametrize("text", ["\U0001f44d", "...", "\u200b!"])
+async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
+    tts, source = service(stop_frame_timeout_s=60)
+    async with Talk(tts) as talk:
+        for _ in range(4):  # one more than Pipecat writes a silent service off for
+            await talk.say(TTSSpeakFrame(text))
+        await talk.say(*turn("Good."))
+    assert [asked for asked, _ in source.asked] == ["Good."]
+    assert talk.up == []
+    assert len(talk.of(TTSStoppedFrame)) == 5
+    assert talk.samples() == 4 * 480 + 3 * SAMPLES_PER_FRAME
+    assert len(metrics(talk, TTFBMetricsData)) == 1
+    assert tts.is_usable
+
+
+async def test_a_sentence_whose_speech_is_empty_ends_at_once():
+    tts, _ = service(lambda text: FakeSpeech(0), stop_frame_timeout_s=60)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("Sh."))
+    assert (len(talk.of(TTSStoppedFrame)), talk.samples(), talk.up) == (1, 480, [])
+    assert metrics(talk, TTFBMetricsData) == []
+
+
+def failing(text: str) -> FakeSpeech:
+    return FakeSpeech(1, RuntimeError("device lost") if "bad" in text else None)
+
+
+async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_out_of_the_context():
+    tts, source = service(failing, stop_frame_timeout_s=60)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("All is good. ", "Then comes a bad sentence with a long end. ", "This is never said."))
+        await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
+        await talk.say(*turn("Nor is this."))
+    errors = [frame for frame in talk.up if isinstance(frame, ErrorFrame)]
+    assert isinstance(errors[0], SpeechFailedFrame)
+    assert "device lost" in errors[0].error
+    assert errors[0].permanent
+    assert not tts.is_usable
+    assert talk.heard().startswith("All is good. Then")
+    assert not {"end.", "never", "said.", "Nor"} & set(talk.heard().split())
+    assert len(talk.of(TTSStoppedFrame)) == 2  # no context is left hanging
+    assert "Nor is this." not in [text for text, _ in source.asked]
+
+
+async def test_text_that_cannot_be_spoken_costs_that_sentence_alone():
+    def plan(text: str) -> FakeSpeech:
+        if "bad" in text:
+            raise TextError("too long")
+        return FakeSpeech(3)
+
+    tts, _ = service(plan, stop_frame_timeout_s=60)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two. ", "Three bad four. ", "Five six."))
+    assert talk.heard() == "One two. Five six."
+    assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
+    assert tts.is_usable
+
+
+async def test_settings_that_do_not_fit_are_permanent_until_they_change():
+    def plan(text: str) -> FakeSpeech:
+        if source.asked[-1][1].voice == "nobody":
+            raise PromptError("speaker must be 'vivian', got 'nobody'")
+        return FakeSpeech(3)
+
+    tts, source = service(plan, stop_frame_timeout_s=60)
+    async with Talk(tts) as talk:
+        await talk.say(TTSUpdateSettingsFrame(delta=Settings(voice="nobody")), *turn("One."))
+        await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
+        assert not tts.is_usable
+        await talk.say(TTSUpdateSettingsFrame(delta=Settings(voice="vivian")), *turn("Two."))
+    assert talk.heard() == "Two."
+    assert tts.is_usable
+
+
+async def test_tokens_of_a_turn_go_into_one_generation_as_they_come():
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN)
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Hel"), LLMTextFrame("lo there."))
+        await talk.until(lambda: source.speeches and source.speeches[0].texts == ["Hel", "lo there."])
+        source.speeches[0].give(1, open=True)
+        await talk.until(lambda: talk.of(TTSAudioRawFrame))  # speech before the text is complete
+        assert not source.speeches[0].finished.is_set()
+        await talk.say(LLMTextFrame(" How are"), LLMTextFrame(" you?"), LLMFullResponseEndFrame())
+        await talk.until(source.speeches[0].finished.is_set)
+        source.speeches[0].give(9)
+    assert len(source.speeches) == 1
+    assert "".join(source.speeches[0].texts) == "Hello there. How are you?"
+    assert talk.heard() == "Hello there. How are you?"
+    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25]
+    assert len(metrics(talk, TTFBMetricsData)) == 1
+
+
+async def test_an_interrupted_token_turn_has_the_heard_words_in_the_context_alone():
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("Once upon a time", " there was a computer.", " It dreamed of the opera."))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(5, open=True)
+        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 5)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: source.speeches[0].cancelled)
+        source.speeches[0].give(5)
+        await talk.until(lambda: talk.of(InterruptionFrame))
+        heard = talk.heard()
+        await talk.say(*turn("Yes?"))
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(2)
+    assert heard
+    assert "Once upon a time there was".startswith(heard)
+    assert talk.samples() == 7 * SAMPLES_PER_FRAME
+    assert talk.heard() == f"{heard} Yes?"
+
+
+async def test_a_failed_engine_in_a_token_turn_keeps_the_unspoken_text_out_of_the_context():
+    tts, source = service(
+        lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, stop_frame_timeout_s=60
+    )
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Once upon a time there was a computer. It"))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(3, RuntimeError("device lost"))
+        await talk.until(lambda: talk.up)
+        await talk.say(LLMTextFrame(" dreamed."), LLMFullResponseEndFrame())
+    assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
+    assert talk.heard()
+    assert "Once upon a time".startswith(talk.heard())
+    assert not tts.is_usable
+    assert len(talk.of(TTSStoppedFrame)) == 1
+
+
+async def test_two_token_turns_are_generated_one_after_another():
+    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("First one."), *turn("Second one."))
+        await talk.until(lambda: source.speeches)
+        await talk.until(lambda: len(tts._speaking) == 2)
+        assert len(source.speeches) == 1
+        source.speeches[0].give(2)
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(2)
+    assert talk.heard() == "First one. Second one."
+    contexts = [frame.context_id for frame in talk.of(TTSAudioRawFrame)]
+    assert contexts == sorted(contexts, key=contexts.index)
+    assert len([pair for pair in pairwise(contexts) if pair[0] != pair[1]]) == 1
+
+
+async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():
+    tts, source = service(
+        lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, stop_frame_timeout_s=60
+    )
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three four five six seven. "))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(3)
+        await talk.until(lambda: tts._speaking and next(iter(tts._speaking.values())).over)
+        await talk.say(LLMTextFrame("Never said."), LLMFullResponseEndFrame())
+    assert talk.heard()
+    assert "One two three four".startswith(talk.heard())
+
+
+async def test_uninterruptible_speech_survives_an_interruption():
+    tts, source = service(lambda text: FakeSpeech(None))
+    frame = TTSSpeakFrame("This call is recorded.")
+    frame.interruptible = False
+    async with Talk(tts) as talk:
+        await talk.say(frame)
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(2, open=True)
+        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: talk.of(InterruptionFrame))
+        source.speeches[0].give(2)
+    assert not source.speeches[0].made < 4
+    assert talk.samples() == 4 * SAMPLES_PER_FRAME
+    assert talk.heard() == "This call is recorded."
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_resampled_speech_keeps_its_length_to_the_sample(rate_hz, mode):
+    tts, source = service(lambda text: FakeSpeech(7), text_aggregation_mode=mode)
+    async with Talk(tts, rate_hz) as talk:
+        await talk.say(*turn("One two three."))
+    assert {frame.sample_rate for frame in talk.of(TTSAudioRawFrame)} == {rate_hz}
+    assert abs(talk.samples() - 7 * SAMPLES_PER_FRAME * rate_hz / source.sample_rate_hz) <= 0.5
+
+
+async def test_a_pause_between_chunks_loses_no_resampled_audio():
+    """Pipecat's own resampler of a service forgets what it holds after 0.2 s."""
+    tts, source = service(lambda text: FakeSpeech(None))
+    async with Talk(tts, 16_000) as talk:
+        await talk.say(*turn("One two three."))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(3, open=True)
+        await asyncio.sleep(0.25)
+        source.speeches[0].give(3)
+    assert talk.samples() == 6 * SAMPLES_PER_FRAME * 2 // 3
+
+
+async def test_run_tts_works_without_an_audio_context():
+    """Pipecat's evals drive a service this way."""
+    tts, _ = service(sample_rate=24_000)
+    tts._sample_rate = 24_000
+    frames = [frame async for frame in tts.run_tts("Hello.", "none")]
+    assert [type(frame) for frame in frames] == [TTSAudioRawFrame] * 3
+    assert not tts._speaking
+    assert not tts._origins_s
+
+
+def test_exactly_one_of_checkpoint_and_source():
+    with pytest.raises(ValueError, match="neither"):
+        MkttsTTSService()
+    with pytest.raises(ValueError, match="both"):
+        MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
