@@ -126,7 +126,8 @@ def test_of_equals_the_lowest_wins_and_top_p_leaves_the_highest():
     even, noise = torch.zeros(8), torch.zeros(8)
     assert int(choose(even, Choice(top_k=0), noise)) == 0
     assert kept(even, Choice(temperature=1.0, top_k=3)).tolist() == [0] * 8
-    assert kept(even, Choice(temperature=1.0, top_k=0, top_p=0.5)).isfinite().tolist() == [False] * 4 + [True] * 4
+    many = kept(torch.zeros(512), Choice(temperature=1.0, top_k=0, top_p=0.5))  # as many as a sorting network reorders
+    assert many.isfinite().tolist() == [False] * 256 + [True] * 256
 
 
 @pytest.mark.gpu
