@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from mktts.errors import PromptError, TextError
 from mktts.tokenizer import IncrementalTokenizer
 
 if TYPE_CHECKING:
-    from mktts.prompt import PromptBuilder, Request
+    from mktts.prompt import Prompt, PromptBuilder, Request
 
 
 class FedPrompt:
@@ -27,8 +27,9 @@ class FedPrompt:
         self.text_tokens = 0
         self.text_ended = False
         self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
+        self._reference_rows = len(self._rows)
         self._in_prompt = builder.text_rows_in_prompt(request)
-        self._embeds: Tensor | None = None
+        self._prompt: Prompt | None = None
         self.pad = builder.text_rows([builder.config.text_ids.tts_pad])[0]
         self.push(request.text)
 
@@ -40,11 +41,17 @@ class FedPrompt:
     @property
     def embeds(self) -> Tensor:
         """The prompt (L, H). Raises PromptError before `ready`."""
-        if self._embeds is None:
-            if not self.ready:
-                raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")
-            self._embeds = self._builder.fed_prompt(self._request, self._rows)
-        return self._embeds
+        return self._made().embeds
+
+    @property
+    def prefix_rows(self) -> int:
+        """As `Prompt.prefix_rows`. Raises PromptError before `ready`."""
+        return self._made().prefix_rows
+
+    @property
+    def prefix_key(self) -> Hashable | None:
+        """As `Prompt.prefix_key`. Raises PromptError before `ready`."""
+        return self._made().prefix_key
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
@@ -70,6 +77,13 @@ class FedPrompt:
         if index < len(self._rows):
             return self._rows[index]
         return self.pad if self.text_ended else None
+
+    def _made(self) -> Prompt:
+        if self._prompt is None:
+            if not self.ready:
+                raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")
+            self._prompt = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
+        return self._prompt
 
     def _take(self, ids: Sequence[int]) -> None:
         self.text_tokens += len(ids)

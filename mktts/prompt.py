@@ -8,11 +8,17 @@ and then the text in one of two layouts:
 
 Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is `PromptBuilder.open`: in the
 streaming layout the text may arrive later, piece by piece (`mktts.feed`).
+
+The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
+in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
+transcript's. A transcript's rows do not depend on the text in meaning, but in bits: `build` projects transcript and
+text in one matrix product, as upstream does, and that rounds by its number of rows. `open` projects row by row, so
+there the prefix goes on through the transcript, up to the text's first token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -48,8 +54,18 @@ class Prompt:
 
     text_ended = True
 
-    def __init__(self, embeds: Tensor, trailing: Tensor, pad: Tensor, text_tokens: int) -> None:
+    def __init__(
+        self,
+        embeds: Tensor,
+        trailing: Tensor,
+        pad: Tensor,
+        text_tokens: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> None:
         self.embeds = embeds  # (L, H)
+        self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
+        self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
         self.trailing = trailing  # (N, H)
         self.pad = pad  # (H,)
         self.text_tokens = text_tokens
@@ -133,7 +149,10 @@ class PromptBuilder:
             body, trailing = self._whole_body(request, text, special), text[:0]
         else:
             body, trailing = self._streaming_body(request, text, special)
-        return Prompt(torch.cat((*parts, body)), trailing, special.pad[0], len(ids))
+        prefix_rows = sum(len(part) for part in parts)
+        return Prompt(
+            torch.cat((*parts, body)), trailing, special.pad[0], len(ids), prefix_rows, self._prefix_key(request)
+        )
 
     def open(self, request: Request) -> FedPrompt:
         """A prompt whose text comes later; `request.text` is the first piece and may be empty."""
@@ -153,11 +172,18 @@ class PromptBuilder:
             return []
         return list(self.text_rows(self._reference_ids(request)))
 
-    def fed_prompt(self, request: Request, rows: Sequence[Tensor]) -> Tensor:
-        """The streaming prompt (L, H) from the text rows so far, each (H,)."""
+    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> Prompt:
+        """The streaming prompt from the text rows so far, each (H,); the first `reference_rows` are a transcript's.
+
+        Its trailing rows are what had come already.
+        """
         parts, special = self._head(request)
-        body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
-        return torch.cat((*parts, body))
+        body, trailing = self._streaming_body(request, torch.stack(tuple(rows)), special)
+        embeds = torch.cat((*parts, body))
+        # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
+        prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
+        key = self._prefix_key(request, fed=reference_rows > 0)
+        return Prompt(embeds, trailing, special.pad[0], len(rows) - reference_rows, prefix_rows, key)
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
@@ -178,6 +204,11 @@ class PromptBuilder:
         if request.language in ("auto", "chinese") and dialect:
             return self.config.languages[str(dialect)]
         return None if request.language == "auto" else self.config.languages[request.language]
+
+    def _prefix_key(self, request: Request, fed: bool = False) -> Hashable:
+        """Everything the prefix is made of. `fed`: it goes on through the transcript."""
+        voice = None if request.voice is None else request.voice.digest
+        return request.speaker, self._language_id(request), request.instruct, voice, fed
 
     def _head(self, request: Request) -> tuple[list[Tensor], _Special]:
         """Instruction, role, tags and speaker rows; and the special rows the body needs."""

@@ -7,8 +7,10 @@ voice equals what `create_voice_clone_prompt` makes, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,16 @@ class Voice:
             raise VoiceError(f"codes must be in 0..{CODEBOOK_SIZE - 1}, found {int(codes.min())}..{int(codes.max())}")
         if not isinstance(self.transcript, str) or not self.transcript.strip():
             raise VoiceError("transcript must be what the reference says, got an empty text")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything in it but `model_size`, hexadecimal: equal voices, equal digests; computed once."""
+        content = hashlib.sha256(repr(self.transcript).encode())
+        for tensor in (self.embedding, self.codes):
+            if tensor is not None:
+                content.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+                content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return content.hexdigest()
 
     @classmethod
     def from_audio(
