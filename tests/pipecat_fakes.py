@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ from pipecat.frames.frames import (
     LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
     LLMTextFrame,
+    MetricsFrame,
     TTSAudioRawFrame,
     TTSTextFrame,
 )
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
-from pipecat.processors.frame_processor import FrameDirection
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.tests.utils import QueuedFrameProcessor
 from pipecat.workers.runner import WorkerRunner
 
@@ -108,7 +109,7 @@ class FakeSource:
 class Talk:
     """One service in a running pipeline. `down` and `up` are the frames that came out of it, in order."""
 
-    def __init__(self, service: Any, rate_hz: int = SAMPLE_RATE_HZ) -> None:
+    def __init__(self, service: Any, rate_hz: int = SAMPLE_RATE_HZ, after: Sequence[FrameProcessor] = ()) -> None:
         down, up = asyncio.Queue(), asyncio.Queue()
         sink = QueuedFrameProcessor(queue=down, queue_direction=FrameDirection.DOWNSTREAM)
         origin = QueuedFrameProcessor(queue=up, queue_direction=FrameDirection.UPSTREAM)
@@ -116,7 +117,7 @@ class Talk:
         self.down: list[Frame] = []
         self.up: list[Frame] = []
         self.worker = PipelineWorker(
-            Pipeline([origin, service, sink]),
+            Pipeline([origin, service, *after, sink]),
             cancel_on_idle_timeout=False,
             enable_rtvi=False,
             params=PipelineParams(audio_out_sample_rate=rate_hz, enable_metrics=True, enable_usage_metrics=True),
@@ -180,3 +181,9 @@ class Talk:
 def turn(*tokens: str) -> list[Frame]:
     """An LLM's reply."""
     return [LLMFullResponseStartFrame(), *map(LLMTextFrame, tokens), LLMFullResponseEndFrame()]
+
+
+def metrics(talk: Talk, kind: type) -> list:
+    """Placeholders of zero, which Pipecat sends at the start, left out."""
+    data = [data for frame in talk.of(MetricsFrame) for data in frame.data if isinstance(data, kind)]
+    return [each for each in data if getattr(each, "value", None) != 0.0]
