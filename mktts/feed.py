@@ -11,7 +11,7 @@ from mktts.errors import PromptError, TextError
 from mktts.tokenizer import IncrementalTokenizer
 
 if TYPE_CHECKING:
-    from mktts.prompt import Prompt, PromptBuilder, Request
+    from mktts.prompt import PromptBuilder, Request
 
 
 class FedPrompt:
@@ -29,7 +29,7 @@ class FedPrompt:
         self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
         self._reference_rows = len(self._rows)
         self._in_prompt = builder.text_rows_in_prompt(request)
-        self._prompt: Prompt | None = None
+        self._prompt: tuple[Tensor, int, Hashable] | None = None  # with its prefix rows and key
         self.pad = builder.text_rows([builder.config.text_ids.tts_pad])[0]
         self.push(request.text)
 
@@ -41,17 +41,17 @@ class FedPrompt:
     @property
     def embeds(self) -> Tensor:
         """The prompt (L, H). Raises PromptError before `ready`."""
-        return self._made().embeds
+        return self._made()[0]
 
     @property
     def prefix_rows(self) -> int:
         """As `Prompt.prefix_rows`. Raises PromptError before `ready`."""
-        return self._made().prefix_rows
+        return self._made()[1]
 
     @property
     def prefix_key(self) -> Hashable | None:
         """As `Prompt.prefix_key`. Raises PromptError before `ready`."""
-        return self._made().prefix_key
+        return self._made()[2]
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
@@ -78,7 +78,7 @@ class FedPrompt:
             return self._rows[index]
         return self.pad if self.text_ended else None
 
-    def _made(self) -> Prompt:
+    def _made(self) -> tuple[Tensor, int, Hashable]:
         if self._prompt is None:
             if not self.ready:
                 raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")

@@ -172,18 +172,17 @@ class PromptBuilder:
             return []
         return list(self.text_rows(self._reference_ids(request)))
 
-    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> Prompt:
-        """The streaming prompt from the text rows so far, each (H,); the first `reference_rows` are a transcript's.
+    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> tuple[Tensor, int, Hashable]:
+        """The streaming prompt (L, H), its prefix rows and prefix key.
 
-        Its trailing rows are what had come already.
+        `rows` are the text rows so far, each (H,); the first `reference_rows` are a transcript's.
         """
         parts, special = self._head(request)
-        body, trailing = self._streaming_body(request, torch.stack(tuple(rows)), special)
+        body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
         embeds = torch.cat((*parts, body))
         # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
         prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
-        key = self._prefix_key(request, fed=reference_rows > 0)
-        return Prompt(embeds, trailing, special.pad[0], len(rows) - reference_rows, prefix_rows, key)
+        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
