@@ -158,9 +158,10 @@ class Prefill:
         with self._on_device():
             self._past.fill_(0)
             self._end.fill_(1)
-            for least, bucket in zip((0, *self.buckets), self.buckets, strict=False):
-                for extent in self.extents:
-                    if extent > least:
+            # The largest first, so that the others fit into the working memory it took.
+            for bucket, least in zip(self.buckets[::-1], (*self.buckets[-2::-1], 0), strict=True):
+                for extent in self.extents[::-1]:
+                    if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
 
     def _check(self, rows: Tensor, past: int) -> None:
