@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -150,26 +151,22 @@ class GraphOracle:
         cos, sin = (table.index_select(0, self._position) for table in (self._cos, self._sin))
         bias = torch.zeros(self.positions, device=self.device).masked_fill(self._places > self._position, -torch.inf)
         stack = self.oracle.talker
-        for index, layer in enumerate(stack.layers):
-            x = self._layer(layer, x, cos, sin, bias, self._keys[index], self._values[index])
+        for w, keys, values in zip(stack.layers, self._keys, self._values, strict=True):
+            x = stack.layer(w, x, partial(self._attend, w, cos, sin, bias, keys, values))
         self._hidden.copy_(rms_norm(x, stack.norm, stack.config.rms_norm_eps))
         self._position.add_(1)
 
-    def _layer(
-        self, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, keys: Tensor, values: Tensor
+    def _attend(
+        self, w: LayerWeights, cos: Tensor, sin: Tensor, bias: Tensor, keys: Tensor, values: Tensor, h: Tensor
     ) -> Tensor:
         c = self.config.talker
         kv_heads, head_dim = c.num_key_value_heads, c.head_dim
-        h = rms_norm(x, w.input_norm, c.rms_norm_eps)
         q = rms_norm(F.linear(h, w.q).view(kv_heads, -1, head_dim), w.q_norm, c.rms_norm_eps)
         k = rms_norm(F.linear(h, w.k).view(kv_heads, 1, head_dim), w.k_norm, c.rms_norm_eps)
         keys.index_copy_(1, self._position, rotate(k, cos, sin))
         values.index_copy_(1, self._position, F.linear(h, w.v).view(kv_heads, 1, head_dim))
         scores = torch.matmul(rotate(q, cos, sin), keys.transpose(1, 2)).float() * head_dim**-0.5 + bias
-        attended = torch.matmul(scores.softmax(-1).to(self.dtype), values)
-        x = x + F.linear(attended.reshape(1, 1, -1), w.o)
-        h = rms_norm(x, w.post_norm, c.rms_norm_eps)
-        return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
+        return torch.matmul(scores.softmax(-1).to(self.dtype), values).reshape(1, 1, -1)
 
     def _choose_codes(self, sampling: Sampling) -> None:
         """Code 0 from `_hidden`, then the fifteen of the predictor, whose positions are the same in every frame."""
