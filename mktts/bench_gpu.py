@@ -194,9 +194,12 @@ def codec(settings: Settings) -> None:
 def memory(settings: Settings) -> None:
     """Device memory of a process that has several long streams open and has worked on all of them."""
     from mktts.codec_graph import to_host
+    from mktts.synth import Synthesizer
 
     checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
     prompt = model.prompts.build(request_of(checkpoint, settings))
+    with Synthesizer(model, checkpoint.sampling(), checkpoint, settings.device, settings.dtype) as synthesizer:
+        synthesizer.warm_up()
     streams = [
         (model.backend.start(prompt.embeds, checkpoint.sampling(), seed, settings.open_frames), model.codec.start())
         for seed in range(settings.open_streams)

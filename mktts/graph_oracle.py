@@ -36,7 +36,7 @@ class GraphStream:
 
 
 class GraphOracle:
-    """Implements `mktts.backend.Backend` over the weights of a TorchBackend, for one stream at a time.
+    """`start` and `step` of `mktts.backend.Backend` over the weights of a TorchBackend, for one stream at a time.
 
     positions: of the talker's cache, all of which every frame reads. Draws come from torch's default generator of the
     device, the one that graphs advance by themselves; they are not the torch backend's. Greedy codes are, up to

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mktts.relative import LIMIT, Errors, compare
 from mktts.sampling import Choice
+
+if TYPE_CHECKING:
+    from mktts.text_backend import TorchTextBackend
+    from mktts.text_kernel import TextKernelBackend
 
 CONTEXTS = (16, 200, 1_000, 1_900)
 _TOKENS = 50  # at each context
@@ -38,8 +45,7 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
     are not.
 
     A differing choice is explained where fp32's own gap between the two tokens is within twice the bf16 oracle's
-    largest logit error at that position. A backend with a method `logits(state)`, called before `step`, also has its
-    logits' error measured.
+    largest logit error at that position.
     """
     from mktts.text_backend import TorchTextBackend
     from mktts.text_model import open_text_checkpoint
@@ -48,11 +54,12 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
     config, tensors = checkpoint.config, checkpoint.tensors()
     bf16, fp32 = (TorchTextBackend(config, tensors, device, dtype) for dtype in (torch.bfloat16, torch.float32))
     tested: Any = bf16
+    step: Callable[[Any], tuple[int, Tensor]] = partial(_torch_step, bf16)
     if kernel == "megakernel":
         from mktts.text_kernel import TextKernelBackend
 
         tested = TextKernelBackend(config, tensors, torch.device(device), torch.bfloat16)
-    shown = getattr(tested, "logits", None)
+        step = partial(_kernel_step, tested)
     errors = Errors(), Errors()
     tokens = equal = explained = 0
     largest_gap = largest_error = 0.0
@@ -61,10 +68,9 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
         states = [backend.start(prompt, Choice(do_sample=False), 0, tokens_each) for backend in (tested, bf16, fp32)]
         for _ in range(tokens_each):
             near, truth = bf16.logits(states[1]), fp32.logits(states[2])
-            if shown is not None:
-                for found, sums in zip((shown(states[0]), near), errors, strict=True):
-                    sums.add(found.float(), truth, "logits", f"logits at {context}")
-            (token,) = tested.step(states[0], 1)
+            token, ours = step(states[0])
+            for found, sums in zip((ours, near), errors, strict=True):
+                sums.add(found, truth, "logits", f"logits at {context}")
             best = int(truth.argmax())
             gap, error = float(truth[best] - truth[token]), float((near - truth).abs().max())
             tokens += 1
@@ -83,3 +89,14 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
         "errors": relative,
         "passed": explained == tokens and all(v["ratio"] <= LIMIT for n, v in relative.items() if n == "logits"),
     }
+
+
+def _torch_step(backend: TorchTextBackend, state: Any) -> tuple[int, Tensor]:
+    logits = backend.logits(state)
+    return backend.step(state)[0], logits
+
+
+def _kernel_step(backend: TextKernelBackend, state: Any) -> tuple[int, Tensor]:
+    logits = torch.zeros(1, backend.config.stack.vocab_size, dtype=backend.dtype, device=backend.device)
+    (token,) = backend.step(state, 1, logits)
+    return token, logits[0].float()
