@@ -150,6 +150,17 @@ def _streams(checkpoint: Checkpoint, model: StepModel, settings: Settings, suffi
 # ---- sections
 
 
+def prepare(settings: Settings) -> None:
+    """Makes the random checkpoints that are not in the cache yet, which may take longer than what is measured."""
+    from mktts.ahead import Ahead
+
+    speech, text = (settings.checkpoint, settings.large), (settings.text_model,)
+    ahead = Ahead(speech, text)
+    for kind, sources in (("speech", speech), ("text", text)):
+        for source in sources:
+            ahead.wait(source, kind)
+
+
 def ours(settings: Settings) -> None:
     """Frame, its two parts, first PCM and RTF of the checkpoint."""
     checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
@@ -173,27 +184,26 @@ def large(settings: Settings) -> None:
 def codec(settings: Settings) -> None:
     """Chunks of 1 to 8 frames, codes on the host to PCM on the host, by the decoder the synthesizer uses."""
     from mktts.bench import CODEC_CHUNKS_FRAMES, CODEC_WARM_UP_FRAMES
-    from mktts.codec_graph import to_host
+    from mktts.codec_graph import CUDA_VARIANT
 
     checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
     decoder = model.codec
-    note(codec_dtype=str(getattr(decoder, "dtype", "")).removeprefix("torch."))
+    note(codec_variant=CUDA_VARIANT if settings.device.startswith("cuda") else "fp32")
     size = min(CODEBOOK_SIZE, checkpoint.codec_config.codebook_size)
     codes = torch.randint(size, (CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
     for frames in CODEC_CHUNKS_FRAMES:
         state, times_ms = decoder.start(), []
         for start in range(0, CODEC_WARM_UP_FRAMES, frames):
-            to_host(decoder.decode(codes[start : start + frames], state))
+            decoder.submit(codes[start : start + frames], state).result()
         for _ in range(settings.samples):
             begun_s = time.perf_counter()
-            to_host(decoder.decode(codes[:frames], state))
+            decoder.submit(codes[:frames], state).result()
             times_ms.append(1e3 * (time.perf_counter() - begun_s))
         emit(f"codec_{frames}_ms", times_ms, "ms")
 
 
 def memory(settings: Settings) -> None:
     """Device memory of a process that has several long streams open and has worked on all of them."""
-    from mktts.codec_graph import to_host
     from mktts.synth import Synthesizer
 
     checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
@@ -211,7 +221,7 @@ def memory(settings: Settings) -> None:
             if frame.codes is None:
                 break
             codes.append(frame.codes)
-        to_host(model.codec.decode(torch.stack(codes), codec_state))
+        model.codec.submit(torch.stack(codes), codec_state).result()
     mib = 2**20
     free, total = torch.cuda.mem_get_info()
     emit("peak_gpu_mb", [(total - free) / mib], "MiB in use on the device, driver and context included")
@@ -302,6 +312,7 @@ def faster(settings: Settings) -> None:
 
 
 SECTIONS: dict[str, Callable[[Settings], None]] = {
+    "prepare": prepare,
     "ours": ours,
     "codec": codec,
     "graph": graph,

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mktts.ahead import Ahead
 from mktts.backend import Backend
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.metrics import environment, write_json
@@ -41,6 +42,7 @@ from mktts.torch_backend import TorchBackend
 
 CONTEXTS = (16, 200, 700, 1_500, 2_000)
 GREEDY = Sampling().greedy()
+MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
 _SEEDS = 100  # streams that end-of-speech may cut short before a comparison gives up
 _PROMPT_ROWS = 16  # of the free-running comparisons
 
@@ -219,7 +221,9 @@ def exact_frames(checkpoint: Checkpoint, kernel: Backend, fp32: TorchBackend, fr
     return {"frames": frames, "asked": frames, "equal": True, "passed": True}
 
 
-def parity_of(source: str, plan: Plan, contexts: Sequence[int], kernel: str, device: str) -> dict[str, Any]:
+def parity_of(
+    source: str, plan: Plan, contexts: Sequence[int], kernel: str, device: str, ahead: Ahead
+) -> dict[str, Any]:
     """All comparisons of one checkpoint; `exact` uses its wide-margin variant. What fails is named under `errors`."""
     result: dict[str, Any] = {"seconds": {}, "errors": {}}
     sides: list[Sides] = []
@@ -234,6 +238,7 @@ def parity_of(source: str, plan: Plan, contexts: Sequence[int], kernel: str, dev
         result["seconds"][name] = time.perf_counter() - begun_s
 
     def load(wanted: str) -> dict[str, Any]:
+        ahead.wait(wanted)
         checkpoint = open_checkpoint(wanted)
         sides[:] = [Sides.load(checkpoint, kernel, device)]
         random = "random weights: timing and parity only"
@@ -245,7 +250,7 @@ def parity_of(source: str, plan: Plan, contexts: Sequence[int], kernel: str, dev
         part("divergence", lambda: first_divergence(sides[0], plan.divergence))
     sides.clear()  # one set of weights at a time
     if source.startswith("random:") and plan.exact:
-        part("margin_checkpoint", lambda: load(source + ":margin"))
+        part("margin_checkpoint", lambda: load(source + MARGIN))
         if sides:
             part("exact", lambda: exact_frames(sides[0].checkpoint, sides[0].kernel.backend, sides[0].fp32, plan.exact))
     parts = [result[name] for name in ("forced", "divergence", "exact") if name in result]
@@ -275,6 +280,12 @@ def table(document: dict[str, Any]) -> str:
         lines += [f"  error in {name}: {reason}" for name, reason in result["errors"].items()]
     lines.append(f"\ntext: {json.dumps(document['text'])}")
     return "\n".join(lines)
+
+
+def _plan(source: str, given: argparse.Namespace) -> Plan:
+    plan = PLANS.get(source, Plan())
+    exact = plan.exact if given.exact_frames is None else given.exact_frames
+    return replace(plan, forced=given.forced_frames or plan.forced, exact=exact)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -310,13 +321,17 @@ def main(words: Sequence[str] | None = None) -> int:
         if given.output:
             write_json(given.output, document)
 
-    for source in given.checkpoint or PLANS:
-        plan = PLANS.get(source, Plan())
-        plan = replace(plan, forced=given.forced_frames or plan.forced)
-        plan = plan if given.exact_frames is None else replace(plan, exact=given.exact_frames)
-        document["checkpoints"][source] = parity_of(source, plan, given.contexts, given.kernel, given.device)
+    plans = {source: _plan(source, given) for source in given.checkpoint or PLANS}
+    wanted = [
+        name for source, plan in plans.items() for name in (source, source + MARGIN) if plan.exact or name == source
+    ]
+    ahead = Ahead(wanted, [given.text_model, given.text_model + MARGIN])
+    for source, plan in plans.items():
+        document["checkpoints"][source] = parity_of(source, plan, given.contexts, given.kernel, given.device, ahead)
         store()
     if given.text_model:
+        for source in (given.text_model, given.text_model + MARGIN):
+            ahead.wait(source, "text")
         document["text"] = compare_text(given.text_model, given.kernel, given.device)
         store()
     print(table(document))
