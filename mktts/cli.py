@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame"
     )
     measure = command("bench", "measure: a table, then one line of JSON", bench.main, examples=bench.EXAMPLES)
-    add_model_arguments(measure)
+    add_model_arguments(measure, checkpoint=None)
     bench.add_arguments(measure)
     run = command("run", "run notebooks headless over a grid of parameters", batch.main, examples=batch.EXAMPLES)
     batch.add_arguments(run)
