@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.codec_layers import CausalConv, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
+from mktts.codec_pending import Pending
 from mktts.codec_state import CodecState, StateLayout
 from mktts.codec_transformer import CodecTransformer
 from mktts.errors import CodecError
@@ -69,6 +70,10 @@ class CodecDecoder:
         state.frames += len(codes)
         return pcm
 
+    def submit(self, codes: Tensor, state: CodecState) -> Pending:
+        """`decode` to the host; here, unlike with graphs, it is there when this returns. Errors as of `decode`."""
+        return Pending(self.decode(codes, state).cpu())
+
     def decode_all(self, codes: Tensor) -> Tensor:
         """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
         return self.decode(codes, self.start())
@@ -84,7 +89,8 @@ class CodecDecoder:
                 f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
             )
         pieces = []
-        for start in range(0, len(self._checked_codes(codes)), chunk_frames):
+        self._check_codes(codes)
+        for start in range(0, len(codes), chunk_frames):
             context = left_context_frames if start > left_context_frames else start
             pcm = self.decode_all(codes[start - context : start + chunk_frames])
             pieces.append(pcm[context * SAMPLES_PER_FRAME :])
@@ -106,12 +112,16 @@ class CodecDecoder:
 
     def checked(self, codes: Tensor, state: CodecState) -> Tensor:
         """`codes` as `advance` takes them. Raises what `decode` raises, before anything is changed."""
-        codes = self._checked_codes(codes)
+        self.check(codes, state)
+        return codes.to(self.device, torch.int64)
+
+    def check(self, codes: Tensor, state: CodecState) -> None:
+        """Raises what `decode` raises. Waits for the device only if `codes` lie there."""
+        self._check_codes(codes)
         if state.flat.device != self._books.device or state.layout != self._layout:
             raise CodecError("the state belongs to another decoder: use the one that start() of this decoder returned")
-        return codes
 
-    def _checked_codes(self, codes: Tensor) -> Tensor:
+    def _check_codes(self, codes: Tensor) -> None:
         if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
@@ -122,7 +132,6 @@ class CodecDecoder:
         low, high = torch.stack(codes.aminmax()).tolist()
         if low < 0 or high >= CODEBOOK_SIZE:
             raise CodecError(f"codes must be in 0..{CODEBOOK_SIZE - 1}, found {low}..{high}: control ids are not audio")
-        return codes.to(self.device, torch.int64)
 
 
 def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:

@@ -18,6 +18,7 @@ from torch import Tensor
 History = Iterator[Tensor]
 Shape = tuple[int, int]
 
+CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
 _LONGEST_SUM = 768  # terms
 
 
@@ -193,5 +194,5 @@ class ConvNeXt:
         k, channels = self.taps.shape
         windows = extended(x, history).as_strided((len(x), k, channels), (channels, channels, 1))
         h = (windows * self.taps).sum(1) + self.bias
-        h = F.layer_norm(h, (channels,), *self.norm, eps=1e-6)
+        h = F.layer_norm(h, (channels,), *self.norm, eps=CONVNEXT_EPS)
         return torch.addcmul(x, self.shrink(F.gelu(self.expand(h))), self.gamma)

@@ -55,6 +55,10 @@ class StateLayout:
         )
         return CodecState(keys, values, tuple(history), position, flat, self, frames)
 
+    def words(self) -> list[int]:
+        """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
+        return [start // self.dtype.itemsize for start, *_ in self._places()[:-1]]
+
     def _places(self) -> list[tuple[int, int, torch.dtype]]:
         """(first byte, values, dtype) of keys, values, every history and the position."""
         places, start = [], 0

@@ -21,12 +21,12 @@ class CodecTransformer:
 
     def __init__(self, config: CodecConfig, tensors: Mapping[str, Tensor], name: str) -> None:
         self.config = config
-        self._input = Linear.load(tensors, f"{name}.input_proj")
-        self._output = Linear.load(tensors, f"{name}.output_proj")
-        self._norm = tensors[f"{name}.norm.weight"]
+        self.input = Linear.load(tensors, f"{name}.input_proj")
+        self.output = Linear.load(tensors, f"{name}.output_proj")
+        self.norm = tensors[f"{name}.norm.weight"]
         layers = range(config.num_hidden_layers)
-        self._layers = [AttentionLayer.load(tensors, f"{name}.layers.{i}", config.rms_norm_eps) for i in layers]
-        self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self._norm.device)
+        self.layers = [AttentionLayer.load(tensors, f"{name}.layers.{i}", config.rms_norm_eps) for i in layers]
+        self.inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self.norm.device)
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
@@ -37,17 +37,17 @@ class CodecTransformer:
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """`x` (n, latent), the first row at `position` (). Updates keys, values and position in place."""
         steps = torch.arange(len(x), device=x.device)
-        angle = torch.outer((steps + position).float(), self._inverse_frequency)  # fp32, as upstream
+        angle = torch.outer((steps + position).float(), self.inverse_frequency)  # fp32, as upstream
         angle = torch.cat((angle, angle), -1)
         rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         window = self.config.sliding_window
         before = window - 1 - torch.arange(window, device=x.device)  # how far back each place of the window lies
         absent = before > (steps + position)[:, None]  # (n, window): places before the first frame
-        x = self._input(x)
-        for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
+        x = self.input(x)
+        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
             x = layer(x, layer_keys, layer_values, rotary, absent)
         position += len(x)
-        return self._output(rms_norm(x, self._norm, self.config.rms_norm_eps))
+        return self.output(rms_norm(x, self.norm, self.config.rms_norm_eps))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ def eager(decoder: CodecDecoder, codes: torch.Tensor, state: CodecState) -> torc
     return torch.cat([decoder.decode(piece, state) for piece in codes.split(list(pieces(len(codes))))])
 
 
-def passes_for_graphs(decoder: CodecDecoder) -> tuple[dict[int, Captured], torch.Tensor, CodecState]:
+def passes_for_graphs(
+    decoder: CodecDecoder, tf32: bool = False
+) -> tuple[dict[int, Captured], torch.Tensor, CodecState]:
     """As `capture`: static tensors, garbage in them, and replays that overwrite them."""
     codes, state = torch.full((max(GRAPH_FRAMES), NUM_CODEBOOKS), 7), decoder.start()
 
@@ -80,6 +82,66 @@ def test_streams_and_a_copied_state_do_not_mix(codec, graphed):
         for stream, (state, reference) in enumerate(zip(states, references, strict=True)):
             codes = random_codes(1 + t, seed=10 * t + stream)
             assert torch.equal(graphed.decode(codes, state), eager(codec, codes, reference))
+
+
+def test_submitted_work_is_decode_on_the_host(codec, graphed):
+    for decoder in (codec, graphed):
+        ours, theirs = decoder.start(), decoder.start()
+        pending = [decoder.submit(random_codes(frames, seed=frames), ours) for frames in (1, 2, 9)]
+        assert ours.frames == 12
+        for frames, work in zip((1, 2, 9), pending, strict=True):
+            expected = decoder.decode(random_codes(frames, seed=frames), theirs)
+            assert work.ready() and work.result() is work.result()
+            assert work.result().dtype == np.float32 and np.array_equal(work.result(), expected.numpy())
+
+
+def test_a_late_result_waits_for_its_own_event_only():
+    from mktts.codec_pending import Pending
+
+    class Event:
+        waited = 0
+
+        def query(self):
+            return self.waited > 0
+
+        def synchronize(self):
+            self.waited += 1
+
+    event = Event()
+    pcm = torch.tensor([0.5, -1.0])
+    work = Pending(pcm, event)
+    assert not work.ready() and event.waited == 0
+    samples = work.result()
+    pcm.zero_()  # pinned memory that is used again
+    assert work.ready() and work.result() is samples and samples.tolist() == [0.5, -1.0]
+    assert event.waited == 1
+
+
+def test_submitted_codes_and_states_are_refused_as_by_decode(codec, graphed):
+    state = graphed.start()
+    for decoder in (codec, graphed):
+        with pytest.raises(CodecError, match="control ids"):
+            decoder.submit(random_codes(1) + CODEBOOK_SIZE, state)
+    assert state.frames == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "match"),
+    [("fused", "needs a CUDA device"), ("tf32", "needs a CUDA device"), ("int4", "must be one of")],
+)
+def test_a_variant_that_the_cpu_cannot_run_is_refused(tiny, variant, match):
+    with pytest.raises(BackendUnavailable, match=match):
+        codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu", variant=variant)
+
+
+def test_tf32_is_allowed_inside_only():
+    flags = torch.backends.cuda.matmul
+    before = flags.fp32_precision
+    with codec_graph.matrix_units(tf32=True):
+        assert flags.fp32_precision == "tf32"
+        with codec_graph.matrix_units(tf32=False):
+            assert flags.fp32_precision == "ieee"
+    assert flags.fp32_precision == before
 
 
 def test_samples_belong_to_the_caller(graphed):
