@@ -42,7 +42,7 @@ class Tile:
     part: int
     even: bool  # every block of the depth lies within one tap, and the last one is whole
     warps: int
-    stages: int = 4
+    stages: int
 
 
 def tile(rows: int, outs: int, depth: int, channels: int, splittable: bool = True) -> Tile:
@@ -63,7 +63,8 @@ def tile(rows: int, outs: int, depth: int, channels: int, splittable: bool = Tru
     if splittable and depth >= 4 * _SPLIT_DEPTH:
         parts = max(1, min(_BUSY_PROGRAMS // programs(high, wide), depth // _SPLIT_DEPTH))
     part = -(-depth // (parts * block)) * block
-    return Tile(high, wide, block, -(-depth // part), part, even, warps=2 if wide == 16 else 4)
+    stages = 3 if high * wide == 64 * 64 else 4  # of loads in flight: within the 99 KB of shared memory of small GPUs
+    return Tile(high, wide, block, -(-depth // part), part, even, 2 if wide == 16 else 4, stages)
 
 
 def pack(linear: Linear, channels: int, split: bool, dilation: int = 1, norm: Tensor | None = None) -> Packed:
