@@ -150,3 +150,22 @@ def test_the_command_writes_what_it_prints_and_a_part_that_fails_is_named(tmp_pa
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     (result,) = document["checkpoints"].values()
     assert "absent" in result["errors"]["checkpoint"] and not document["passed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tiny", "tiny_projected"])
+def test_the_megakernels_errors_are_upstreams_and_rounding_explains_its_first_divergence(name, request):
+    sides = Sides.load(request.getfixturevalue(name), "megakernel", "cuda")
+    found = forced_errors(sides, (16, 200), 30, Sampling())
+    assert found["passed"], found["pooled"]
+    divergence = first_divergence(sides, 40)
+    assert divergence["passed"], divergence
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_megakernel_is_frame_exact_on_wide_margins(tiny_margin):
+    sides = Sides.load(tiny_margin, "megakernel", "cuda")
+    found = exact_frames(tiny_margin, sides.kernel.backend, sides.fp32, 100)
+    assert found["equal"], found
