@@ -1,4 +1,4 @@
-"""The command line: `python -m mktts say | voice | text | inspect | bench | run`.
+"""The command line: `python -m mktts say | voice | text | inspect | bench | run | serve`.
 
 Exit status: 0 done; 1 a run or a stream failed; 2 bad input, said in one line; 130 interrupted; 141 the reader of
 standard output went away.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mktts import batch, bench, say, text_command
 from mktts.arguments import add_model_arguments
 from mktts.errors import MkttsError
+from mktts.server import command as serve
 
 DESCRIPTION = (
     "Qwen3-TTS speech, streamed frame by frame. A checkpoint is a folder, a Hub id, or random:tiny (no download)."
@@ -60,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_arguments(measure)
     run = command("run", "run notebooks headless over a grid of parameters", batch.main, examples=batch.EXAMPLES)
     batch.add_arguments(run)
+    server = command("serve", "serve one model over HTTP and WebSocket", serve.main, examples=serve.EXAMPLES)
+    add_model_arguments(server)
+    serve.add_arguments(server)
     return parser
 
 

@@ -98,7 +98,7 @@ def test_unknown_command_is_refused_by_the_parser(capsys):
     assert "invalid choice: 'sing'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["say"], ["voice"], ["inspect"], ["bench"], ["run"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["say"], ["voice"], ["inspect"], ["bench"], ["run"], ["serve"]], ids=str)
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])

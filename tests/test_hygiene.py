@@ -135,7 +135,7 @@ def test_every_import_is_pinned_or_standard():
 def test_importing_the_package_pulls_in_nothing_heavy():
     heavy = (
         "transformers", "qwen_tts", "IPython", "ipywidgets", "anywidget", "papermill", "pipecat", "matplotlib",
-        "pandas", "pyarrow", "librosa", "soundfile", "torchaudio", "huggingface_hub",
+        "pandas", "pyarrow", "librosa", "soundfile", "torchaudio", "huggingface_hub", "fastapi", "uvicorn",
     )  # fmt: skip
     code = f"import sys, mktts, mktts.synth, mktts.cli; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

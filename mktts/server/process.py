@@ -62,6 +62,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(studio, api_key, origins),
+                http="h11",  # with what is named here everything was tested, whatever else is installed
+                ws="websockets-sansio",
+                loop="asyncio",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

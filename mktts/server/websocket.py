@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import WebSocket, WebSocketDisconnect
@@ -115,12 +116,12 @@ class Conversation:
             self._utterance, self._session = self._studio.listen("tts_ws", message)
         except Problem as problem:
             self._studio.meters.refused.labels(problem.code).inc()
-            self._then(self._refuse(problem))
+            self._then(partial(self._refuse, problem))
             return
         self._writing = True
-        self._then(self._send_all(self._utterance))
+        self._then(partial(self._send_all, self._utterance))
 
-    def _then(self, sending: Coroutine[Any, Any, None]) -> None:
+    def _then(self, send: Callable[[], Awaitable[None]]) -> None:
         """Sends after all that is being sent. Raises Problem when a client that does not read asks for ever more."""
         before = self._sending
 
@@ -128,12 +129,11 @@ class Conversation:
             if before is not None:
                 await asyncio.wait([before])
             try:
-                await sending
+                await send()
             finally:
                 self._waiting -= 1
 
         if self._waiting == _MAX_WAITING:
-            sending.close()
             raise Problem(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
         self._waiting += 1
         self._sending = asyncio.create_task(go())

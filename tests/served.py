@@ -1,0 +1,97 @@
+"""A server on a real socket, in a thread of the test, over a synthesizer that remembers its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mktts.checkpoint import Checkpoint
+from mktts.server.limits import Limits
+from mktts.server.process import serving
+from mktts.server.studio import Studio
+from mktts.synth import Stream, Synthesizer
+from mktts.voice import Voice
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
+WAIT_S = 20.0
+
+
+class Watched:
+    """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended."""
+
+    def __init__(self, synthesizer: Synthesizer) -> None:
+        self.streams: list[Stream] = []
+        self.made_at_cancel: dict[int, int] = {}
+        self._synthesizer = synthesizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._synthesizer, name)
+
+    def stream(self, *arguments: Any, **settings: Any) -> Stream:
+        return self._watch(self._synthesizer.stream(*arguments, **settings))
+
+    def open(self, **settings: Any) -> Stream:
+        return self._watch(self._synthesizer.open(**settings))
+
+    def _watch(self, stream: Stream) -> Stream:
+        cancel = stream.cancel
+
+        def noted() -> None:
+            self.made_at_cancel.setdefault(id(stream), len(stream.codes))
+            cancel()
+
+        stream.cancel = noted
+        self.streams.append(stream)
+        return stream
+
+    def frames_at_pause(self, stream: Stream) -> int:
+        """How many frames a stream has made once it makes no more, although the worker has turns for many."""
+        made = -1
+        while made != len(stream.codes):
+            made = len(stream.codes)
+            self._take_turns(20)
+        return made
+
+    def wasted_frames(self, stream: Stream) -> int:
+        """Frames made after the end was asked for; the worker has had turns for more since then."""
+        self._take_turns(3)
+        return len(stream.codes) - self.made_at_cancel[id(stream)]
+
+    def _take_turns(self, frames: int) -> None:
+        self._synthesizer.say("Hm.", speaker=first_speaker(self._synthesizer.checkpoint), max_frames=frames)
+
+
+@dataclass
+class Served:
+    url: str
+    studio: Studio
+    watched: Watched
+
+    @property
+    def ws(self) -> str:
+        return self.url.replace("http", "ws", 1) + "/tts/ws"
+
+
+@contextlib.contextmanager
+def served(
+    synthesizer: Synthesizer, limits: Limits | None = None, voices: dict[str, Voice] | None = None, **access: Any
+) -> Iterator[Served]:
+    watched = Watched(synthesizer)
+    studio = Studio(watched, limits, voices)
+    with serving(studio, **access) as url:
+        yield Served(url, studio, watched)
+
+
+def first_speaker(checkpoint: Checkpoint) -> str:
+    return next(iter(checkpoint.config.speakers))
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for another thread."""
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for: {what}"
+        time.sleep(0.01)
