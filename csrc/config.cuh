@@ -58,6 +58,7 @@ template <int H_, int F_, int L_> struct Stack {
 typedef Stack<T_H, T_F, T_L> Talker;
 typedef Stack<P_H, P_F, P_L> Predictor;
 constexpr int VT = T_VOCAB, VP = P_VOCAB;
+constexpr int SEEN_WORDS = VT < 1 << 16 ? VT / 32 : 1;   // a text model keeps no history
 typedef Mat<ceil_div(VT, CTAS), T_H> TalkerHead;
 typedef Mat<ceil_div(VP, CTAS), P_H> PredictorHead;
 typedef Mat<P_H / CTAS, T_H> Projection;         // small_to_mtp, where the talker is wider than the predictor

@@ -1,6 +1,6 @@
 // One Qwen3-TTS frame in one launch: talker step, code 0, sixteen predictor positions, codes 1-15, embedding sum.
 // A launch makes `frames` frames in a row, hands each to the host as it is ready, and stops at end of speech or on a wish.
-#include "sampling.cuh"
+#include "stages.cuh"
 
 template <class H> DEV void head_logits(Ctx& c, u32 tag, int rows) {
   Fragments<H> w; preload(c, w);
@@ -48,16 +48,6 @@ DEV void feeder(Ctx& c) {
   feed_end(c, f);
 }
 
-// One talker step on `x`, whose normed result is also left in vec.
-DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
-  const Params& p = *c.p; Norm<Talker> norm;
-  load_norm<Talker>(c, p.talker_norms, norm);
-  round_row<Talker>(x);
-  Row<Talker> rows[1] = {x};
-  layers<Talker, true, 1>(c, position, rows, norm, p.talker_norms, p.talker_final, hidden);
-  x = rows[0];
-  final_norm<Talker>(c, x, norm);
-}
 // A predictor pass over NT positions ends in the logits of `book`, drawn by every block alike.
 template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&x)[NT]) {
   const Params& p = *c.p; Norm<Predictor> norm;
@@ -72,16 +62,6 @@ template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&
   MARK(c, 16);
   return code;
 }
-// Whether the host still wants frames: block 0 asks it early in a frame, all blocks take the answer at its end.
-DEV void ask_host(Ctx& c, u32 tag) {
-  if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + 3) ? 1u : 0u));
-}
-DEV bool wanted(Ctx& c, u32 tag) {
-  Watch w = {0, 0}; u32 v;
-  while ((((v = get32(&c.p->exchange->go)) >> 16) != (tag & 0xffffu)) && !give_up(c, w, 7)) {}
-  return (v & 1u) == 0;
-}
-
 DEV void consumer(Ctx& c) {
   const Params& p = *c.p; const Stream& u = *c.u; Shared& s = *c.s;
   const bool scribe = c.block == 0 && c.tid == 0;
@@ -102,7 +82,7 @@ DEV void consumer(Ctx& c) {
     u32 tag = ++c.tag;
     head_logits<TalkerHead>(c, tag, VT);
     int code = sample<VT>(c, tag, 0, frame);
-    if (code == p.eos) { ended = true; s.stop = 1; break; }
+    if (code == p.ends[0]) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
     load_row<Talker>(c, p.embeddings0 + (u64)code * T_H, sum);
     Row<Predictor> x[2];                                      // the predictor's first pass takes the talker's state and code 0
@@ -134,31 +114,5 @@ DEV void consumer(Ctx& c) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) mktts_frames(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 dynamic[];
-  Shared* s = (Shared*)dynamic;
-  Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
-  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
-  if (c.tid == 0) {
-    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], WARPS); }
-    s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
-  }
-  for (u32 i = c.tid; i < VT / 32; i += blockDim.x) s->seen[i] = c.u->seen[i];
-  for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
-  for (u32 i = c.tid; i < sizeof(s->value) / 4; i += blockDim.x) ((u32*)s->value)[i] = 0;
-  for (u32 i = c.tid; i < sizeof(s->vec) / 4; i += blockDim.x) ((u32*)s->vec)[i] = 0;
-  __syncthreads();
-  if (c.warp >= WARPS) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
-    if (c.warp == WARPS) feeder(c);
-  } else {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
-    consumer(c);
-  }
+  run<feeder, consumer>(p);
 }
-extern "C" __device__ const u32 mktts_shared_bytes = sizeof(Shared);
-extern "C" __device__ const u32 mktts_exchange_bytes = sizeof(Exchange);
-extern "C" __device__ const u32 mktts_params_bytes = sizeof(Params);

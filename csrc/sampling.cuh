@@ -44,7 +44,7 @@ DEV Choice choice_of(const Ctx& c, bool first) {
 DEV float admit(const Ctx& c, float l, int id, int frame) {
   const Params& p = *c.p; const float penalty = c.u->penalty;
   if ((c.s->seen[id >> 5] >> (id & 31)) & 1u) l = l > 0.f ? __fdiv_rn(l, penalty) : l * penalty;
-  return (id >= p.suppress_from && id != p.eos) || (id == p.eos && frame < p.min_frames) ? NEVER : l;
+  return (id >= p.suppress_from && id != p.ends[0]) || (id == p.ends[0] && frame < p.min_frames) ? NEVER : l;
 }
 DEV float block_sum(Ctx& c, float v) {
   v = warp_sum(v);

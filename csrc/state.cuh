@@ -13,6 +13,7 @@ struct Exchange {
   u32 act[POSITIONS][larger(T_F, P_F)];
   u32 logits[larger(VT, VP)];
   u32 projected[P_H];
+  u64 offers[2][CTAS][3], sums[2][CTAS];     // text: each block's best token; any sum. Two, as neighbours in time alternate
   u32 go;                                    // block 0's word on whether another frame is wanted
 };
 
@@ -28,7 +29,7 @@ struct Stream {
   int* out;
   int slots, position, frame, top_k0, top_k, greedy0, greedy;
   float temperature0, temperature, top_p0, top_p, penalty;
-  u32 seed_lo, seed_hi;
+  u32 seed_lo, seed_hi, token;               // token: the newest one of a text
 };
 constexpr int STREAMS = 1;                   // of a launch: a batched kernel takes more
 
@@ -47,7 +48,7 @@ struct Params {
   Stream stream[STREAMS];
   u64 timeout_ns;
   u32 tag;
-  int frames, eos, suppress_from, min_frames;
+  int frames, ends[4], suppress_from, min_frames;              // ends: ids that end a stream, -1 where there are fewer
   int prefill;                                                 // 1: text holds `frames` prompt rows, for the talker alone
 };
 
@@ -62,8 +63,8 @@ struct __align__(128) Shared {
   __align__(16) u16 q[POSITIONS][QPK][HD], k[HD], v[HD];
   __align__(16) float partial[WARPS][QPK][HD + 4];
   float squares[POSITIONS][WARPS];
-  u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2];
-  u32 seen[VT / 32];
+  u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
+  u32 seen[SEEN_WORDS];
   __align__(16) u16 residual[POSITIONS][MAXH];
   u32 stop, dead, traced, pad_;
 };

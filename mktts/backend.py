@@ -6,6 +6,7 @@ number of open streams can take turns on one backend. A backend is not thread-sa
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mktts.sampling import Sampling
 
-StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, generator
+StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, seed
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,21 @@ class Backend(Protocol):
 
     name: str
 
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
+    def start(
+        self,
+        prompt: Tensor,
+        sampling: Sampling,
+        seed: int | None,
+        max_frames: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> StreamState:
         """Prefills `prompt` (L, H) and returns a stream that can make up to `max_frames` frames.
 
-        Raises CapacityError where L + max_frames exceeds the model's positions.
+        prefix_rows, prefix_key: `Prompt.prefix_rows` and `Prompt.prefix_key`; a backend may keep what it computed for
+        the first rows and use it again under the same key.
+        Raises CapacityError where L + max_frames exceeds the model's positions, SamplingError for a seed outside
+        [0, 2^64) or draws that the backend does not make.
         """
 
     def step(self, state: StreamState, text: Tensor | None) -> Frame:
@@ -42,4 +54,10 @@ class Backend(Protocol):
         `text` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
         the talker's next input; it is None exactly on the first call, whose talker input was the prompt.
         After end-of-speech or `max_frames` frames, step must not be called again (CapacityError).
+        """
+
+    def frames(self, state: StreamState, text: Sequence[Tensor | None]) -> Iterator[Frame]:
+        """As many steps as `text` has entries, ending early after end-of-speech; frames are yielded as they are made.
+
+        Closing the iterator ends the work within one frame; the stream then must not be used again.
         """

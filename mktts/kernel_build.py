@@ -62,9 +62,9 @@ def target_of(capability: tuple[int, int]) -> str:
     return name
 
 
-def source(folder: Path = CSRC) -> str:
-    """frame.cu with its headers in place of their includes."""
-    if not (folder / "frame.cu").exists():
+def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
+    """A kernel's file with its headers in place of their includes."""
+    if not (folder / unit).exists():
         raise BackendUnavailable(f"{folder}: expected the kernel's source: install from a checkout (pip install -e .)")
     seen: set[str] = set()
 
@@ -78,10 +78,10 @@ def source(folder: Path = CSRC) -> str:
             lines.append(expand(include[1]) if include else "" if line == "#pragma once" else line)
         return "\n".join(lines)
 
-    return expand("frame.cu")
+    return expand(unit)
 
 
-def build_for(defines: dict[str, int], arch: str) -> Build:
+def build_for(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
     """Compiles with as many ring stages as the target's shared memory holds, which a build with two stages tells.
 
     Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
@@ -89,31 +89,31 @@ def build_for(defines: dict[str, int], arch: str) -> Build:
 
     Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for two stages.
     """
-    least = compile_kernel({**defines, "RING": 2}, arch)
+    least = compile_kernel({**defines, "RING": 2}, arch, unit)
     stages = 2 + (TARGETS[arch] - least.constants["mktts_shared_bytes"]) // STAGE_BYTES
     if stages < 2:
         raise BackendUnavailable(
             f"the megakernel needs {least.constants['mktts_shared_bytes']} bytes of shared memory a block for this "
             f"checkpoint, {arch} has {TARGETS[arch]}: pass backend='torch'"
         )
-    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, arch)
+    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, arch, unit)
 
 
-def compile_kernel(defines: dict[str, int], arch: str) -> Build:
+def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
     """Compiles, or takes from the cache. Raises BackendUnavailable without NVRTC, and where it refuses the source."""
     library, version = nvrtc()
     if arch in ("sm_100", "sm_120") and version < _SM_120_NEEDS:
         raise BackendUnavailable(f"NVRTC {version} cannot compile for {arch}: install {_PACKAGE} 12.8 or newer")
     flags = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v"]
     flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    code = source()
+    code = source(unit)
     key = hashlib.sha256(json.dumps([code, flags, version]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
     if kept.with_suffix(".json").exists():
         return Build(kept.with_suffix(".cubin").read_bytes(), **json.loads(kept.with_suffix(".json").read_text()))
-    print(f"mktts: compiling the frame kernel for {arch}, once ...", end="", file=sys.stderr, flush=True)
+    print(f"mktts: compiling {unit} for {arch}, once ...", end="", file=sys.stderr, flush=True)
     begun_s = time.perf_counter()
-    build = _compile(library, code, flags)
+    build = _compile(library, code, unit, flags)
     print(f" {time.perf_counter() - begun_s:.1f} s", file=sys.stderr)
     about = {name: value for name, value in asdict(build).items() if name != "cubin"}
     try:
@@ -169,9 +169,9 @@ def _candidates() -> list[Path | str]:
     return [*found, "libnvrtc.so.13", "libnvrtc.so.12"]
 
 
-def _compile(library: ctypes.CDLL, code: str, flags: list[str]) -> Build:
+def _compile(library: ctypes.CDLL, code: str, unit: str, flags: list[str]) -> Build:
     program = ctypes.c_void_p()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"frame.cu", 0, None, None))
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), unit.encode(), 0, None, None))
     try:
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = library.nvrtcCompileProgram(program, len(flags), options)

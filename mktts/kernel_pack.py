@@ -8,7 +8,7 @@ cut into eight parts along k. Within 16 columns the order is permuted so that a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,23 +19,25 @@ from mktts.spec import ModelConfig, StackConfig
 WARPS = 8
 FRAGMENTS = 4  # a warp takes from one ring stage
 _EPS = 1e-6  # compiled into the kernel
+_WARP_ROWS = 32  # of one matrix: a lane for each
 
 
 @dataclass(frozen=True)
 class Shape:
     """What the kernel is compiled for."""
 
-    config: ModelConfig
+    talker: StackConfig
+    predictor: StackConfig
     blocks: int
 
     @property
     def group(self) -> int:
         """Blocks that share one key-value head."""
-        return self.blocks // self.config.talker.num_key_value_heads
+        return self.blocks // self.talker.num_key_value_heads
 
     @property
     def defines(self) -> dict[str, int]:
-        t, p = self.config.talker, self.config.predictor
+        t, p = self.talker, self.predictor
         sizes = {"T": t, "P": p}
         defines = {"NQ": t.num_attention_heads, "NKV": t.num_key_value_heads, "HD": t.head_dim, "CTAS": self.blocks}
         for name, stack in sizes.items():
@@ -54,11 +56,21 @@ def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
         if getattr(t, name) != getattr(p, name):
             raise BackendUnavailable(f"the megakernel needs talker and predictor with the same {name}")
+    return _widest(t, p, multiprocessors, head_rows=max(t.vocab_size, p.vocab_size))
+
+
+def choose_text_shape(stack: StackConfig, multiprocessors: int) -> Shape:
+    """As `choose_shape`, for a text model, which has no predictor: its place takes the least that compiles."""
+    return _widest(stack, replace(stack, num_hidden_layers=1, vocab_size=16), multiprocessors, head_rows=0)
+
+
+def _widest(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) -> Shape:
     if (t.rms_norm_eps, p.rms_norm_eps) != (_EPS, _EPS):
         raise BackendUnavailable(f"the megakernel is built for rms_norm_eps {_EPS}")
     for blocks in (128, 64, 32, 16, 8):
-        if blocks <= multiprocessors and all(_divides(stack, blocks) for stack in (t, p)):
-            return Shape(config, blocks)
+        fits = head_rows <= _WARP_ROWS * WARPS * blocks and all(_divides(stack, blocks) for stack in (t, p))
+        if blocks <= multiprocessors and fits:
+            return Shape(t, p, blocks)
     raise BackendUnavailable(
         f"the megakernel's grid does not fit hidden sizes {t.hidden_size} and {p.hidden_size}, feed-forward "
         f"{t.intermediate_size} and {p.intermediate_size} on {multiprocessors} multiprocessors: pass backend='torch'"
@@ -73,9 +85,8 @@ def _divides(stack: StackConfig, blocks: int) -> bool:
     shared = ((each + 2) * stack.head_dim, each * stack.head_dim)  # rows and outputs that a group deals out
     if group > 32 or any(n % group for n in shared) or shared[1] // group > 32 or owned % 4 or 32 % owned:
         return False
-    # A warp's rows of one matrix must fit its lanes.
-    most = max(stack.vocab_size / blocks, shared[0] / group, 2 * stack.intermediate_size / blocks, owned * heads)
-    return most <= 32 * WARPS
+    most = max(shared[0] / group, 2 * stack.intermediate_size / blocks, owned * heads)
+    return most <= _WARP_ROWS * WARPS
 
 
 def pack(rows: Tensor) -> Tensor:
@@ -114,6 +125,16 @@ def pack_rows(shape: Shape, weight: Tensor) -> Tensor:
     padded = weight.new_zeros(shape.blocks * each, weight.shape[1])
     padded[: weight.shape[0]] = weight
     return pack(padded.view(shape.blocks, each, -1))
+
+
+def pack_wide_head(shape: Shape, weight: Tensor) -> Tensor:
+    """A text model's head in the chunks of csrc/text.cu: each block's rows, a lane for each row of a chunk."""
+    each = -(-weight.shape[0] // shape.blocks)
+    chunks = -(-each // (_WARP_ROWS * WARPS))
+    rows = -(-each // (chunks * 2 * WARPS)) * 2 * WARPS
+    padded = weight.new_zeros(shape.blocks * chunks * rows, weight.shape[1])
+    padded[: weight.shape[0]] = weight
+    return pack(padded.view(shape.blocks * chunks, rows, -1))
 
 
 def pack_projection(shape: Shape, weight: Tensor) -> Tensor:

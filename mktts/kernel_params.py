@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from mktts.sampling import Choice
+
 STATUS_WORDS = 16  # of a stream's pinned memory, int32; the frames follow
 MADE, ENDED, NEXT_TAG, STOP = range(
     4
@@ -29,7 +31,7 @@ class StreamParams(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in ("text", "hidden", "sum", "kv", "seen", "out")]
         + [(name, ctypes.c_int) for name in "slots position frame top_k0 top_k greedy0 greedy".split()]
         + [(name, ctypes.c_float) for name in "temperature0 temperature top_p0 top_p penalty".split()]
-        + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi")]
+        + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]
     )
 
 
@@ -39,7 +41,8 @@ class Params(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in _POINTERS]
         + [("stream", StreamParams * 1), ("timeout_ns", ctypes.c_ulonglong), ("tag", ctypes.c_uint)]
-        + [(name, ctypes.c_int) for name in ("frames", "eos", "suppress_from", "min_frames", "prefill")]
+        + [("frames", ctypes.c_int), ("ends", ctypes.c_int * 4)]
+        + [(name, ctypes.c_int) for name in ("suppress_from", "min_frames", "prefill")]
     )
 
 
@@ -47,6 +50,13 @@ def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> Non
     """Sets the pointers named by `tensors`; None leaves one null."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
+
+
+def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
+    """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
+    names = ("temperature0", "top_p0", "top_k0", "greedy0") if book0 else ("temperature", "top_p", "top_k", "greedy")
+    for name, value in zip(names, (choice.temperature, choice.top_p, choice.top_k, not choice.do_sample), strict=True):
+        setattr(stream, name, value)
 
 
 def pinned_words(frames: int) -> Tensor:

@@ -30,9 +30,8 @@ def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Ten
         matrix, bias = get(name + "weight"), get(name + "bias")
         weights |= {"projection_tape": pack_projection(shape, matrix), "projection_bias": bias}
         weights |= {"inputs0": F.linear(first, matrix, bias), "inputs": F.linear(embeddings, matrix, bias)}
-    config = shape.config
-    weights |= stack_weights(shape, "talker", config.talker, get, "talker.model.")
-    return weights | stack_weights(shape, "predictor", config.predictor, get, f"{code_predictor}model.")
+    weights |= stack_weights(shape, "talker", shape.talker, get, "talker.model.")
+    return weights | stack_weights(shape, "predictor", shape.predictor, get, f"{code_predictor}model.")
 
 
 def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix: str) -> dict[str, Tensor]:

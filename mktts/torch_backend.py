@@ -80,7 +80,15 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
+    def start(
+        self,
+        prompt: Tensor,
+        sampling: Sampling,
+        seed: int | None,
+        max_frames: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
         hidden_size = self.config.talker.hidden_size
         if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != hidden_size:
@@ -102,6 +110,13 @@ class TorchBackend:
             generator=generator,
             max_frames=max_frames,
         )
+
+    def frames(self, state: TorchStream, text: Sequence[Tensor | None]) -> Iterator[Frame]:
+        """See `Backend.frames`."""
+        for row in text:
+            yield self.step(state, row)
+            if state.ended:
+                return
 
     @torch.inference_mode()
     def step(self, state: TorchStream, text: Tensor | None) -> Frame:

@@ -49,7 +49,7 @@ def test_without_a_device_it_says_so(tiny):
 @pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
 def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, structure):
     struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
-    declared = re.findall(r"(\w+)(?:\[STREAMS\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
+    declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
     assert [field for field, _ in structure._fields_] == declared
 
 
@@ -73,11 +73,21 @@ def test_greedy_codes_are_the_oracles_where_margins_are_wide(source):
 
 @pytest.mark.gpu
 @GPU
-def test_both_prefills_give_the_same_codes(tiny_margin, monkeypatch):
+def test_row_by_row_at_once_and_after_a_prefix_prompts_give_the_same_codes(tiny_margin, monkeypatch):
     backend, prompt = kernel_of(tiny_margin), prompt_of(tiny_margin)
-    row_by_row = our_codes(backend, prompt, GREEDY, 0, 30)
-    monkeypatch.setattr("mktts.megakernel._PREFILL_BYTES", 0)
-    assert torch.equal(our_codes(backend, prompt, GREEDY, 0, 30), row_by_row)
+    assert 0 < prompt.prefix_rows < len(prompt.embeds)
+
+    def codes(kernel_rows: int, **prefix: object) -> torch.Tensor:
+        monkeypatch.setattr("mktts.megakernel._KERNEL_ROWS", kernel_rows)
+        state = backend.start(prompt.embeds, GREEDY, 0, 30, **prefix)
+        return frames_of(backend, prompt, state, 30)
+
+    prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
+    expected = codes(10**6)
+    for kernel_rows in (0, 10**6):
+        assert torch.equal(codes(kernel_rows), expected)
+        for _ in range(2):  # made, then found
+            assert torch.equal(codes(kernel_rows, **prefix), expected)
 
 
 @pytest.mark.gpu
@@ -168,8 +178,9 @@ def test_a_frame_that_times_out_is_named_and_the_next_stream_is_well(tiny, monke
     expected = our_codes(backend, prompt, Sampling(), 1, 8)
     state = backend.start(prompt.embeds, Sampling(), 1, 8)
     with monkeypatch.context() as patch:
-        patch.setattr("mktts.megakernel._TIMEOUT_NS", 50_000_000)
-        patch.setattr(backend._kernel, "blocks", backend._kernel.blocks - 1)  # the others wait for it in vain
+        patch.setattr("mktts.kernel_launch._TIMEOUT_NS", 50_000_000)
+        kernel = backend._launcher.kernel
+        patch.setattr(kernel, "blocks", kernel.blocks - 1)  # the others wait for it in vain
         with pytest.raises(EngineError, match=r"block \d+, thread \d+ waited"):
             frames_of(backend, prompt, state, 8)
     with pytest.raises(CapacityError):

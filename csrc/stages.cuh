@@ -1,0 +1,55 @@
+// What the kernels share above the layers: a talker step, the host's wish to stop, the body of a block.
+#pragma once
+#include "sampling.cuh"
+
+// One talker step on `x`, whose normed result is also left in vec.
+DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
+  const Params& p = *c.p; Norm<Talker> norm;
+  load_norm<Talker>(c, p.talker_norms, norm);
+  round_row<Talker>(x);
+  Row<Talker> rows[1] = {x};
+  layers<Talker, true, 1>(c, position, rows, norm, p.talker_norms, p.talker_final, hidden);
+  x = rows[0];
+  final_norm<Talker>(c, x, norm);
+}
+// Whether the host still wants more: block 0 asks it early in a frame, all blocks take the answer at its end.
+DEV void ask_host(Ctx& c, u32 tag) {
+  if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + 3) ? 1u : 0u));
+}
+DEV bool wanted(Ctx& c, u32 tag) {
+  Watch w = {0, 0}; u32 v;
+  while ((((v = get32(&c.p->exchange->go)) >> 16) != (tag & 0xffffu)) && !give_up(c, w, 7)) {}
+  return (v & 1u) == 0;
+}
+
+
+// One warp feeds the ring, eight consume it.
+template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
+  extern __shared__ __align__(128) u8 dynamic[];
+  Shared* s = (Shared*)dynamic;
+  Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
+  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
+  if (c.tid == 0) {
+    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], WARPS); }
+    s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
+  }
+  if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
+  for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
+  for (u32 i = c.tid; i < sizeof(s->value) / 4; i += blockDim.x) ((u32*)s->value)[i] = 0;
+  for (u32 i = c.tid; i < sizeof(s->vec) / 4; i += blockDim.x) ((u32*)s->vec)[i] = 0;
+  __syncthreads();
+  if (c.warp >= WARPS) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+    if (c.warp == WARPS) FEED(c);
+  } else {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+    CONSUME(c);
+  }
+}
+extern "C" __device__ const u32 mktts_shared_bytes = sizeof(Shared);
+extern "C" __device__ const u32 mktts_exchange_bytes = sizeof(Exchange);
+extern "C" __device__ const u32 mktts_params_bytes = sizeof(Params);
