@@ -141,10 +141,8 @@ def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype:
     config = checkpoint.config
     if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
         try:
-            try:
-                from mktts.text_kernel import TextKernelBackend
-            except ImportError as error:
-                raise BackendUnavailable(f"the text megakernel cannot be imported: {error}") from None
+            from mktts.text_kernel import TextKernelBackend
+
             return TextKernelBackend(config, checkpoint.tensors(), device, dtype)
         except BackendUnavailable as reason:
             if name == "megakernel":
