@@ -36,6 +36,15 @@ class Chunker:
     def undecoded_frames(self) -> int:
         return len(self._undecoded)
 
+    @property
+    def missing_frames(self) -> int:
+        """How many more frames make the next chunk whole."""
+        return self._wanted - len(self._undecoded)
+
+    @property
+    def _wanted(self) -> int:
+        return self._schedule[min(self._chunks, len(self._schedule) - 1)]
+
     def add(self, codes: Tensor) -> None:
         """Takes one frame, (16,) int64 on the host."""
         self._undecoded.append(codes)
@@ -43,7 +52,7 @@ class Chunker:
 
     def take(self, started_s: float, flush: bool = False) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear."""
-        wanted = 1 if flush else self._schedule[min(self._chunks, len(self._schedule) - 1)]
+        wanted = 1 if flush else self._wanted
         if len(self._undecoded) < wanted:
             return None
         begun_s = time.perf_counter()

@@ -1,10 +1,10 @@
 """The worker thread that owns the model, and the turns of the open streams on it.
 
 Every open stream makes one frame a turn. A stream that waits for text or for its consumer is passed over; with
-nothing to do the worker sleeps. A new stream has the next turn, so its first frame waits for one frame of another
-stream at most. Nothing here takes a lock that a garbage-collected stream could need: the worker learns of new
-streams, cancelled ones and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere,
-finalizers included.
+nothing to do the worker sleeps. A new stream has the next turn: its first frame waits for one frame of another stream
+at most, or for the few that a lone stream had asked for ahead. Nothing here takes a lock that a garbage-collected
+stream could need: the worker learns of new streams, cancelled ones and emptied buffers from one `queue.SimpleQueue`,
+whose `put` may be called from anywhere, finalizers included.
 
 Threads: `open`, `wake` and `close` may be called from any thread. A job has one consumer at a time. Forks: threads do
 not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make another one.
@@ -38,6 +38,7 @@ class Work(Protocol):
     codes: list[Tensor]
     finish_reason: FinishReason | None
     cancelled: bool
+    alone: bool  # nobody else waits for a turn
     pending_frames: int  # made, not yet in a chunk
 
     def ready(self) -> bool: ...
@@ -117,8 +118,8 @@ class Job:
 
     # ---- worker
 
-    def turn(self) -> bool:
-        """Makes one frame if it can; returns whether it did anything."""
+    def turn(self, alone: bool = False) -> bool:
+        """Makes one frame if it can; returns whether it did anything. `alone`: no other stream waits for a turn."""
         work = self._work
         try:
             if self.cancelled:
@@ -126,6 +127,7 @@ class Job:
             elif self._full(work) or not work.ready():
                 return False
             else:
+                work.alone = alone
                 chunk = work.step()
                 if chunk is not None:
                     self._made_frames += chunk.frames
@@ -242,7 +244,7 @@ class _Worker:
 
     def _turn(self) -> None:
         job = self._turns.popleft()
-        self._idle_turns = 0 if job.turn() else self._idle_turns + 1
+        self._idle_turns = 0 if job.turn(alone=not self._turns) else self._idle_turns + 1
         if job.open:
             self._turns.append(job)
 

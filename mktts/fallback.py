@@ -52,7 +52,7 @@ class UpstreamGeneration:
     def __init__(self, model: UpstreamModel, script: Script, plan: Plan) -> None:
         self.codes: list[Tensor] = []
         self.finish_reason: FinishReason | None = None
-        self.cancelled = False
+        self.cancelled = self.alone = False
         self._model = model
         self._script = script
         self._plan = plan

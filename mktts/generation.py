@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.backend import Backend
+from mktts.backend import Backend, Frame
 from mktts.chunking import Chunker
 from mktts.codec import CodecDecoder, CodecState
 from mktts.codec_graph import GraphedCodec, to_host
@@ -24,6 +25,7 @@ from mktts.prompt import PromptBuilder, Request
 from mktts.script import FedScript, Script, WholeScript
 from mktts.spec import FRAME_RATE_HZ
 
+MAX_FRAMES_AHEAD = 4  # of one launch: what a stream that arrives meanwhile waits for at most, 6 ms on an H200
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 _PRIMED_VOICES = 8
 _PRIMING_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
@@ -107,6 +109,7 @@ class Generation:
         self.codes: list[Tensor] = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False  # set by any thread: no more chunks are wanted
+        self.alone = False  # set by the engine: nobody waits for a turn, so that a step may ask for frames ahead
         self._model = model
         self._script = script
         self._plan = plan
@@ -118,6 +121,9 @@ class Generation:
         self._state: Any = None
         self._watch: Watch | None = None
         self._row: Tensor | None = None
+        self._capacity = 0  # frames of the segment that the backend has room for
+        self._ahead: Iterator[Frame] | None = None  # frames of one launch, of which some are to come
+        self._ahead_frames = 0
 
     @property
     def pending_frames(self) -> int:
@@ -136,8 +142,7 @@ class Generation:
             return self._chunker.take(self._script.started_s, flush=True)
         if self._state is None:
             self._begin_segment()
-        frame = self._model.backend.step(self._state, self._row)
-        self._row = None
+        frame = self._next_frame()
         self._chunker.talker_ms += frame.talker_ms
         self._chunker.predictor_ms += frame.predictor_ms
         if frame.codes is None:
@@ -150,6 +155,30 @@ class Generation:
             return None
         return self._chunker.take(self._script.started_s, flush=self.finish_reason is not None)
 
+    def _next_frame(self) -> Frame:
+        """The next frame; several are asked for at once where nobody else waits and their inputs are known."""
+        backend = self._model.backend
+        if self._ahead is None:
+            rows = self._rows_ahead() if self.alone else [self._row]
+            self._row = None
+            if len(rows) == 1:
+                return backend.step(self._state, rows[0])
+            self._ahead, self._ahead_frames = backend.frames(self._state, rows), len(rows)
+        frame = next(self._ahead)
+        self._ahead_frames -= 1
+        if not self._ahead_frames or frame.codes is None:
+            self._ahead.close()
+            self._ahead = None
+        return frame
+
+    def _rows_ahead(self) -> list[Tensor | None]:
+        """What the talker takes for the next frames, as far as it is known, up to the end of the chunk."""
+        rows, made = [self._row], self._watch.frames
+        most = min(MAX_FRAMES_AHEAD, self._chunker.missing_frames, self._capacity - made)
+        while len(rows) < most and (row := self._prompt.row(made - 1 + len(rows))) is not None:
+            rows.append(row)
+        return rows
+
     def _next_input(self) -> bool:
         """Whether the talker's next input is known; fetches it."""
         self._script.update()
@@ -158,7 +187,7 @@ class Generation:
             self._prompt = self._script.next_segment()
             self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
             return self._prompt is not None
-        if self._state is None or self._row is not None:
+        if self._state is None or self._row is not None or self._ahead is not None:
             return True
         self._row = self._prompt.row(self._watch.frames - 1)
         return self._row is not None
@@ -176,7 +205,9 @@ class Generation:
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
         capacity = limit if guarded is None else min(limit, guarded)
         seed = plan.seed + self._segments
-        self._state = self._model.backend.start(embeds, plan.sampling, seed, max(1, capacity))
+        self._capacity = max(1, capacity)
+        prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
+        self._state = self._model.backend.start(embeds, plan.sampling, seed, self._capacity, **prefix)
         self._watch = Watch(plan.options.guard, max(1, limit))
         self._segments += 1
         self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)

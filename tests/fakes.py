@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -63,7 +63,7 @@ class FakeBackend:
                 f"{self.entered} steps after {WAIT_S} s"
             )
 
-    def start(self, prompt: Tensor, sampling: object, seed: int, max_frames: int) -> FakeState:
+    def start(self, prompt: Tensor, sampling: object, seed: int, max_frames: int, **_prefix: object) -> FakeState:
         state = FakeState(prompt=int(prompt.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
         self.states.append(state)
         return state
@@ -87,6 +87,10 @@ class FakeBackend:
         codes[0] = self.code0(state.frames)
         state.frames += 1
         return Frame(codes, 1.0, 2.0)
+
+    def frames(self, state: FakeState, text: Sequence[Tensor | None]) -> Iterator[Frame]:
+        for row in text:
+            yield self.step(state, row)
 
 
 @dataclass
@@ -127,6 +131,8 @@ class FakeCodec:
 
 class FakeFedPrompt:
     """A character is a token."""
+
+    prefix_rows, prefix_key = 0, None
 
     def __init__(self) -> None:
         self.text = ""
@@ -177,7 +183,12 @@ class FakePrompts:
     def build(self, request: Request) -> SimpleNamespace:
         self.built.append(request.text)
         return SimpleNamespace(
-            embeds=_rows(request.text), row=lambda frame: torch.zeros(1), text_tokens=len(request.text), text_ended=True
+            embeds=_rows(request.text),
+            row=lambda frame: torch.zeros(1),
+            text_tokens=len(request.text),
+            text_ended=True,
+            prefix_rows=0,
+            prefix_key=None,
         )
 
     def open(self, request: Request) -> FakeFedPrompt:
