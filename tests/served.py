@@ -16,7 +16,7 @@ from mktts.synth import Stream, Synthesizer
 from mktts.voice import Voice
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Watched:
@@ -40,8 +40,8 @@ class Watched:
         cancel = stream.cancel
 
         def noted() -> None:
-            self.made_at_cancel.setdefault(id(stream), len(stream.codes))
             cancel()
+            self.made_at_cancel.setdefault(id(stream), len(stream.codes))
 
         stream.cancel = noted
         self.streams.append(stream)
@@ -52,7 +52,7 @@ class Watched:
         made = -1
         while made != len(stream.codes):
             made = len(stream.codes)
-            self._take_turns(20)
+            self._take_turns(8)
         return made
 
     def wasted_frames(self, stream: Stream) -> int:

@@ -234,7 +234,7 @@ def test_ctrl_c_cancels_what_is_open_after_the_grace_and_says_so(start):
 
 def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_meanwhile(synthesizer):
     with contextlib.ExitStack() as running:
-        server = running.enter_context(served(synthesizer, Limits(grace_s=1.0)))
+        server = running.enter_context(served(synthesizer, Limits(grace_s=3.0)))
         with connect(server.ws) as connection:
             connection.send('{"type": "start"}')
             assert '"started"' in connection.recv(timeout=30)

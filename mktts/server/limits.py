@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mktts.errors import ServerError
-from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,3 @@ class Limits:
     @property
     def max_frames(self) -> int:
         return max(1, int(self.max_duration_s * FRAME_RATE_HZ))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Of 16-bit PCM, in frames made ahead."""
-        return self.buffer_frames * SAMPLES_PER_FRAME * 2

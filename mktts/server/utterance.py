@@ -88,11 +88,6 @@ class Utterance:
         return self._samples / SAMPLE_RATE_HZ
 
     @property
-    def reason(self) -> str | None:
-        """Why it ended; None while it runs."""
-        return self._reason
-
-    @property
     def state(self) -> StreamState:
         return StreamState(
             id=self.id,
