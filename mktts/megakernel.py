@@ -59,6 +59,10 @@ class MegakernelStream:
     frames: int = 0
     ended: bool = False
     codes0: list[int] = field(default_factory=list)  # code 0 of every frame
+    params: StreamParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = _stream_params(self)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class MegakernelBackend:
         self._prefill = KernelPrefill(Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype))
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
+        self._fixed = self._fixed_params()
 
     @torch.inference_mode()
     def start(
@@ -234,10 +239,17 @@ class MegakernelBackend:
         return self._launcher.launch(params, len(text) * self._tags_per_frame)
 
     def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
-        params, stream = Params(), _stream_params(state)
+        """A copy of what never changes, with the stream's own: filling all fields anew took 25 us a launch."""
+        params = Params.from_buffer_copy(self._fixed)
+        params.stream[0] = state.params
+        stream = params.stream[0]
+        stream.text, stream.frame = rows.data_ptr(), state.frames
+        stream.position = state.prompt_rows + state.frames - 1
+        return params
+
+    def _fixed_params(self) -> Params:
+        params = Params()
         point(params, self._weights)
-        point(stream, {"text": rows})
-        params.stream[0] = stream
         params.ends[:] = [self.config.codec_ids.eos, -1, -1, -1]
         params.min_frames = MIN_NEW_FRAMES
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
@@ -245,15 +257,14 @@ class MegakernelBackend:
 
 
 def _stream_params(state: MegakernelStream) -> StreamParams:
-    stream = StreamParams()
+    """What stays the same over a stream's launches."""
+    stream, sampling = StreamParams(), state.sampling
     own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "out": state.out}
     point(stream, own)
-    stream.slots, stream.frame = state.kv.shape[3], state.frames
-    stream.position = state.prompt_rows + state.frames - 1
+    stream.slots, stream.penalty = state.kv.shape[3], sampling.repetition_penalty
     stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
-    set_choice(stream, state.sampling.talker, True)
-    set_choice(stream, state.sampling.predictor, False)
-    stream.penalty = state.sampling.repetition_penalty
+    set_choice(stream, sampling.talker, True)
+    set_choice(stream, sampling.predictor, False)
     return stream
 
 

@@ -8,7 +8,7 @@ sum of the sixteen embeddings plus the next text embedding is the talker's next 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
