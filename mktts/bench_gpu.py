@@ -114,6 +114,28 @@ def timed_frames(
     raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
 
 
+def kernel_frames(model: StepModel, prompt: Prompt, sampling: Sampling, settings: Settings) -> Iterator[Frame]:
+    """`samples` frames around the context, several a launch and without the first: times of the kernel alone."""
+    from mktts.megakernel import MAX_FRAMES_A_LAUNCH
+
+    rows, left = len(prompt.embeds), settings.samples
+    for seed in range(_SEEDS):
+        state, made = model.backend.start(prompt.embeds, sampling, seed, settings.context + settings.around), 0
+        while rows + made + MAX_FRAMES_A_LAUNCH < settings.context + settings.around:
+            text = [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
+            frames = [frame for frame in model.backend.frames(state, text) if frame.codes is not None]
+            if seed and rows + made > settings.context - settings.around:
+                for frame in frames[1 : 1 + left]:
+                    left -= 1
+                    yield frame
+            made += len(frames)
+            if left == 0:
+                return
+            if len(frames) < len(text):
+                break
+    raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
+
+
 def _model(checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, StepModel]:
     from mktts.synth import _step_model
 
@@ -168,9 +190,11 @@ def ours(settings: Settings) -> None:
     note(backend=model.backend.name, text=request.text, speaker=request.speaker, random_weights=checkpoint.is_random)
     frames = _frames_of(checkpoint, model, settings)
     emit("frame_ms", [elapsed_ms for elapsed_ms, _ in frames], "ms")
-    if any(frame.predictor_ms for _, frame in frames):  # else the backend knows no split
-        emit("talker_step_ms", [frame.talker_ms for _, frame in frames], "ms")
-        emit("predictor_ms", [frame.predictor_ms for _, frame in frames], "ms")
+    split = [frame for _, frame in frames]
+    if model.backend.name == "megakernel":
+        split = list(kernel_frames(model, model.prompts.build(request), checkpoint.sampling(), settings))
+    emit("talker_step_ms", [frame.talker_ms for frame in split], "ms")
+    emit("predictor_ms", [frame.predictor_ms for frame in split], "ms")
     _streams(checkpoint, model, settings)
 
 
@@ -200,6 +224,29 @@ def codec(settings: Settings) -> None:
             decoder.submit(codes[:frames], state).result()
             times_ms.append(1e3 * (time.perf_counter() - begun_s))
         emit(f"codec_{frames}_ms", times_ms, "ms")
+
+
+def overlap(settings: Settings) -> None:
+    """A chunk of 8 frames and its PCM, the codec's wait before the next frames are launched, and after."""
+    checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
+    prompt = model.prompts.build(request_of(checkpoint, settings))
+    size, chunks = 8, 24
+    for name, overlapped in (("chunk_8_serial_ms", False), ("chunk_8_overlapped_ms", True)):
+        state = model.backend.start(prompt.embeds, checkpoint.sampling(), 1, size * chunks)
+        codec_state, pending, begun_s = model.codec.start(), None, []
+        for chunk in range(chunks):
+            begun_s.append(time.perf_counter())
+            text = [prompt.row(t - 1) if t else None for t in range(chunk * size, (chunk + 1) * size)]
+            frames = model.backend.frames(state, text)
+            codes = [next(frames).codes]  # launched, and its first frame here
+            if pending is not None:
+                pending.result()
+            codes += [frame.codes for frame in frames]
+            pending = model.codec.submit(torch.stack([c for c in codes if c is not None]), codec_state)
+            if not overlapped:
+                pending.result()
+        spent_ms = [1e3 * (b - a) for a, b in zip(begun_s, begun_s[1:], strict=False)]
+        emit(name, spent_ms[4:], "ms for 8 frames and their PCM")
 
 
 def memory(settings: Settings) -> None:
@@ -315,6 +362,7 @@ SECTIONS: dict[str, Callable[[Settings], None]] = {
     "prepare": prepare,
     "ours": ours,
     "codec": codec,
+    "overlap": overlap,
     "graph": graph,
     "memory": memory,
     "text": text,

@@ -29,6 +29,7 @@ EXPECTED = {
     "prepare": (),
     "ours": ("talker_step_ms", "predictor_ms", "frame_ms", "ttfc_ms", "rtf"),
     "codec": ("codec_1_ms", "codec_8_ms"),
+    "overlap": (),
     "graph": ("graph_frame_ms",),
     "memory": ("peak_gpu_mb",),
     "text": ("text_tok_s",),

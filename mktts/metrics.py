@@ -11,7 +11,8 @@
 * **Stage times**: the backend's and codec's own clocks per frame. Their sum is at most the time above.
 * **Frame** (`frame_ms`, of a peer `upstream_frame_ms` ...): host wall time from one frame's codes on the host to the
   next one's, codec left out, at about 200 positions of context. **Talker step**, **predictor**: what the backend says
-  of that frame (`Frame.talker_ms`, `predictor_ms`); for the megakernel launch and hand-over count as talker.
+  of that frame (`Frame.talker_ms`, `predictor_ms`); for the megakernel, several frames a launch and the first of them
+  left out, so that they are the kernel's own clock: head and draw of code 0 are the talker's, the sum the predictor's.
 * **Codec** (`codec_N_ms`): N frames, codes on the host to PCM on the host, by the decoder that the synthesizer uses.
 * **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
   of 2 000 frames open. The card must be otherwise idle.
