@@ -27,6 +27,7 @@ from mktts.pipecat import Style
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 WAIT_S = 10.0
+TOO_LATE_S = WAIT_S + 5  # an audio context that only its time-out closes fails the test
 PIECE = (8000 * np.sin(np.arange(SAMPLES_PER_FRAME) * (np.pi / 60))).astype("<i2").tobytes()  # 200 Hz, whole periods
 
 
@@ -140,8 +141,7 @@ class Talk:
             await self.say(EndFrame())
         else:
             await self.worker.cancel()
-        await asyncio.wait_for(self._run, WAIT_S)
-        self._collect()
+        await self.ended()
 
     async def say(self, *frames: Frame) -> None:
         for frame in frames:
@@ -159,7 +159,9 @@ class Talk:
 
     async def ended(self) -> None:
         """Waits until the pipeline has ended by itself."""
-        await asyncio.wait_for(self._run, WAIT_S)
+        done, _ = await asyncio.wait({self._run}, timeout=WAIT_S)  # not wait_for: a runner does not mind its cancel
+        assert done, f"the pipeline has not ended within {WAIT_S} s"
+        await self._run
         self._collect()
 
     def _collect(self) -> None:

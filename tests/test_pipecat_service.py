@@ -13,6 +13,8 @@ from pipecat.frames.frames import (
     InterruptionFrame,
     LLMAssistantPushAggregationFrame,
     LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
     MetricsFrame,
     TTSAudioRawFrame,
     TTSSpeakFrame,
@@ -25,7 +27,7 @@ from pipecat.metrics.metrics import ProcessingMetricsData, TTFAMetricsData, TTFB
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.tests.utils import run_test
 from pipecat.transcriptions.language import Language
-from pipecat_fakes import FakeSource, FakeSpeech, Talk, metrics, turn
+from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, turn
 
 from mktts.errors import PromptError, TextError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
@@ -179,7 +181,7 @@ async def test_a_language_the_model_lacks_is_left_to_the_model():
 
 @pytest.mark.parametrize("text", ["\U0001f44d", "...", "\u200b!"])
 async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
-    tts, source = service(stop_frame_timeout_s=60)
+    tts, source = service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         for _ in range(4):  # one more than Pipecat writes a silent service off for
             await talk.say(TTSSpeakFrame(text))
@@ -193,11 +195,42 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
 
 
 async def test_a_sentence_whose_speech_is_empty_ends_at_once():
-    tts, _ = service(lambda text: FakeSpeech(0), stop_frame_timeout_s=60)
+    tts, _ = service(lambda text: FakeSpeech(0), stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(*turn("Sh."))
     assert (len(talk.of(TTSStoppedFrame)), talk.samples(), talk.up) == (1, 480, [])
     assert metrics(talk, TTFBMetricsData) == []
+
+
+async def test_an_end_in_the_middle_of_a_reply_does_not_wait_for_its_rest():
+    tts, _ = service(stop_frame_timeout_s=TOO_LATE_S)
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three. "), LLMTextFrame("Four"), EndFrame())
+        await talk.ended()
+    assert talk.heard() == "One two three."
+
+
+async def test_words_after_an_interruption_are_told_while_they_are_heard():
+    tts, source = service(lambda text: FakeSpeech(None))
+    async with Talk(tts) as talk:
+        await talk.say(*turn("A sentence of which eight seconds are made at once."))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(100, open=True)
+        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 100)
+        await talk.say(InterruptionFrame(), *turn("Now this one."))
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(10, open=True)
+        await talk.until(lambda: talk.heard().endswith("Now this one."))
+        source.speeches[1].give(1)
+
+
+async def test_words_made_before_a_failure_are_in_the_context_although_they_are_not_heard_yet():
+    text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    tts, _ = service(lambda text: FakeSpeech(50, RuntimeError("device lost")))
+    async with Talk(tts) as talk:
+        await talk.say(TTSSpeakFrame(text))
+    assert "ten eleven" in talk.heard()  # of four seconds
+    assert text.startswith(talk.heard()) and talk.heard() != text
 
 
 def failing(text: str) -> FakeSpeech:
@@ -205,7 +238,7 @@ def failing(text: str) -> FakeSpeech:
 
 
 async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_out_of_the_context():
-    tts, source = service(failing, stop_frame_timeout_s=60)
+    tts, source = service(failing, stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(*turn("All is good. ", "Then comes a bad sentence with a long end. ", "This is never said."))
         await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
@@ -227,7 +260,7 @@ async def test_text_that_cannot_be_spoken_costs_that_sentence_alone():
             raise TextError("too long")
         return FakeSpeech(3)
 
-    tts, _ = service(plan, stop_frame_timeout_s=60)
+    tts, _ = service(plan, stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(*turn("One two. ", "Three bad four. ", "Five six."))
     assert talk.heard() == "One two. Five six."
@@ -241,7 +274,7 @@ async def test_settings_that_do_not_fit_are_permanent_until_they_change():
             raise PromptError("speaker must be 'vivian', got 'nobody'")
         return FakeSpeech(3)
 
-    tts, source = service(plan, stop_frame_timeout_s=60)
+    tts, source = service(plan, stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(TTSUpdateSettingsFrame(delta=Settings(voice="nobody")), *turn("One."))
         await talk.until(lambda: talk.of(LLMFullResponseEndFrame))

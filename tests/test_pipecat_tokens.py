@@ -15,7 +15,7 @@ from pipecat.frames.frames import (
 )
 from pipecat.metrics.metrics import TTFBMetricsData, TTSUsageMetricsData
 from pipecat.services.tts_service import TextAggregationMode
-from pipecat_fakes import FakeSource, FakeSpeech, Talk, metrics, turn
+from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, turn
 
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
 from mktts.spec import SAMPLES_PER_FRAME
@@ -68,7 +68,7 @@ async def test_an_interrupted_token_turn_has_the_heard_words_in_the_context_alon
 
 
 async def test_a_failed_engine_in_a_token_turn_keeps_the_unspoken_text_out_of_the_context():
-    tts, source = service(stop_frame_timeout_s=60)
+    tts, source = service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Once upon a time there was a computer. It"))
         await talk.until(lambda: source.speeches)
@@ -99,7 +99,7 @@ async def test_two_token_turns_are_generated_one_after_another():
 
 
 async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():
-    tts, source = service(stop_frame_timeout_s=60)
+    tts, source = service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three four five six seven. "))
         await talk.until(lambda: source.speeches)

@@ -263,9 +263,6 @@ class MkttsTTSService(HeardWordsTTSService):
                 yield self._frame(silence(_GUARD_S, self.sample_rate), context_id)
             utterance.over = True
             await self._tell_words(utterance, context_id)
-        except asyncio.CancelledError:
-            await self.cancel_ttfb_metrics()
-            raise
         except Exception as error:
             await self.cancel_ttfb_metrics()
             utterance.over = utterance.cut_short = True
@@ -326,18 +323,22 @@ class MkttsTTSService(HeardWordsTTSService):
     #
 
     async def _handle_interruption(self, frame: InterruptionFrame, direction: FrameDirection) -> None:
+        """Stop what speaks into a context that the interruption dropped; uninterruptible contexts are still there.
+
+        Not left to the end of `run_tts`: when the task that drives it is cancelled between two frames, Python closes
+        the generator at some later time.
+        """
         await super()._handle_interruption(frame, direction)
         await self._end_utterances([key for key in self._speaking if not self.audio_context_available(key)])
         if not self.get_audio_contexts():
             self._playout.drop()
 
     async def on_audio_context_interrupted(self, context_id: str) -> None:
-        """Stop the generation of an interrupted context.
+        """Forget an interrupted context.
 
         Args:
             context_id: The audio context that was interrupted.
         """
-        await self._end_utterances([context_id])
         self._forget(context_id)
 
     async def on_audio_context_completed(self, context_id: str) -> None:
@@ -358,5 +359,5 @@ class MkttsTTSService(HeardWordsTTSService):
 
     def _forget(self, context_id: str) -> None:
         self._origins_s.pop(context_id, None)
-        if context_id not in self._speaking:  # a turn whose LLM pauses for long loses its audio context and goes on
+        if context_id not in self._speaking:  # an LLM that pauses for long loses its audio context, and goes on
             self._cut_short.discard(context_id)
