@@ -71,6 +71,9 @@ __host__ __device__ constexpr int part_stride(int k) {
   return 2 * (words % 16 == 8 ? words : words / 16 * 16 + (words % 16 > 8 ? 24 : 8));
 }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int WIDEST = round_up(larger(larger(T_H, P_H), larger(QPK * HD, larger(T_F, P_F) / NKV)), 128);
-constexpr int VEC = 8 * larger(part_stride(WIDEST), WIDEST / 8 + 16);
+__host__ __device__ constexpr int vec_elements(int h, int f) {   // of the widest input of a stack's matrices
+  const int widest = round_up(larger(h, larger(QPK * HD, f / NKV)), 128);
+  return 8 * larger(part_stride(widest), widest / 8 + 16);
+}
+constexpr int VEC_P = vec_elements(P_H, P_F), VEC = larger(vec_elements(T_H, T_F), VEC_P);
 static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS, "heads map onto warps");

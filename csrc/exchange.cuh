@@ -69,7 +69,7 @@ template <int H, int NT> DEV void own_rows(Ctx& c, u32 (*boxes)[POSITIONS][MAXH]
     UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
     __syncwarp();
     UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
-    const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[n][base + row]) + round_bf16(sum));
+    const u32 word = (tag << 16) | to_bf16(from_bf16(residual_of(*c.s, n)[base + row]) + round_bf16(sum));
     u32 w[4];
     UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
     constexpr int AT_ONCE = 32 / (RPO / 4);

@@ -34,7 +34,11 @@ template <int TILES> DEV float sum_diagonal(const Ctx& c, const float (&d)[TILES
 }
 
 // Weights do not wait for activations: a warp takes its fragments of the next matrix out of the ring before the exchange.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int PRELOAD = 16;
+#else
+constexpr int PRELOAD = 8;               // 168 registers a thread, not 232
+#endif
 template <class M> struct Fragments { static constexpr int N = M::FRAGMENTS < PRELOAD ? M::FRAGMENTS : PRELOAD; u32 a[N][4]; };
 template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
   const int n = M::FRAGMENTS - s * FRAGS < FRAGS ? M::FRAGMENTS - s * FRAGS : FRAGS;
@@ -51,7 +55,7 @@ template <class M, int NT> DEV void gemv(Ctx& c, const Fragments<M>& w, float (&
   u32 b[NT][M::STEPS][2];
   float acc[NT][M::TILES][4];
   UNROLL for (int n = 0; n < NT; n++) {
-    const u32 v = smem(c.s->vec[n]) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
+    const u32 v = smem(vec_of(*c.s, n)) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
     UNROLL for (int k = 0; k < M::STEPS; k++) lds64(v + k * 32, b[n][k][0], b[n][k][1]);
     UNROLL for (int t = 0; t < M::TILES; t++) UNROLL for (int i = 0; i < 4; i++) acc[n][t][i] = 0.f;
   }

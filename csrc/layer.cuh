@@ -33,7 +33,7 @@ template <class S> DEV void round_row(Row<S>& x) {
 }
 template <class S> DEV void to_vec(const Ctx& c, int n, const Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
-    sts64(smem(c.s->vec[n]) + vec_offset<S::Qkv::K>(element<S>(c, g)), pack(x.v[g][0], x.v[g][1]), pack(x.v[g][2], x.v[g][3]));
+    sts64(smem(vec_of(*c.s, n)) + vec_offset<S::Qkv::K>(element<S>(c, g)), pack(x.v[g][0], x.v[g][1]), pack(x.v[g][2], x.v[g][3]));
 }
 template <class S> DEV void sum_squares(const Ctx& c, int n, const Row<S>& x) {
   float ss = 0.f;
@@ -53,7 +53,7 @@ template <class S, int NT> DEV void weigh(const Ctx& c, const Row<S> (&x)[NT], c
       y.v[g][0] = x[n].v[g][0] * low(w.w[g][0]); y.v[g][1] = x[n].v[g][1] * high(w.w[g][0]);
       y.v[g][2] = x[n].v[g][2] * low(w.w[g][1]); y.v[g][3] = x[n].v[g][3] * high(w.w[g][1]);
     }
-    store_row<S>(c, c.s->residual[n], x[n]); to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
+    store_row<S>(c, residual_of(*c.s, n), x[n]); to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
   }
   block_sync();
 }
@@ -133,7 +133,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   Fragments<typename S::Down> down; preload(c, down);
   UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::F / NKV; i += THREADS * 4) {
     u32 a, b; poll4(c, &e.act[n][c.group * (S::F / NKV) + i], tag_act, a, b);
-    sts64(smem(s.vec[n]) + vec_offset<S::Down::K>(i), a, b);
+    sts64(smem(vec_of(s, n)) + vec_offset<S::Down::K>(i), a, b);
   }
   block_sync();
   MARK(c, 9);

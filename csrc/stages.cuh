@@ -36,7 +36,8 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
   for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->value) / 4; i += blockDim.x) ((u32*)s->value)[i] = 0;
-  for (u32 i = c.tid; i < sizeof(s->vec) / 4; i += blockDim.x) ((u32*)s->vec)[i] = 0;
+  for (u32 i = c.tid; i < sizeof(s->vec0) / 4; i += blockDim.x) ((u32*)s->vec0)[i] = 0;
+  for (u32 i = c.tid; i < sizeof(s->vec1) / 4; i += blockDim.x) ((u32*)s->vec1)[i] = 0;
   __syncthreads();
   if (c.warp >= WARPS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

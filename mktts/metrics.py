@@ -220,13 +220,15 @@ def _cpu_model() -> str:
 def _git_revision() -> str | None:
     """Commit of the working tree this module is in, with "+changes" where files differ from it.
 
-    A tree copied without its history (into a container, say) is named by $MKTTS_REVISION.
+    A tree copied without its history (into a container, say) is named by $MKTTS_REVISION, which goes first.
     """
+    if os.environ.get("MKTTS_REVISION"):
+        return os.environ["MKTTS_REVISION"]
     folder = Path(__file__).resolve().parent
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
     if revision and _output("git", "-C", str(folder.parent), "status", "--porcelain", "--untracked-files=no"):
         return revision + "+changes"
-    return revision or os.environ.get("MKTTS_REVISION")
+    return revision
 
 
 def _gpu() -> dict[str, str | float | None]:
