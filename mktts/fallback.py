@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mktts.chunking import Chunker
+from mktts.codec_pending import Pending
 from mktts.generation import MAX_SEGMENT_FRAMES, Watch
 from mktts.options import Chunk, FinishReason, Plan
 from mktts.prompt import PromptBuilder, Request
@@ -123,7 +125,7 @@ class UpstreamGeneration:
         self._chunker.codec_ms += 1e3 * (time.perf_counter() - generated_s)
         self._frames.extend(codes)
 
-    def _decode(self, frames: list[Tensor]) -> np.ndarray:
+    def _decode(self, frames: list[Tensor]) -> Pending:
         samples = len(frames) * SAMPLES_PER_FRAME
         pcm, self._pcm = self._pcm[:samples], self._pcm[samples:]
-        return pcm
+        return Pending(torch.from_numpy(pcm))

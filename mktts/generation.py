@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mktts.backend import Backend, Frame
 from mktts.chunking import Chunker
 from mktts.codec import CodecDecoder, CodecState
-from mktts.codec_graph import GraphedCodec, to_host
+from mktts.codec_graph import GraphedCodec
+from mktts.codec_pending import Pending
 from mktts.options import Chunk, FinishReason, Guard, Plan
 from mktts.prompt import PromptBuilder, Request
 from mktts.script import FedScript, Script, WholeScript
@@ -63,6 +63,7 @@ class StepModel:
     prompts: PromptBuilder
     codec: CodecDecoder | GraphedCodec
     positions: int  # of the talker: prompt and frames of one segment together
+    overlaps: bool = False  # whether the codec works beside the host, so that waiting for it at once would waste time
     _primed: OrderedDict[int, tuple[Tensor, CodecState]] = field(default_factory=OrderedDict)
 
     @property
@@ -131,7 +132,7 @@ class Generation:
 
     def ready(self) -> bool:
         """Whether `step` has something to do now; False means: waiting for text."""
-        return self._next_input() or self._spoken() or self._chunker.undecoded_frames > 0
+        return self._next_input() or self._spoken() or self._chunker.waiting_frames > 0
 
     def step(self) -> Chunk | None:
         """Makes one frame; returns a chunk when that completes one. Call only when `ready`."""
@@ -153,7 +154,10 @@ class Generation:
             self.finish_reason = self._watch.count(frame.codes, self._prompt.text_tokens)
         if self.cancelled:
             return None
-        return self._chunker.take(self._script.started_s, flush=self.finish_reason is not None)
+        # Where nobody waits, the codec decodes a chunk beside the launch of the next frames; the first is wanted now.
+        ahead = self.alone and self._model.overlaps and self._chunker.begun
+        over = self.finish_reason is not None
+        return self._chunker.take(self._script.started_s, flush=over, ahead=ahead and not over)
 
     def _next_frame(self) -> Frame:
         """The next frame; several are asked for at once where nobody else waits and their inputs are known."""
@@ -218,7 +222,7 @@ class Generation:
         if self._spoken():
             self.finish_reason = "eos"
 
-    def _decode(self, frames: list[Tensor]) -> np.ndarray:
+    def _decode(self, frames: list[Tensor]) -> Pending:
         if self._codec_state is None:
             self._codec_state = self._model.codec_state(self._reference)
-        return to_host(self._model.codec.decode(torch.stack(frames), self._codec_state))
+        return self._model.codec.submit(torch.stack(frames), self._codec_state)

@@ -284,6 +284,7 @@ def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: 
         prompts=PromptBuilder(config, tensors, checkpoint.tokenizer(), device, dtype),
         codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
         positions=config.talker.max_position_embeddings,
+        overlaps=device.type == "cuda",
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mktts.backend import Frame
+from mktts.codec_pending import Pending
 from mktts.errors import PromptError
 from mktts.generation import StepModel
 from mktts.options import Guard, StreamOptions
@@ -127,6 +128,9 @@ class FakeCodec:
             state.level = level
             state.frames += 1
         return torch.cat(pieces).float()
+
+    def submit(self, codes: Tensor, state: FakeCodecState) -> Pending:
+        return Pending(self.decode(codes, state))
 
 
 class FakeFedPrompt:

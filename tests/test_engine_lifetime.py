@@ -108,7 +108,7 @@ async def test_a_failure_reaches_an_async_consumer():
 
 def test_what_fails_before_the_first_frame_is_raised_too():
     class NoStart(FakeBackend):
-        def start(self, prompt, sampling, seed, max_frames):
+        def start(self, prompt, sampling, seed, max_frames, **_prefix):
             raise MemoryError("no room for a cache")
 
     with fake_synthesizer(NoStart()) as synth, pytest.raises(MemoryError, match="no room"):

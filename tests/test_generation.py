@@ -299,3 +299,16 @@ def test_an_utterance_of_silence_is_all_lead():
     model = fake_model(codec=FakeCodec(silent_frames=100))
     utterance = generation(model, options=replace(OFF, trim_lead=True), max_frames=9)
     assert (run(utterance), utterance.finish_reason) == ([], "max_frames")
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 21])
+def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
+    plain = run(generation(fake_model(), max_frames=frames))
+    beside = generation(replace(fake_model(), overlaps=True), max_frames=frames)
+    beside.alone = True
+    chunks = run(beside)
+    assert np.array_equal(pcm_of(chunks), pcm_of(plain))
+    assert sum(chunk.frames for chunk in chunks) == frames and beside.pending_frames == 0
+    assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
+    ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
+    assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
