@@ -23,8 +23,10 @@ COLOURS = {
     "predictor": "#E69F00",
     "codec": "#009E73",
     "prefill": "#CC79A7",
+    "launch": "#56B4E9",
     "other": "#999999",
     "mktts": "#0072B2",
+    "faster-qwen3-tts": "#CC79A7",
     "upstream": "#D55E00",
     "limit": "#444444",  # what playback or a tolerance demands
     "underrun": "#AA1133",

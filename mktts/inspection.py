@@ -121,6 +121,23 @@ def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker",
     return sum(row.bytes_per_frame for row in rows if row.part in parts)
 
 
+def text_bytes_per_token(size: str) -> int:
+    """Weight bytes that one token of the Qwen3 text model of a released size reads: its stack, and its head once.
+
+    Raises CheckpointError for an unknown size.
+    """
+    from mktts.random_text_model import config_json
+    from mktts.text_model import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_json(size)), encoding="utf-8")
+        config = TextConfig.load(Path(folder))
+    tensors = expected_text_tensors(config)
+    row_bytes = tensors[EMBEDDING].nbytes() // config.stack.vocab_size
+    head_bytes = tensors.get(HEAD, tensors[EMBEDDING]).nbytes()
+    return row_bytes + head_bytes + sum(t.nbytes() for name, t in tensors.items() if name not in (EMBEDDING, HEAD))
+
+
 def roofline_ms(
     rows: Sequence[Component], bandwidth_bytes_per_s: float, parts: Sequence[str] = ("talker", "predictor")
 ) -> float:

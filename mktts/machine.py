@@ -31,7 +31,7 @@ def resources(folder: Path) -> list[dict[str, str]]:
         _row("disk", f"{free_gb:.0f} GB free", "a released checkpoint takes 2.5 GB (0.6B) or 4.5 GB (1.7B)"),
         _row("torch", str(facts["torch"]), "2.11 or newer is needed"),
         _gpu_row(facts),
-        _nvcc_row(),
+        _kernel_row(),
     ]
 
 
@@ -92,14 +92,30 @@ def _gpu_row(facts: dict[str, Any]) -> dict[str, str]:
         why = "this torch is a CPU build"
     else:
         why = f"torch is built for CUDA {torch.version.cuda} and sees no usable device or driver"
-    return _row("GPU", f"none ({why})", "everything runs on the CPU; GPU tests and CUDA kernels are skipped")
+    return _row("GPU", f"none ({why})", "everything runs on the CPU; GPU tests are skipped")
 
 
-def _nvcc_row() -> dict[str, str]:
-    path = shutil.which("nvcc")
-    if path is None:
-        return _row("CUDA compiler", MISSING, "kernels of csrc/ cannot be compiled here")
-    return _row("CUDA compiler", path, "kernels of csrc/ can be compiled")
+def kernel_missing() -> str | None:
+    """Why the megakernel cannot run here; None where it can. Nothing is compiled for this."""
+    from mktts.kernel_build import nvrtc, target_of
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        target_of(torch.cuda.get_device_capability())
+        nvrtc()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def _kernel_row() -> dict[str, str]:
+    if why := kernel_missing():
+        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
+    from mktts.kernel_build import nvrtc, target_of
+
+    (major, minor), target = nvrtc()[1], target_of(torch.cuda.get_device_capability())
+    return _row("megakernel", f"for {target}, compiled by NVRTC {major}.{minor}", 'backend="auto" takes it')
 
 
 def _upstream_row() -> dict[str, str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bytes_per_frame", "chunk_timeline", "comparison", "distribution", "error_over_time", "roofline",
-    "stage_breakdown", "style",
+    "stacked_bars", "stage_breakdown", "style",
 ]  # fmt: skip
 
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
@@ -88,7 +88,7 @@ def stage_breakdown(
 ) -> Figure:
     """Milliseconds per frame by stage, one stacked bar per label, against the time a frame lasts."""
     figure, (axes,) = new(1.6 + 0.45 * len(rows))
-    longest_ms = _stacked_bars(axes, rows, "{:.3g}")
+    longest_ms = stacked_bars(axes, rows, "{:.3g}")
     axes.axvline(FRAME_MS, color=COLOURS["limit"], linestyle="--", label=REAL_TIME)
     axes.set(xlabel="compute per frame (ms)", title=title or "Compute per frame by stage")
     axes.set_xlim(0, max(FRAME_MS, longest_ms) * 1.12)
@@ -103,7 +103,7 @@ def bytes_per_frame(
     """Weight bytes one frame reads: label -> component -> bytes."""
     figure, (axes,) = new(1.6 + 0.45 * len(models))
     gigabytes = {label: {part: size / 1e9 for part, size in row.items()} for label, row in models.items()}
-    longest = _stacked_bars(axes, gigabytes, "{:.3g} GB")
+    longest = stacked_bars(axes, gigabytes, "{:.3g} GB")
     axes.set(xlabel="weights read per frame (GB)", title=title or "Weights read per frame, one stream")
     axes.set_xlim(0, longest * 1.15)
     legend_below(axes)
@@ -188,7 +188,7 @@ def comparison(
     return save(figure, folder, name)
 
 
-def _stacked_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]], total_format: str) -> float:
+def stacked_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]], total_format: str) -> float:
     """Horizontal stacked bars, the total written at their end. Returns the longest total."""
     labels, left = list(rows), np.zeros(len(rows))
     for index, part in enumerate(dict.fromkeys(part for row in rows.values() for part in row)):

@@ -26,7 +26,16 @@ SPEED_COLUMNS = (
     "underruns",
     "repeats",
 )
-PARITY_COLUMNS = ("prompts_equal", "codes_equal", "frames_compared", "codec_error_streamed", "codec_error_upstream")
+PARITY_COLUMNS = (
+    "prompts_equal",
+    "codes_equal",
+    "frames_compared",
+    "codec_error_streamed",
+    "codec_error_upstream",
+    "kernel",
+    "kernel_error_ratio",
+    "kernel_frames_equal",
+)
 NOTEBOOKS = ("00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics")  # what a full report draws on
 
 
