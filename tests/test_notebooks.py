@@ -12,12 +12,13 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from mktts import batch, grid
+from mktts import batch, grid, kernel_report
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TITLES = ["00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "06_report"]
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
+COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -43,6 +44,11 @@ def parameters(path):
     """Name -> annotated assignment of the parameters cell."""
     tree = ast.parse(next(c.source for c in code_cells(path) if c.metadata.get("tags") == ["parameters"]))
     return {statement.target.id: statement for statement in tree.body}
+
+
+def stderr_of(path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    return "".join(output.text for output in outputs if output.get("name") == "stderr")
 
 
 def test_the_story_is_complete_and_five_is_left_free():
@@ -144,22 +150,26 @@ def test_a_notebook_that_may_run_on_random_weights_says_what_its_audio_is(stem):
 # ---- execution, small
 
 SMALL = {
-    "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "missing"], []),
-    "01_weights": ([], ["bytes_per_frame", "params"], ["bytes_per_frame.png", "roofline.png"]),
+    "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "has_megakernel", "missing"], []),
+    "01_weights": (
+        ["SECTIONS=none"],
+        ["bytes_per_frame", "kernel_times", "params"],
+        ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
+    ),
     "02_parity": (
-        ["FULL_CODEC=false", "FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4"],
-        ["codec_error_streamed", "codes_equal", "prompts_equal"],
+        ["FULL_CODEC=false", "FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3"],
+        ["codec_error_streamed", "codes_equal", "kernel", "prompts_equal"],
         ["codec_error.png"],
     ),
     "03_streaming": (
         ["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."],
-        ["fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
-        ["chunk_timeline.png", "chunk_timeline_fed.png", "streamed.wav"],
+        ["backend", "fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
+        ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
     ),
     "04_metrics": (
         ["MAX_FRAMES=10", "REPEATS=3"],
         ["rtf_median", "talker_ms_per_frame", "ttfc_ms_p95", "underruns"],
-        ["chunk_timeline.png", "frame_time.png", "stages.png", "ttfc.png"],
+        ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
     "06_report": ([], ["missing", "runs_read"], []),
 }
@@ -191,7 +201,13 @@ def test_notebook_runs_headless_and_records(stem, run_notebook):
     assert executed.stat().st_size < 2_000_000
     outputs = json.dumps([cell.get("outputs", []) for cell in read(executed).cells])
     assert "Figure(" not in outputs, "a figure was shown as text"
-    assert '"stderr"' not in outputs, "the notebook writes warnings"
+    assert COMPILING.sub("", stderr_of(executed)) == "", "the notebook writes warnings"
+
+
+def test_what_was_measured_elsewhere_is_shown_with_its_machine(run_notebook):
+    _, folder = run_notebook("01_weights", ["SECTIONS=none"])
+    shown = "\n".join(str(cell.get("outputs", "")) for cell in read(folder / "executed.ipynb").cells)
+    assert kernel_report.provenance(kernel_report.reference("bench")) in shown
 
 
 def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
