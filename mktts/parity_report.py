@@ -66,7 +66,8 @@ def _parity_row(source: str, found: Mapping[str, Any], document: Mapping[str, An
         forced = found["forced"]
         row["frames forced"] = sum(forced["frames"].values())
         row |= {f"{name}: ratio": value["ratio"] for name, value in forced["pooled"].items()}
-        row |= {f"total variation, {name}": side["kernel"]["mean"] for name, side in forced["total_variation"].items()}
+        for name, side in forced["total_variation"].items():
+            row[f"total variation, {name}"] = f"{side['kernel']['mean']:.4f} (bf16 {side['bf16']['mean']:.4f})"
     if "divergence" in found:
         row["first divergence"] = _divergence(found["divergence"])
     if "exact" in found:

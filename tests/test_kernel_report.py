@@ -31,7 +31,7 @@ BENCH = {
 FORCED = {
     "frames": {"16": 10, "200": 5},
     "pooled": {"logits of code 0": {"kernel": 0.02, "bf16": 0.02, "ratio": 1.0}, "hidden": {"ratio": 1.05}},
-    "total_variation": {"code 0": {"kernel": {"mean": 0.01, "max": 0.1}, "bf16": {"mean": 0.01, "max": 0.1}}},
+    "total_variation": {"code 0": {"kernel": {"mean": 0.01, "max": 0.1}, "bf16": {"mean": 0.02, "max": 0.1}}},
 }
 PARITY = {
     "kernel": "megakernel",
@@ -169,6 +169,7 @@ def test_parity_rows_say_what_passed_what_failed_and_why():
     assert full["frames forced"] == 15 and full["hidden: ratio"] == 1.05
     assert full["frames equal (wide margins)"] == "500 of 500"
     assert full["first divergence"] == "frame 6, codebook 3: rounding explains it"
+    assert full["total variation, code 0"] == "0.0100 (bf16 0.0200)"
     assert broken["passed"] is False and "out of memory" in broken["errors"]
     assert text["tokens equal (wide margins)"] == "12 of 12" and text["logits of text tokens: ratio"] == 0.9
     assert parity_report.parity_rows(None, "no GPU") == [{"kernel parity": "no GPU"}]
