@@ -59,3 +59,7 @@ class BatchError(MkttsError):
 
 class ServerError(MkttsError):
     """The server cannot start as it was asked to: an unsafe address, a missing key, a wrong limit."""
+
+
+class AgentError(MkttsError):
+    """The voice agent cannot be built or run as asked: a missing key or package, a wrong choice, a phrase it lacks."""

@@ -1,0 +1,159 @@
+"""The pipeline: ears, mind and voice between a transport's two ends. Built here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipecat.audio.vad.silero import SileroVADAnalyzer
+from pipecat.frames.frames import EndFrame, TTSSpeakFrame
+from pipecat.observers.base_observer import BaseObserver
+from pipecat.observers.user_bot_latency_observer import LatencyBreakdown, UserBotLatencyObserver
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.aggregators.llm_response_universal import (
+    AssistantTurnStoppedMessage,
+    LLMContextAggregatorPair,
+    LLMUserAggregatorParams,
+)
+from pipecat.services.llm_service import LLMService
+from pipecat.services.stt_service import STTService
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat.transports.base_transport import BaseTransport
+from pipecat.turns.user_stop import SpeechTimeoutUserTurnStopStrategy
+from pipecat.turns.user_turn_strategies import UserTurnStrategies
+from pipecat.workers.runner import WorkerRunner
+
+from mktts.agent.ears import make_ears
+from mktts.agent.intents import STORY
+from mktts.agent.latency import LatencyObserver, TurnLatency
+from mktts.agent.mind import make_mind
+from mktts.agent.settings import AgentSettings
+from mktts.agent.user_speech import USER_RATE_HZ
+from mktts.checkpoint import Checkpoint
+from mktts.options import Guard, StreamOptions
+from mktts.pipecat import LocalSource, MkttsTTSService, shared_synthesizer
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+
+_CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces a word
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One pipeline, from its building to its end. `context` holds what was said, and of the bot what was heard."""
+
+    settings: AgentSettings
+    worker: PipelineWorker
+    context: LLMContext
+    stt: STTService
+    llm: LLMService
+    tts: MkttsTTSService
+    latency: LatencyObserver
+    breakdowns: list[LatencyBreakdown]  # Pipecat's own, of every time the bot began to speak
+
+    @property
+    def turns(self) -> list[TurnLatency]:
+        """Of the turns that the bot has begun to answer."""
+        return self.latency.turns
+
+    async def run(self, *, handle_sigint: bool = False) -> None:
+        """Runs to the end of the conversation. Signals are not taken by default: a notebook's kernel owns its own."""
+        runner = WorkerRunner(handle_sigint=handle_sigint)
+        await runner.add_workers(self.worker)
+        await runner.run()
+
+    async def greet(self) -> None:
+        """Says the greeting, if there is one."""
+        if self.settings.greeting:
+            await self.worker.queue_frame(TTSSpeakFrame(self.settings.greeting))
+
+    async def end(self) -> None:
+        """Ends it once everything before has been said."""
+        await self.worker.queue_frame(EndFrame())
+
+
+def load_voice(settings: AgentSettings) -> Synthesizer:
+    """The process's synthesizer for these settings, loaded at the first call: seconds, so not from an event loop."""
+    return shared_synthesizer(
+        settings.checkpoint, backend=settings.backend, device=settings.device, dtype=settings.dtype
+    )
+
+
+def build(
+    transport: BaseTransport,
+    settings: AgentSettings,
+    *,
+    observers: Sequence[BaseObserver] = (),
+    rtvi: bool = False,
+    idle_timeout_s: float | None = None,
+) -> Conversation:
+    """A conversation over `transport`, not yet running.
+
+    Loads the voice where `load_voice` has not done so. rtvi: Pipecat's protocol for clients beside the audio; its
+    evals need it. idle_timeout_s: ends a conversation in which nobody has said anything for so long.
+    Raises what loading raises, and AgentError for a package that is missing.
+    """
+    stt, llm, tts = make_ears(settings), make_mind(settings), _make_voice(settings)
+    context = LLMContext()
+    user, assistant = LLMContextAggregatorPair(
+        context,
+        user_params=LLMUserAggregatorParams(
+            vad_analyzer=SileroVADAnalyzer(), user_turn_strategies=_turn_strategies(settings)
+        ),
+    )
+    latency, pipecats_latency = LatencyObserver(), UserBotLatencyObserver()
+    worker = PipelineWorker(
+        Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant]),
+        params=PipelineParams(
+            audio_in_sample_rate=USER_RATE_HZ,
+            audio_out_sample_rate=SAMPLE_RATE_HZ,
+            enable_metrics=True,
+            enable_usage_metrics=True,
+        ),
+        observers=[latency, pipecats_latency, *observers],
+        enable_rtvi=rtvi,
+        idle_timeout_secs=idle_timeout_s,
+    )
+    conversation = Conversation(settings, worker, context, stt, llm, tts, latency, [])
+
+    @pipecats_latency.event_handler("on_latency_breakdown")
+    async def keep(_: Any, breakdown: LatencyBreakdown) -> None:
+        conversation.breakdowns.append(breakdown)
+
+    @assistant.event_handler("on_assistant_turn_stopped")
+    async def note(_: Any, message: AssistantTurnStoppedMessage) -> None:
+        latency.note_heard(message)
+
+    return conversation
+
+
+def _make_voice(settings: AgentSettings) -> MkttsTTSService:
+    synthesizer = load_voice(settings)
+    checkpoint = synthesizer.checkpoint
+    options = settings.options
+    if options is None and checkpoint is not None and checkpoint.is_random:
+        options = _as_long_as_speech(checkpoint)
+    given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
+    return MkttsTTSService(
+        source=LocalSource(synthesizer, settings.checkpoint, options),
+        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
+        settings=MkttsTTSService.Settings(
+            language=settings.language, **{name: value for name, value in given.items() if value is not None}
+        ),
+    )
+
+
+def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:
+    """Random weights never end by themselves: they are ended where speech of the same text would end."""
+    tokens = len(checkpoint.tokenizer().encode(STORY))
+    frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
+    return StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1))
+
+
+def _turn_strategies(settings: AgentSettings) -> UserTurnStrategies:
+    if settings.turn_end == "smart":
+        return UserTurnStrategies()
+    return UserTurnStrategies(stop=[SpeechTimeoutUserTurnStopStrategy(user_speech_timeout=settings.turn_end_s)])

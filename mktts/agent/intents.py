@@ -1,0 +1,108 @@
+"""What the offline bot understands and what it answers: one table, of which the grammar of its ears is made too.
+
+A phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+STORY = (
+    "Once upon a time there was a very small computer. It lived under a desk and it dreamed of singing in the opera. "
+    "Every night, when the office was dark, it practised its scales. One evening a famous conductor came back for her "
+    "umbrella, and she heard it. The next winter it sang before a full house, and everybody cheered."
+)
+_HELLO = "Hello! Ask me for the time, for a joke, or for a story."
+_ME = "I am a small voice agent. I hear, I answer, and I stop when you speak."
+_FAST = "I begin to speak with the first frame of audio. After that, one frame is eighty milliseconds of sound."
+_JOKE = "Why did the robot cross the road? Because it was programmed by a chicken."
+_WEATHER = "I have no window and no network, so I cannot tell. Let us hope for sun."
+_STOPPED = "All right, I have stopped. Say go on when you want the rest."
+_NO_MORE = "There is nothing left to tell. Ask me for a story first."
+_NOTHING_SAID = "I have not said anything yet."
+_SORRY = "I am sorry, I did not understand that. Try: what time is it."
+_HOURS = "twelve one two three four five six seven eight nine ten eleven".split()
+_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
+    "seventeen eighteen nineteen".split()  # fmt: skip
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an answer may depend on.
+
+    said: the assistant's messages so far, oldest first, as the conversation's context has them: after an interruption
+        that is what was heard, and no more.
+    now: the local time.
+    """
+
+    said: Sequence[str]
+    now: datetime
+
+
+@dataclass(frozen=True)
+class Intent:
+    """phrases: as the grammar takes them. pattern: found in a transcript in lower case. answer: the whole text."""
+
+    phrases: tuple[str, ...]
+    pattern: str
+    answer: Callable[[Turn], str]
+
+
+def spoken_time(now: datetime) -> str:
+    """The time in words: "It is seven minutes past nine."."""
+    hour, minute = _HOURS[now.hour % 12], now.minute
+    if minute == 0:
+        return f"It is {hour} o'clock."
+    number = _UNITS[minute] if minute < 20 else _TENS[minute // 10] + ("-" + _UNITS[minute % 10]) * bool(minute % 10)
+    return f"It is {number} minute{'s' * (minute > 1)} past {hour}."
+
+
+def rest_of_story(said: Sequence[str]) -> str:
+    """What the listener has not heard of the story, from the sentence on in which they interrupted."""
+    told = ""
+    for message in said:  # the story may have been continued more than once
+        place = STORY.find(message.strip()) if len(message.split()) > 1 else -1
+        if place >= 0:
+            told = STORY[: place + len(message.strip())]
+    if not told or told == STORY:
+        return _NO_MORE
+    begin = max((match.end() for match in re.finditer(r"[.!?] ", STORY) if match.end() <= len(told) + 1), default=0)
+    return STORY[begin:]
+
+
+INTENTS = (
+    Intent(("hello [there]", "good morning"), r"\b(hello|hi|good morning)\b", lambda turn: _HELLO),
+    Intent(("what time is it",), r"\btime is it\b|\bthe time\b", lambda turn: spoken_time(turn.now)),
+    Intent(("tell me a [long] story",), r"\bstory\b", lambda turn: STORY),
+    Intent(("stop [please]", "please stop"), r"\bstop\b|\bwait\b", lambda turn: _STOPPED),
+    Intent(("go on [please]",), r"\bgo on\b|\bcontinue\b", lambda turn: rest_of_story(turn.said)),
+    Intent(("tell me (a | another) joke",), r"\bjoke\b", lambda turn: _JOKE),
+    Intent(("what is the weather in (paris | london | tokyo | berlin)",), r"\bweather\b", lambda turn: _WEATHER),
+    Intent(("how fast are you",), r"\bhow fast\b", lambda turn: _FAST),
+    Intent(("who are you",), r"\bwho are you\b", lambda turn: _ME),
+    Intent(("say that again",), r"\bagain\b", lambda turn: turn.said[-1] if turn.said else _NOTHING_SAID),
+    Intent(("thank you [very much]",), r"\bthank", lambda turn: "You are welcome."),
+    Intent(("goodbye",), r"\b(good)?bye\b", lambda turn: "Goodbye. It was nice talking to you."),
+)
+
+
+def answer(text: str, turn: Turn) -> str:
+    """The reply to a user's words; a request for another phrase where nothing fits."""
+    lowered = text.lower()
+    return next((intent.answer(turn) for intent in INTENTS if re.search(intent.pattern, lowered)), _SORRY)
+
+
+def grammar() -> str:
+    """Every phrase, as a JSGF grammar."""
+    phrases = "\n  | ".join(phrase for intent in INTENTS for phrase in intent.phrases)
+    return f"#JSGF V1.0;\ngrammar mktts;\npublic <said> =\n  {phrases};\n"
+
+
+def hints() -> list[str]:
+    """One example of each intent, for people."""
+    choices = [re.sub(r"\(([^|)]*)\|[^)]*\)", r"\1", intent.phrases[0]) for intent in INTENTS]
+    return [" ".join(re.sub(r"\[[^]]*\]", "", choice).split()) for choice in choices]

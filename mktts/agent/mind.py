@@ -1,0 +1,134 @@
+"""The language model: OpenAI or a server of its shape, or a script that answers from a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+from pipecat.frames.frames import (
+    Frame,
+    LLMContextFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+)
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.frame_processor import FrameDirection
+from pipecat.services.llm_service import LLMService
+from pipecat.services.settings import LLMSettings
+
+from mktts.agent import intents
+from mktts.agent.settings import AgentSettings
+
+_TOKENS_PER_S = 50.0  # a small model on a desktop; the rest of the pipeline is to be seen as behind a real one
+
+
+def make_mind(settings: AgentSettings) -> LLMService:
+    """The service that `settings` name."""
+    if settings.mind == "openai":
+        from pipecat.services.openai.llm import OpenAILLMService
+
+        return OpenAILLMService(
+            api_key=settings.openai_key or "none",  # a server of one's own asks for none, the client for any
+            base_url=settings.openai_url,
+            settings=OpenAILLMService.Settings(model=settings.openai_model, system_instruction=settings.instructions),
+        )
+    return ScriptedLLMService()
+
+
+class ScriptedLLMService(LLMService):
+    """Answers from `mktts.agent.intents`, one token after another. What it knows is the context, as for any model."""
+
+    def __init__(
+        self,
+        *,
+        tokens_per_s: float = _TOKENS_PER_S,
+        now: Callable[[], datetime] = datetime.now,
+        **kwargs: Any,
+    ) -> None:
+        """Initialize the service.
+
+        Args:
+            tokens_per_s: How fast it writes; the first token takes as long as any other.
+            now: The local time.
+            **kwargs: Additional arguments passed to the parent ``LLMService``.
+        """
+        super().__init__(
+            settings=LLMSettings(
+                model="scripted",
+                system_instruction=None,
+                temperature=None,
+                max_tokens=None,
+                top_p=None,
+                top_k=None,
+                frequency_penalty=None,
+                presence_penalty=None,
+                seed=None,
+                filter_incomplete_user_turns=False,
+                user_turn_completion_config=None,
+                use_provider_thinking_default=False,
+            ),
+            **kwargs,
+        )
+        self._token_s = 1 / tokens_per_s
+        self._local_time = now
+
+    def can_generate_metrics(self) -> bool:
+        """Indicate that this service supports TTFB and processing metrics."""
+        return True
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        """Answer a context.
+
+        Args:
+            frame: The frame to process.
+            direction: The direction of frame processing.
+        """
+        await super().process_frame(frame, direction)
+        if not isinstance(frame, LLMContextFrame):
+            await self.push_frame(frame, direction)
+            return
+        try:
+            await self.push_frame(LLMFullResponseStartFrame())
+            await self.start_processing_metrics()
+            await self.start_ttfb_metrics()
+            for token in tokens(self._reply(frame.context)):
+                await asyncio.sleep(self._token_s)
+                await self.stop_ttfb_metrics()
+                await self.push_frame(LLMTextFrame(token))
+        finally:
+            await self.stop_processing_metrics()
+            await self.push_frame(LLMFullResponseEndFrame())
+
+    async def run_inference(self, context: LLMContext, *_: Any, **__: Any) -> str | None:
+        """Answer a context outside the pipeline.
+
+        Args:
+            context: The conversation so far.
+
+        Returns:
+            The whole reply.
+        """
+        return self._reply(context)
+
+    def _reply(self, context: LLMContext) -> str:
+        messages = [message for message in context.get_messages() if isinstance(message, dict)]
+        said = [_text(message) for message in messages if message["role"] == "assistant"]
+        # Pipecat asks with a developer's message where the user spoke and was not understood.
+        asked = _text(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
+        return intents.answer(asked, intents.Turn(said=said, now=self._local_time()))
+
+
+def tokens(text: str) -> list[str]:
+    """`text` in words, each with the space before it, as most models write."""
+    words = text.split(" ")
+    return words[:1] + [f" {word}" for word in words[1:]]
+
+
+def _text(message: dict[str, Any]) -> str:
+    content: str | Sequence[Any] | None = message.get("content")
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content or () if isinstance(part, dict) and part.get("type") == "text")

@@ -1,0 +1,157 @@
+"""A conversation without a person: recorded user speech in, in real time; latencies and a stereo file out.
+
+With random weights what the bot plays is noise, as long as speech of its words would be. The conversation is one all
+the same: the user's recordings are speech, and what the bot says is known as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pipecat.observers.base_observer import BaseObserver
+from pipecat.observers.user_bot_latency_observer import MeasuredFrom
+
+from mktts.agent import user_speech
+from mktts.agent.conversation import Conversation, build, load_voice
+from mktts.agent.latency import TurnLatency, table
+from mktts.agent.loopback import LoopbackTransport
+from mktts.agent.settings import AgentSettings
+from mktts.agent.watch import Watch
+
+RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
+
+_PAUSE_S = 0.3  # before the user speaks
+_START_LIMIT_S = 60.0
+_REPLY_LIMIT_S = 30.0  # until the bot begins to answer
+_SPEAKING_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """text: one of `user_speech.TEXTS`. after_s: into the bot's speech; None waits for its end."""
+
+    text: str
+    after_s: float | None = None
+
+
+SCRIPT = (
+    UserTurn("hello"),
+    UserTurn("what time is it"),
+    UserTurn("tell me a story"),
+    UserTurn("stop please", after_s=2.5),
+    UserTurn("go on"),
+    UserTurn("stop please", after_s=4.0),
+    UserTurn("thank you"),
+)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What came of it.
+
+    who: ears, mind and voice, one line each. random_weights: the bot's voice is noise.
+    turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
+    parts_ms: Pipecat's own split of each wait for the bot, in the same order.
+    stale_frames: audio of an interrupted reply that left the voice after the interruption.
+    user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
+    """
+
+    who: tuple[str, ...]
+    random_weights: bool
+    turns: tuple[TurnLatency, ...]
+    messages: tuple[dict[str, Any], ...]
+    parts_ms: tuple[dict[str, float], ...]
+    stale_frames: int
+    user: np.ndarray
+    bot: np.ndarray
+    wav: Path | None
+
+    def table(self) -> str:
+        """The latencies as text."""
+        return table(self.turns)
+
+    def to_json(self) -> str:
+        """Everything but the audio, in one line."""
+        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
+        return json.dumps(told | {"turns": [asdict(turn) for turn in self.turns]}, default=str)
+
+
+async def converse(
+    settings: AgentSettings,
+    script: Sequence[UserTurn] = SCRIPT,
+    *,
+    wav: Path | str | None = None,
+    say: Callable[[str], None] = print,
+    observers: Sequence[BaseObserver] = (),
+) -> Talk:
+    """Holds the conversation, in real time, in the running event loop.
+
+    `say` gets the lines for a person. Raises AgentError where the bot does not answer.
+    """
+    speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
+    checkpoint = (await asyncio.to_thread(load_voice, settings)).checkpoint
+    random_weights = checkpoint is not None and checkpoint.is_random
+    for line in settings.describe():
+        say(line)
+    if random_weights:
+        say(RANDOM_NOTE)
+    transport, watch = LoopbackTransport(), Watch()
+    conversation = build(transport, settings, observers=[watch, *observers])
+    running = asyncio.create_task(conversation.run())
+    try:
+        await _talk(conversation, transport, watch, script, speech)
+        await conversation.end()
+    except BaseException:
+        await conversation.worker.cancel()
+        raise
+    finally:
+        await running
+    user, bot = transport.tracks()
+    talk = Talk(
+        who=tuple(settings.describe()),
+        random_weights=random_weights,
+        turns=tuple(conversation.turns),
+        messages=tuple(dict(message) for message in conversation.context.get_messages()),
+        parts_ms=tuple(
+            {part.key: round(part.duration_secs * 1_000, 1) for part in breakdown.contributions}
+            for breakdown in conversation.breakdowns
+            if breakdown.measured_from == MeasuredFrom.USER_SILENCE
+        ),
+        stale_frames=watch.stale_frames,
+        user=user,
+        bot=bot,
+        wav=transport.write_stereo(wav) if wav is not None else None,
+    )
+    for message in talk.messages:
+        say(f"{message['role']:>9}: {message['content']}")
+    say(talk.table())
+    return talk
+
+
+async def _talk(
+    conversation: Conversation,
+    transport: LoopbackTransport,
+    watch: Watch,
+    script: Sequence[UserTurn],
+    speech: Sequence,
+) -> None:
+    await watch.until(lambda: watch.started, _START_LIMIT_S, "the pipeline to start")
+    if conversation.settings.greeting:
+        await conversation.greet()
+        await watch.until(lambda: watch.begun and not watch.speaking, _SPEAKING_LIMIT_S, "the greeting")
+    for turn, pcm in zip(script, speech, strict=True):
+        if turn.after_s is None:
+            await watch.until(lambda: not watch.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            await asyncio.sleep(turn.after_s)
+        begun = watch.begun
+        await transport.microphone.say(pcm)
+        await watch.until(lambda begun=begun: watch.begun > begun, _REPLY_LIMIT_S, f"an answer to {turn.text!r}")
+    await watch.until(lambda: not watch.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")

@@ -1,0 +1,117 @@
+"""What an agent is made of, and how the environment chooses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mktts.errors import AgentError
+from mktts.options import StreamOptions
+
+Ears = Literal["pocketsphinx", "deepgram"]
+Mind = Literal["scripted", "openai"]
+TurnEnd = Literal["smart", "timeout"]
+
+_OPENAI_MODEL = "gpt-4.1"
+_INSTRUCTIONS = (
+    "You are a voice agent. Your answers are spoken: one to three short sentences of plain words, no lists, no markup, "
+    "numbers written out."
+)
+VARIABLES = """environment:
+  DEEPGRAM_API_KEY               ears: Deepgram; without it pocketsphinx, which knows a dozen phrases
+  OPENAI_API_KEY                 mind: OpenAI; without it and without a URL, a script
+  OPENAI_BASE_URL, OPENAI_MODEL  mind: any server of OpenAI's shape, such as Ollama or vLLM (a key is then optional)
+  MKTTS_CHECKPOINT, MKTTS_VOICE  of the bot file, which takes no arguments of its own"""
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Everything that decides what an agent is. The keys do not show in its repr.
+
+    checkpoint, backend, device, dtype: of the voice, as `Synthesizer.load` takes them. voice, language, instruct, seed:
+        as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
+    options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, such
+        that an utterance is as long as speech of its text would be.
+    tokens: the mind's words go into one generation as they are written, not sentence by sentence.
+    turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
+        fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
+    greeting: what the bot says first; "" for nothing.
+    """
+
+    checkpoint: str = "random:tiny"
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: Any = None
+    voice: str | None = None
+    language: str = "auto"
+    instruct: str | None = None
+    seed: int | None = None
+    options: StreamOptions | None = None
+    tokens: bool = False
+    ears: Ears = "pocketsphinx"
+    mind: Mind = "scripted"
+    deepgram_key: str | None = None
+    openai_key: str | None = None
+    openai_url: str | None = None
+    openai_model: str = _OPENAI_MODEL
+    instructions: str = _INSTRUCTIONS
+    turn_end: TurnEnd = "smart"
+    turn_end_s: float = 0.2
+    greeting: str = "Hello, I am listening."
+
+    def __post_init__(self) -> None:
+        """Raises AgentError."""
+        if self.ears == "deepgram" and not self.deepgram_key:
+            raise AgentError("the ears are to be Deepgram and there is no key: set DEEPGRAM_API_KEY")
+        if self.mind == "openai" and not (self.openai_key or self.openai_url):
+            raise AgentError("the mind is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server")
+        for name, value, known in (
+            ("ears", self.ears, ("pocketsphinx", "deepgram")),
+            ("mind", self.mind, ("scripted", "openai")),
+            ("turn_end", self.turn_end, ("smart", "timeout")),
+        ):
+            if value not in known:
+                raise AgentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+    def __repr__(self) -> str:
+        return f"AgentSettings({', '.join(self.describe())})"
+
+    def describe(self) -> list[str]:
+        """Who hears, thinks and speaks, one line each; no secrets."""
+        turn_end = "Pipecat's turn model" if self.turn_end == "smart" else f"{self.turn_end_s:g} s of silence"
+        mind = (
+            "a script, no model" if self.mind == "scripted" else f"{self.openai_model} at {self.openai_url or 'OpenAI'}"
+        )
+        ears = "pocketsphinx with a grammar" if self.ears == "pocketsphinx" else "Deepgram"
+        return [
+            f"ears: {ears}, Silero VAD, end of turn by {turn_end}",
+            f"mind: {mind}",
+            f"voice: {self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
+        ]
+
+    def with_(self, **changes: Any) -> AgentSettings:
+        """A copy with the changes that are not None."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+
+
+def from_environment(environment: Mapping[str, str] | None = None, **changes: Any) -> AgentSettings:
+    """The settings that the variables stand for (see `VARIABLES`); `changes` that are not None go before them.
+
+    Raises AgentError for a choice whose key is missing.
+    """
+    found = os.environ if environment is None else environment
+    known = {
+        "deepgram_key": found.get("DEEPGRAM_API_KEY"),
+        "openai_key": found.get("OPENAI_API_KEY"),
+        "openai_url": found.get("OPENAI_BASE_URL"),
+        "openai_model": found.get("OPENAI_MODEL"),
+        "checkpoint": found.get("MKTTS_CHECKPOINT"),
+        "voice": found.get("MKTTS_VOICE"),
+    }
+    chosen = {name: value for name, value in known.items() if value}
+    chosen |= {name: value for name, value in changes.items() if value is not None}
+    chosen.setdefault("ears", "deepgram" if chosen.get("deepgram_key") else "pocketsphinx")
+    chosen.setdefault("mind", "openai" if chosen.get("openai_key") or chosen.get("openai_url") else "scripted")
+    return AgentSettings(**chosen)

@@ -1,0 +1,44 @@
+"""A user's side of a conversation without a user: short recordings, WAV, mono, 16 bit, 16 kHz.
+
+They are the output of the synthesizer flite 2.2 (Carnegie Mellon University, BSD-like licence, any use permitted) in
+its voice `rms`, made by
+
+    python -m mktts.agent.user_speech path/to/flite
+
+Regenerated with the same flite they are the same bytes. Nothing needs flite to use them.
+"""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+
+import numpy as np
+
+from mktts.errors import AgentError
+
+USER_RATE_HZ = 16_000  # of the recordings, and of everything a user says to the agent
+FOLDER = Path(__file__).parent
+TEXTS = (
+    "hello",
+    "what time is it",
+    "tell me a story",
+    "stop please",
+    "go on",
+    "tell me a joke",
+    "how fast are you",
+    "thank you",
+)
+
+
+def recording(text: str) -> Path:
+    """The file in which `text` is said. Raises AgentError for a text that is not among `TEXTS`."""
+    if text not in TEXTS:
+        raise AgentError(f"expected one of the recorded texts {', '.join(map(repr, TEXTS))}, got {text!r}")
+    return FOLDER / f"{text.replace(' ', '_')}.wav"
+
+
+def load(text: str) -> np.ndarray:
+    """The samples (S,) int16 of `text`, from its first sound to its last. Raises AgentError as `recording`."""
+    with wave.open(str(recording(text)), "rb") as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2")
