@@ -1,4 +1,4 @@
-"""The command line: `python -m mktts say | voice | text | inspect | bench | run | serve`.
+"""The command line: `python -m mktts say | voice | text | inspect | bench | run | serve | agent`.
 
 Exit status: 0 done; 1 a run or a stream failed; 2 bad input, said in one line; 130 interrupted; 141 the reader of
 standard output went away.
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mktts import batch, bench, say, text_command
+from mktts import agent_command, batch, bench, say, text_command
 from mktts.arguments import add_model_arguments
 from mktts.errors import MkttsError
 from mktts.server import command as serve
@@ -64,6 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
     server = command("serve", "serve one model over HTTP and WebSocket", serve.main, examples=serve.EXAMPLES)
     add_model_arguments(server)
     serve.add_arguments(server)
+    talk = command(
+        "agent", "hold a conversation: on a page, a sound card, or a script", agent_command.main,
+        examples=agent_command.EXAMPLES,
+    )  # fmt: skip
+    add_model_arguments(talk, checkpoint=None)
+    agent_command.add_arguments(talk)
     return parser
 
 

@@ -32,7 +32,7 @@ from mktts.agent.latency import LatencyObserver, TurnLatency
 from mktts.agent.mind import make_mind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.options import Guard, StreamOptions
 from mktts.pipecat import LocalSource, MkttsTTSService, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
@@ -77,9 +77,10 @@ class Conversation:
 
 def load_voice(settings: AgentSettings) -> Synthesizer:
     """The process's synthesizer for these settings, loaded at the first call: seconds, so not from an event loop."""
-    return shared_synthesizer(
-        settings.checkpoint, backend=settings.backend, device=settings.device, dtype=settings.dtype
-    )
+    checkpoint = settings.checkpoint
+    if settings.revision is not None:
+        checkpoint = open_checkpoint(checkpoint, settings.revision)
+    return shared_synthesizer(checkpoint, backend=settings.backend, device=settings.device, dtype=settings.dtype)
 
 
 def build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mktts.errors import AgentError
@@ -19,19 +19,14 @@ _INSTRUCTIONS = (
     "You are a voice agent. Your answers are spoken: one to three short sentences of plain words, no lists, no markup, "
     "numbers written out."
 )
-VARIABLES = """environment:
-  DEEPGRAM_API_KEY               ears: Deepgram; without it pocketsphinx, which knows a dozen phrases
-  OPENAI_API_KEY                 mind: OpenAI; without it and without a URL, a script
-  OPENAI_BASE_URL, OPENAI_MODEL  mind: any server of OpenAI's shape, such as Ollama or vLLM (a key is then optional)
-  MKTTS_CHECKPOINT, MKTTS_VOICE  of the bot file, which takes no arguments of its own"""
 
 
 @dataclass(frozen=True)
 class AgentSettings:
     """Everything that decides what an agent is. The keys do not show in its repr.
 
-    checkpoint, backend, device, dtype: of the voice, as `Synthesizer.load` takes them. voice, language, instruct, seed:
-        as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
+    checkpoint, revision, backend, device, dtype: of the voice, as `open_checkpoint` and `Synthesizer.load` take them.
+    voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
     options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, such
         that an utterance is as long as speech of its text would be.
     tokens: the mind's words go into one generation as they are written, not sentence by sentence.
@@ -41,6 +36,7 @@ class AgentSettings:
     """
 
     checkpoint: str = "random:tiny"
+    revision: str | None = None
     backend: str = "auto"
     device: str = "auto"
     dtype: Any = None
@@ -78,27 +74,27 @@ class AgentSettings:
     def __repr__(self) -> str:
         return f"AgentSettings({', '.join(self.describe())})"
 
-    def describe(self) -> list[str]:
-        """Who hears, thinks and speaks, one line each; no secrets."""
+    def parts(self) -> dict[str, str]:
+        """Who hears ("ears"), thinks ("mind") and speaks ("voice"), in words without secrets."""
         turn_end = "Pipecat's turn model" if self.turn_end == "smart" else f"{self.turn_end_s:g} s of silence"
-        mind = (
-            "a script, no model" if self.mind == "scripted" else f"{self.openai_model} at {self.openai_url or 'OpenAI'}"
-        )
         ears = "pocketsphinx with a grammar" if self.ears == "pocketsphinx" else "Deepgram"
-        return [
-            f"ears: {ears}, Silero VAD, end of turn by {turn_end}",
-            f"mind: {mind}",
-            f"voice: {self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
-        ]
+        openai = f"{self.openai_model} at {self.openai_url or 'OpenAI'}"
+        return {
+            "ears": f"{ears}, Silero VAD, end of turn by {turn_end}",
+            "mind": "a script, no model" if self.mind == "scripted" else openai,
+            "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
+        }
 
-    def with_(self, **changes: Any) -> AgentSettings:
-        """A copy with the changes that are not None."""
-        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+    def describe(self) -> list[str]:
+        """`parts`, one line each."""
+        return [f"{name}: {words}" for name, words in self.parts().items()]
 
 
 def from_environment(environment: Mapping[str, str] | None = None, **changes: Any) -> AgentSettings:
-    """The settings that the variables stand for (see `VARIABLES`); `changes` that are not None go before them.
+    """The settings that the environment's variables stand for; `changes` that are not None go before them.
 
+    DEEPGRAM_API_KEY chooses the ears; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape, the
+    mind, and OPENAI_MODEL its model; MKTTS_CHECKPOINT and MKTTS_VOICE the voice.
     Raises AgentError for a choice whose key is missing.
     """
     found = os.environ if environment is None else environment

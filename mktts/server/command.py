@@ -33,7 +33,8 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 RANDOM_NOTE = "random weights: the audio is noise, not speech"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_address_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to listen, and who may use it."""
     where = parser.add_argument_group("address")
     where.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
     where.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
@@ -41,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--allow-origin", action="append", default=[], metavar="ORIGIN", help="of web pages that may use the server"
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_address_arguments(parser)
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -59,17 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM."""
     try:
-        from mktts.server.gate import is_loopback
         from mktts.server.process import Server, listen, url_of
         from mktts.server.studio import Studio
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
     key = read_key(arguments.api_key_file)
-    if key is None and not is_loopback(arguments.host):
-        raise ServerError(
-            f"{arguments.host} can be reached by other machines and there is no key: give --api-key-file or set "
-            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
-        )
+    refuse_open_address(arguments.host, key)
     limits = Limits(
         max_streams=arguments.max_streams,
         max_chars=arguments.max_chars,
@@ -100,6 +100,17 @@ def main(arguments: argparse.Namespace) -> int:
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
+
+
+def refuse_open_address(host: str, key: str | None) -> None:
+    """Raises ServerError for an address that other machines reach, without a key."""
+    from mktts.server.gate import is_loopback
+
+    if key is None and not is_loopback(host):
+        raise ServerError(
+            f"{host} can be reached by other machines and there is no key: give --api-key-file or set "
+            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+        )
 
 
 def read_key(file: Path | None) -> str | None:

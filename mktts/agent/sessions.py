@@ -1,0 +1,98 @@
+"""The conversations of one server: each over a transport of its own, all with the same voice."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from loguru import logger
+from pipecat.frames.frames import InputTransportMessageFrame, OutputTransportMessageUrgentFrame
+from pipecat.observers.base_observer import BaseObserver, FramePushed
+from pipecat.processors.frame_processor import FrameDirection
+from pipecat.transports.base_transport import BaseTransport
+
+from mktts.agent.conversation import Conversation, build
+from mktts.agent.messages import PageMessages
+from mktts.agent.settings import AgentSettings
+
+_IDLE_S = 600.0  # a page that was left open
+_CLOSE_S = 2.0
+
+
+class Sessions:
+    """Runs conversations, at most `limit` at once."""
+
+    def __init__(self, settings: AgentSettings, limit: int) -> None:
+        self.settings = settings
+        self._limit = limit
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    @property
+    def full(self) -> bool:
+        """Whether no other conversation may begin."""
+        return self._closing or len(self._running) >= self._limit
+
+    def begin(self, transport: BaseTransport) -> asyncio.Task[None]:
+        """Holds a conversation over a connected `transport`; done when it has ended."""
+        task = asyncio.create_task(self._hold(transport))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        """Ends every conversation, and begins no more."""
+        self._closing = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=_CLOSE_S)
+
+    async def _hold(self, transport: BaseTransport) -> None:
+        session = uuid.uuid4().hex[:8]
+
+        async def send(message: dict[str, Any]) -> None:
+            await conversation.worker.queue_frame(OutputTransportMessageUrgentFrame(message=message))
+
+        page = PageMessages(send, transport.output())
+        hello = _Hello()
+        # In a thread: it loads models, and nobody else's audio is to wait for them.
+        conversation = await asyncio.to_thread(
+            build, transport, self.settings, observers=[page, hello], idle_timeout_s=_IDLE_S
+        )
+        hello.conversation = conversation
+        conversation.latency.on_turn = page.tell_latency
+
+        @transport.event_handler("on_client_connected")
+        async def connected(*_: Any) -> None:
+            await send({"type": "ready", "session": session})
+
+        @transport.event_handler("on_client_disconnected")
+        async def disconnected(*_: Any) -> None:
+            await conversation.worker.cancel()
+
+        logger.info(f"conversation {session} begins")
+        try:
+            await conversation.run()
+        except asyncio.CancelledError:
+            await conversation.worker.cancel()
+            raise
+        finally:
+            logger.info(f"conversation {session} has ended after {len(conversation.turns)} turns")
+
+
+class _Hello(BaseObserver):
+    """Greets once the page says that it can play."""
+
+    def __init__(self) -> None:
+        super().__init__(observe_every_push=False)
+        self.conversation: Conversation | None = None
+
+    async def on_push_frame(self, data: FramePushed) -> None:
+        frame = data.frame
+        if not isinstance(frame, InputTransportMessageFrame) or data.direction != FrameDirection.DOWNSTREAM:
+            return
+        if isinstance(frame.message, dict) and frame.message.get("type") == "hello" and self.conversation is not None:
+            conversation, self.conversation = self.conversation, None
+            await conversation.greet()

@@ -1,0 +1,125 @@
+"""The agent over HTTP: its page, the WebSocket of the conversation, and WebRTC where aiortc is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+from fastapi import FastAPI, HTTPException, Request, WebSocket
+from fastapi.staticfiles import StaticFiles
+
+from mktts.agent import intents
+from mktts.agent.conversation import load_voice
+from mktts.agent.sessions import Sessions
+from mktts.agent.settings import AgentSettings
+from mktts.agent.user_speech import USER_RATE_HZ
+from mktts.agent.websocket import PageTransport
+from mktts.errors import AgentError
+from mktts.server.gate import Gate
+from mktts.spec import SAMPLE_RATE_HZ
+
+Transport = Literal["websocket", "webrtc"]
+PAGE = Path(__file__).parent / "page"
+MAX_SESSIONS = 4
+_MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
+_TRY_AGAIN_LATER = 1013  # RFC 6455's registry
+
+
+def has_webrtc() -> bool:
+    """Whether Pipecat's WebRTC transport can be used."""
+    return importlib.util.find_spec("aiortc") is not None
+
+
+def create_app(
+    settings: AgentSettings,
+    api_key: str | None = None,
+    origins: Collection[str] = (),
+    max_sessions: int = MAX_SESSIONS,
+    transport: Transport = "websocket",
+) -> FastAPI:
+    """The ASGI application. The voice is loaded here, unless it is already.
+
+    api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
+    lets in whoever reaches it: such an application must be bound to loopback (`mktts.agent.serve` sees to it).
+    origins: of web pages from elsewhere that may use it. transport: what the page offers first.
+    Raises what loading the voice raises, and AgentError for "webrtc" without its package.
+    """
+    if transport == "webrtc" and not has_webrtc():
+        raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
+    synthesizer = load_voice(settings)
+    checkpoint = synthesizer.checkpoint
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_AgentGate, api_key=api_key, origins=origins)
+    sessions = app.state.sessions = Sessions(settings, max_sessions)
+    transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
+
+    @app.get("/agent/config")
+    async def config() -> dict[str, Any]:
+        parts = settings.parts()
+        parts["voice"] += f", {synthesizer.backend_name} on {synthesizer.device}"
+        return {
+            **parts,
+            "input_rate_hz": USER_RATE_HZ,
+            "output_rate_hz": SAMPLE_RATE_HZ,
+            "random_weights": checkpoint is not None and checkpoint.is_random,
+            "transports": transports,
+            "hints": intents.hints() if settings.ears == "pocketsphinx" else [],
+        }
+
+    @app.websocket("/agent")
+    async def agent(websocket: WebSocket) -> None:
+        await websocket.accept()
+        if sessions.full:
+            await websocket.close(_TRY_AGAIN_LATER)
+            return
+        await sessions.begin(PageTransport(websocket))
+
+    if has_webrtc():
+        _add_webrtc(app, sessions)
+    app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
+    return app
+
+
+def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
+    from pipecat.transports.base_transport import TransportParams
+    from pipecat.transports.smallwebrtc.request_handler import SmallWebRTCRequest, SmallWebRTCRequestHandler
+    from pipecat.transports.smallwebrtc.transport import SmallWebRTCTransport
+
+    handler = SmallWebRTCRequestHandler()
+
+    @app.post("/agent/offer")
+    async def offer(request: Request) -> dict[str, str] | None:
+        if sessions.full:
+            raise HTTPException(503, "too many conversations at once", {"Retry-After": "10"})
+        try:
+            asked = SmallWebRTCRequest.from_dict(await request.json())
+        except (ValueError, TypeError, AttributeError):
+            raise HTTPException(400, "expected a JSON object with sdp and type") from None
+
+        async def begin(connection: Any) -> None:
+            params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
+            sessions.begin(SmallWebRTCTransport(webrtc_connection=connection, params=params))
+
+        return await handler.handle_web_request(asked, begin)
+
+
+class _AgentGate:
+    """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so that the key may
+    come in the query, too; no log of ours has the query in it."""
+
+    def __init__(self, app: Any, api_key: str | None, origins: Collection[str]) -> None:
+        self._open = app
+        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or not f"{scope['path']}/".startswith("/agent/"):
+            await self._open(scope, receive, send)
+            return
+        key = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("key")
+        if key is not None:
+            given = (b"authorization", f"Bearer {key}".encode())
+            scope = {**scope, "headers": [*(pair for pair in scope["headers"] if pair[0] != given[0]), given]}
+        await self._gate(scope, receive, send)
