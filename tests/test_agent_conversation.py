@@ -1,0 +1,79 @@
+"""A whole conversation offline: recorded user speech in, an interruption, a context that holds what was heard.
+
+Random weights: the bot's voice is noise; its text is known.
+"""
+
+from __future__ import annotations
+
+import json
+import wave
+
+import numpy as np
+from pipecat.frames.frames import InterruptionFrame, LLMFullResponseStartFrame, OutputAudioRawFrame
+from pipecat.observers.base_observer import BaseObserver
+from pipecat.processors.frame_processor import FrameDirection
+from pipecat.transports.base_output import BaseOutputTransport
+
+from mktts.agent.intents import STORY
+from mktts.agent.scripted import UserTurn, converse
+from mktts.agent.settings import from_environment
+from mktts.spec import SAMPLE_RATE_HZ
+
+
+class Order(BaseObserver):
+    """What left the loudspeaker, in order: "i" an interruption, "a" audio; and "?" where the mind was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = ""
+
+    async def on_push_frame(self, data) -> None:
+        if data.direction != FrameDirection.DOWNSTREAM:
+            return
+        if isinstance(data.frame, LLMFullResponseStartFrame) and data.first_push:
+            self.log += "?"
+        elif isinstance(data.source, BaseOutputTransport):
+            if isinstance(data.frame, InterruptionFrame):
+                self.log += "i"
+            elif isinstance(data.frame, OutputAudioRawFrame):
+                self.log += "a"
+
+
+async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
+    """One conversation, in real time, looked at from all sides."""
+    order, lines = Order(), []
+    script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
+    settings = from_environment({}, turn_end="timeout", greeting="", seed=1)
+    talk = await converse(settings, script, wav=tmp_path / "talk.wav", say=lines.append, observers=[order])
+
+    story, stop = talk.turns
+    assert [turn.user for turn in talk.turns] == [turn.text for turn in script]
+    for turn in talk.turns:
+        assert 0 < turn.transcript_ms <= turn.first_token_ms <= turn.first_audio_ms <= turn.speaking_ms
+    assert story.silence_ms is None and stop.silence_ms > 0
+    assert story.interrupted and not stop.interrupted
+
+    # The context holds what was heard of the story, and all of the answer to the interruption.
+    roles = [(message["role"], message["content"]) for message in talk.messages]
+    assert roles[0] == ("user", "tell me a story") and roles[2] == ("user", "stop please")
+    heard = roles[1][1]
+    assert STORY.startswith(heard) and 0 < len(heard) < len(STORY) / 2
+    assert heard == story.heard
+    assert roles[3] == ("assistant", stop.reply) and stop.reply == stop.heard
+
+    # After the interruption nothing is played but the piece in the loudspeaker's hand, until the mind has been asked.
+    after = order.log[order.log.rindex("i") :]
+    assert after[: after.index("?")].count("a") <= 1
+    assert "a" in order.log[: order.log.rindex("i")] and "a" in after[after.index("?") :]
+    assert talk.stale_frames == 0
+
+    with wave.open(str(talk.wav)) as file:
+        assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, SAMPLE_RATE_HZ, len(talk.user))
+        both = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, 2) / 2**15
+    assert np.abs(both[:, 0] - talk.user).max() < 1e-3 and np.abs(both[:, 1] - talk.bot).max() < 1e-3
+    assert np.abs(talk.user).max() > 0.3 and np.abs(talk.bot).max() > 0.05
+
+    assert talk.random_weights and any("noise" in line for line in lines)
+    assert any(line.startswith("ears: pocketsphinx") for line in lines)
+    told = json.loads(talk.to_json())
+    assert told["turns"][1]["silence_ms"] == stop.silence_ms and "user" not in told
