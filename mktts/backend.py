@@ -6,7 +6,7 @@ number of open streams can take turns on one backend. A backend is not thread-sa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ class Backend(Protocol):
     """Talker and code predictor of one checkpoint."""
 
     name: str
+    held: Mapping[str, Tensor]  # by Hub name: tensors on its device for others to read, so that they are there once
 
     def start(
         self,

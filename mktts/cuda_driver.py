@@ -29,8 +29,37 @@ def _call(name: str, *arguments: object) -> None:
         raise EngineError(f"{name} failed: {text.value.decode() if text.value else status}")
 
 
-class Kernel:
-    """A kernel of a loaded cubin, with its shared memory and its grid settled.
+class PlainKernel:
+    """A kernel of a loaded cubin on torch's current device, for ordinary launches.
+
+    Raises BackendUnavailable where this driver or GPU cannot load it.
+    """
+
+    def __init__(self, cubin: bytes, name: str) -> None:
+        torch.cuda.init()
+        torch.empty(1, device="cuda")  # makes torch's context the current one
+        try:
+            self._load(cubin, name)
+        except EngineError as error:  # at this stage it says what this driver or GPU cannot do
+            raise BackendUnavailable(
+                f"the compiled kernel cannot be used here: {error}: pass backend='torch'"
+            ) from None
+
+    def _load(self, cubin: bytes, name: str) -> None:
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._image = cubin  # the driver may read it later
+        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+
+    def launch_grid(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
+        """A launch on torch's current stream, which may be capturing; `parameters` are copied."""
+        arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(parameters), ctypes.c_void_p))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _call("cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
+
+
+class Kernel(PlainKernel):
+    """A kernel with its shared memory and its grid settled, for cooperative launches.
 
     All blocks must be resident at once, because they wait for each other: the constructor raises BackendUnavailable
     where the device cannot hold `blocks`.
@@ -38,32 +67,21 @@ class Kernel:
 
     def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: str) -> None:
         """`shared_bytes` names the device constant that says how much dynamic shared memory a block takes."""
-        self.blocks, self.threads = blocks, threads
-        torch.cuda.init()
-        torch.empty(1, device="cuda")  # makes torch's context the current one
-        try:
-            present = self._load(cubin, name, shared_bytes)
-        except EngineError as error:  # at this stage it says what this driver or GPU cannot do
+        self.blocks, self.threads, self._shared_name = blocks, threads, shared_bytes
+        super().__init__(cubin, name)
+        if self._present < blocks:
             raise BackendUnavailable(
-                f"the compiled kernel cannot be used here: {error}: pass backend='torch'"
-            ) from None
-        if present < blocks:
-            raise BackendUnavailable(
-                f"{blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
+                f"{blocks} blocks must be resident together and this GPU holds {self._present}: pass backend='torch'"
             )
 
-    def _load(self, cubin: bytes, name: str, shared_bytes: str) -> int:
-        """Returns how many blocks the device holds at once."""
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._image = cubin  # the driver may read it later
-        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-        self.shared_bytes = self.constant(shared_bytes)
+    def _load(self, cubin: bytes, name: str) -> None:
+        super()._load(cubin, name)
+        self.shared_bytes = self.constant(self._shared_name)
         _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
         each = ctypes.c_int()
         occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
-        return each.value * torch.cuda.get_device_properties().multi_processor_count
+        self._present = each.value * torch.cuda.get_device_properties().multi_processor_count
 
     def constant(self, name: str) -> int:
         """The value of a 32-bit device constant."""

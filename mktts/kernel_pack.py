@@ -101,6 +101,17 @@ def pack(rows: Tensor) -> Tensor:
     return torch.cat([stage.reshape(blocks, -1) for stage in fragments.split(FRAGMENTS, 2)], 1)
 
 
+def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
+    """The inverse of `pack`: (blocks, elements) -> (blocks, rows, k)."""
+    blocks, tiles, steps = len(tape), -(-rows // (2 * WARPS)), -(-k // 128)
+    stages = tape.split(WARPS * FRAGMENTS * 256, 1)
+    fragments = torch.cat([stage.reshape(blocks, WARPS, -1, 256) for stage in stages], 2)
+    # block, warp, step, tile, part, lane in part, half, row, value
+    parts = fragments.view(blocks, WARPS, steps, tiles, 8, 4, 2, 2, 2)
+    padded = parts.permute(0, 1, 3, 7, 4, 2, 5, 6, 8).reshape(blocks, 2 * WARPS * tiles, 128 * steps)
+    return padded[:, :rows, :k]
+
+
 def pack_layer(shape: Shape, stack: StackConfig, get: Mapping[str, Tensor]) -> Tensor:
     """One decoder layer, names less their prefix: (blocks, elements) bf16."""
     group, blocks, heads = shape.group, shape.blocks, stack.num_key_value_heads
@@ -116,6 +127,31 @@ def pack_layer(shape: Shape, stack: StackConfig, get: Mapping[str, Tensor]) -> T
     out = by_group(get["self_attn.o_proj.weight"], attention)
     down = by_group(get["mlp.down_proj.weight"], f // heads)
     return torch.cat([pack(m) for m in (qkv, out, torch.stack((gate, up), 2).flatten(1, 2), down)], 1)
+
+
+def unpack_layer(shape: Shape, stack: StackConfig, tape: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack_layer`, as the matrices that `LayerWeights.fused` makes: qkv, o, gate_up, down.
+
+    What csrc/unpack.cu does on a GPU.
+    """
+    group, blocks, heads = shape.group, shape.blocks, stack.num_key_value_heads
+    h, f, d = stack.hidden_size, stack.intermediate_size, stack.head_dim
+    attention = stack.num_attention_heads // heads * d
+    sizes = [(heads * (attention + 2 * d) // blocks, h), (h // group, attention)]
+    sizes += [(2 * f // blocks, h), (h // group, f // heads)]  # rows and inputs of a block
+    counts = [-(-rows // (2 * WARPS)) * 2 * WARPS * -(-k // 128) * 128 for rows, k in sizes]
+    qkv, out, gate_up, down = (unpack(part, *s) for part, s in zip(tape.split(counts, 1), sizes, strict=True))
+
+    def whole(share: Tensor) -> Tensor:
+        return share.reshape(heads, group, h // group, -1).permute(1, 2, 0, 3).reshape(h, -1)
+
+    qkv = qkv.reshape(heads, -1, h).split((attention, d, d), 1)
+    return {
+        "qkv": torch.cat([part.flatten(0, 1) for part in qkv]),
+        "o": whole(out),
+        "gate_up": gate_up.reshape(f, 2, h).transpose(0, 1).reshape(2 * f, h),
+        "down": whole(down),
+    }
 
 
 def pack_rows(shape: Shape, weight: Tensor) -> Tensor:

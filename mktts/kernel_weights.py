@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,14 @@ def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Ten
         weights |= {"inputs0": F.linear(first, matrix, bias), "inputs": F.linear(embeddings, matrix, bias)}
     weights |= stack_weights(shape, "talker", shape.talker, get, "talker.model.")
     return weights | stack_weights(shape, "predictor", shape.predictor, get, f"{code_predictor}model.")
+
+
+def codec_embeddings(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The code embeddings among `model_weights` by Hub name, each (vocabulary, H)."""
+    held = {"talker.model.codec_embedding.weight": weights["embeddings0"]}
+    for group, table in enumerate(weights["embeddings"]):
+        held[f"talker.code_predictor.model.codec_embedding.{group}.weight"] = table
+    return held
 
 
 def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix: str) -> dict[str, Tensor]:

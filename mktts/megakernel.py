@@ -1,8 +1,8 @@
 """The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only.
 
 A prompt's prefix comes from a cache, a few rows after it go through the kernel one by one, more of them through CUDA
-graphs of the oracle's PyTorch stack. From there on the host only launches and reads codes, which the kernel writes into
-the host's pinned memory frame by frame.
+graphs of PyTorch's operators on the same weights. From there on the host only launches and reads codes, which the
+kernel writes into the host's pinned memory frame by frame.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mktts.kernel_params import (
     set_choice,
 )
 from mktts.kernel_prefill import KernelPrefill
-from mktts.kernel_weights import model_weights
-from mktts.qwen3 import Qwen3Stack
+from mktts.kernel_unpack import TapeStack
+from mktts.kernel_weights import codec_embeddings, model_weights
 from mktts.sampling import Sampling, checked_seed
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
@@ -97,9 +97,10 @@ class MegakernelBackend:
         self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
         self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 2  # one a head, the projection, the host's wish
-        self._prefill = KernelPrefill(Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype))
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
+        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights))
+        self.held = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 Eager PyTorch spends its time on launches (a prefill of 28 layers has over a thousand kernels); a graph of the same
 operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
 static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s: the same operators in the same order,
-with q, k, v and gate, up as one product each (`Qwen3Stack.fuse`) and all rotary heads turned together.
+with q, k, v and gate, up as one product each (`Stack.layer_weights`) and all rotary heads turned together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.cuda_graph import record
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.qwen3 import LayerWeights, Qwen3Stack, rms_norm, unit_rms
+from mktts.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
 
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
 ROW_BUCKETS = (16, 64, 128, 256)
@@ -58,15 +58,16 @@ class Kept:
 class Prefill:
     """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it.
 
-    The stack is fused in place and must not change afterwards. One thread and one CUDA stream at a time; a graph is
-    captured when its shape is first needed (tens of ms) or by `warm_up`. Device memory: the workspace, `capacity` + 1
-    positions of 112 KiB at the released sizes (115 MiB for 1 024), rotary tables of 0.5 MiB, and for the graphs one
-    cuBLAS workspace (32 MiB on Hopper), activations of the largest bucket (under 30 MiB) and a few MiB of nodes each.
+    The stack must not change afterwards (a Qwen3Stack is fused in place). One thread and one CUDA stream at a time; a
+    graph is captured when its shape is first needed (tens of ms) or by `warm_up`. Device memory: the workspace,
+    `capacity` + 1 positions of 112 KiB at the released sizes (112 MiB for 1 024), rotary tables of 0.5 MiB, and for the
+    graphs one cuBLAS workspace (32 MiB on Hopper), activations of the largest bucket (under 30 MiB) and a few MiB of
+    nodes each.
     """
 
     def __init__(
         self,
-        stack: Qwen3Stack,
+        stack: Stack,
         capacity: int = 1024,
         buckets: Sequence[int] = ROW_BUCKETS,
         graphs: bool | None = None,
@@ -83,7 +84,6 @@ class Prefill:
         self.capacity = capacity
         self.buckets = tuple(sorted(buckets))
         self.extents = tuple(_extents(capacity))
-        stack.fuse()
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, capacity + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
@@ -98,7 +98,8 @@ class Prefill:
         cos, sin = stack.rotary(0, capacity + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        self._qk_norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in stack.layers]
+        layers = map(stack.layer_weights, range(c.num_hidden_layers))
+        self._qk_norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
@@ -208,7 +209,8 @@ class Prefill:
         x = self._input[:bucket]
         backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
         with backends:
-            for w, norm, (keys, values) in zip(self.stack.layers, self._qk_norms, self._kv.unbind(1), strict=True):
+            for layer, (norm, (keys, values)) in enumerate(zip(self._qk_norms, self._kv.unbind(1), strict=True)):
+                w = self.stack.layer_weights(layer)
                 x = self.stack.layer(w, x, partial(self._attend, w.qkv, norm, keys, values, rotary, index, mask))
         last = x.index_select(0, (self._end - self._past - 1)[None])
         self._hidden.copy_(rms_norm(last, self.stack.norm, self.stack.config.rms_norm_eps)[0])

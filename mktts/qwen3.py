@@ -8,6 +8,7 @@ Talker M-RoPE has equal temporal, height and width positions, so it is ordinary 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +88,39 @@ class KVCache:
         return KVCache(self.keys.clone(), self.values.clone(), self.length)
 
 
-class Qwen3Stack:
+class Stack(ABC):
+    """The arithmetic of one decoder stack, wherever its weights are."""
+
+    def __init__(self, config: StackConfig, norm: Tensor) -> None:
+        """`norm` (H,): the weight of the final norm; its device and dtype are the stack's."""
+        self.config = config
+        self.norm = norm
+        self.device, self.dtype = norm.device, norm.dtype
+        self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(norm.device)
+
+    @abstractmethod
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Fused weights of a layer, on the device. Their matrices may be overwritten by the next call."""
+
+    def layer(self, w: LayerWeights, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """One decoder layer over `x` (..., T, H).
+
+        `attend` makes the heads' outputs (..., T, heads * head_dim) from the normed rows (..., T, H).
+        """
+        eps = self.config.rms_norm_eps
+        x = x + F.linear(attend(rms_norm(x, w.input_norm, eps)), w.o)
+        gate, up = w.gated(rms_norm(x, w.post_norm, eps))
+        return x + F.linear(F.silu(gate) * up, w.down)
+
+    def rotary(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of positions start..end - 1, (T, head_dim) each."""
+        positions = torch.arange(start, end, device=self.device).float()
+        angle = torch.outer(positions, self._inverse_frequency)
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+
+
+class Qwen3Stack(Stack):
     """`num_hidden_layers` decoder layers and the final norm, read from `tensors` under `prefix`."""
 
     def __init__(
@@ -96,24 +129,25 @@ class Qwen3Stack:
         def get(name: str) -> Tensor:
             return tensors[f"{prefix}{name}.weight"].to(device, dtype)
 
-        self.config = config
-        self.device = device
-        self.dtype = dtype
+        super().__init__(config, get("norm"))
         self.layers = [
             LayerWeights(**{field: get(f"layers.{i}.{name}") for field, name in _LAYER_NAMES.items()})
             for i in range(config.num_hidden_layers)
         ]
-        self.norm = get("norm")
-        self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(device)
 
     def fuse(self) -> None:
         """Joins q, k, v and gate, up of every layer, for fewer products; needs one more layer's memory at a time.
 
         Sums may then be ordered otherwise: in fp32 on the CPU results stay within 1e-5 of the separate products'.
         """
-        for index, layer in enumerate(self.layers):
-            if layer.qkv is None:
-                self.layers[index] = layer.fused()
+        for index in range(len(self.layers)):
+            self.layer_weights(index)
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """As `Stack.layer_weights`; the layer is fused in place."""
+        if self.layers[index].qkv is None:
+            self.layers[index] = self.layers[index].fused()
+        return self.layers[index]
 
     def new_cache(self, positions: int) -> KVCache:
         """A cache for `positions` tokens. Raises CapacityError beyond the model's own limit."""
@@ -142,23 +176,6 @@ class Qwen3Stack:
             x = self.layer(w, x, attend)
         cache.length = end
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
-
-    def layer(self, w: LayerWeights, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """One decoder layer over `x` (..., T, H).
-
-        `attend` makes the heads' outputs (..., T, heads * head_dim) from the normed rows (..., T, H).
-        """
-        eps = self.config.rms_norm_eps
-        x = x + F.linear(attend(rms_norm(x, w.input_norm, eps)), w.o)
-        gate, up = w.gated(rms_norm(x, w.post_norm, eps))
-        return x + F.linear(F.silu(gate) * up, w.down)
-
-    def rotary(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of positions start..end - 1, (T, head_dim) each."""
-        positions = torch.arange(start, end, device=self.device).float()
-        angle = torch.outer(positions, self._inverse_frequency)
-        angle = torch.cat((angle, angle), -1)
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
     def _attend(
         self, w: LayerWeights, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, end: int, h: Tensor

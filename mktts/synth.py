@@ -279,9 +279,10 @@ def _step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype
 
 def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
     config, tensors = checkpoint.config, checkpoint.tensors()
+    backend = _step_backend(name, checkpoint, device, dtype)
     return StepModel(
-        backend=_step_backend(name, checkpoint, device, dtype),
-        prompts=PromptBuilder(config, tensors, checkpoint.tokenizer(), device, dtype),
+        backend=backend,
+        prompts=PromptBuilder(config, {**tensors, **backend.held}, checkpoint.tokenizer(), device, dtype),
         codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
         positions=config.talker.max_position_embeddings,
         overlaps=device.type == "cuda",

@@ -70,9 +70,11 @@ class TorchBackend:
         self.predictor = Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", self.device, dtype)
         self.codec_head = get("talker.codec_head.weight")
         groups = range(NUM_CODEBOOKS - 1)
+        names = ["talker.model.codec_embedding.weight"]
+        names += [f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in groups]
+        self.held = {name: get(name) for name in names}
         # embeddings[g] holds the rows of codebook g; heads[g] the predictor head that gives codebook g + 1
-        self.embeddings = [get("talker.model.codec_embedding.weight")]
-        self.embeddings += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
+        self.embeddings = list(self.held.values())
         self.heads = [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups]
         projection = "talker.code_predictor.small_to_mtp_projection."
         self.projection = (

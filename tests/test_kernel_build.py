@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from mktts.errors import BackendUnavailable
 from mktts.inspection import config_at
 from mktts.kernel_build import STAGE_BYTES, TARGETS, build_for, compile_kernel, target_of
 from mktts.kernel_pack import choose_shape, choose_text_shape
+from mktts.kernel_unpack import UnpackParams
 
 SPILL_BYTES = 1_300  # of stores and loads together; the report below says how many
 
@@ -37,6 +39,14 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
         print(f"\n{arch} {size}: {build.registers} registers, {build.spill_bytes} bytes spilled")
     assert build.cubin[:4] == b"\x7fELF"
     assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
+def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
+    build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
+    assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
+    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(UnpackParams)
 
 
 @pytest.mark.parametrize(("arch", "multiprocessors"), [("sm_86", 82), ("sm_120", 170)])

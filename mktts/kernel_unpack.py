@@ -1,0 +1,143 @@
+"""A decoder stack whose matrices are on the frame kernel's tape only: products over many rows take them from there."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mktts.cuda_driver import PlainKernel
+from mktts.errors import BackendUnavailable
+from mktts.kernel_build import compile_kernel, target_of
+from mktts.kernel_pack import Shape, unpack_layer
+from mktts.kernel_params import point
+from mktts.qwen3 import LayerWeights, Stack
+
+# Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
+# to keep its memory busy; twice as many would leave no room beside them for the layer that is being computed.
+_THREADS, _SHARES = 512, 2
+
+
+class UnpackParams(ctypes.Structure):
+    """csrc/unpack.cu, struct Unpack."""
+
+    _fields_ = [
+        ("tape", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_ulonglong),
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+    ]
+
+
+class TapeStack(Stack):
+    """The stack whose tape, norms and head norms `kernel_weights.stack_weights` made, with room for one or two layers.
+
+    `layer_weights` writes a layer's matrices into that room, in the work queued on the current CUDA stream (on the CPU
+    at once), so that a CUDA graph holds it too. On CUDA, with `ahead`, the next layer is written beside the work on
+    this one, into a second room: layers are meant to be asked for in order, and any other order costs time only.
+    One thread and one CUDA stream at a time. A room is 30 MiB at 0.6B and 96 MiB at 1.7B.
+    """
+
+    def __init__(self, shape: Shape, weights: Mapping[str, Tensor], kind: str = "talker", ahead: bool = True) -> None:
+        """`kind` leads the names in `weights`. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
+        super().__init__(shape.talker, weights[f"{kind}_final"])
+        self._shape, self._tape = shape, weights[f"{kind}_tape"]  # (blocks, layers, elements)
+        cuda = self.device.type == "cuda"
+        self._side = torch.cuda.Stream(self.device) if cuda and ahead else None
+        self._written: int | None = None  # the layer that was written ahead, and is not yet asked for
+        self._kernel = _UnpackKernel(shape, self._tape) if cuda else None
+        self._rooms = [self._room() for _ in range(2 if self._side else 1)]
+        norms, heads = weights[f"{kind}_norms"], weights[f"{kind}_qk"]
+        self._layers = [
+            _layer(self._rooms[i % len(self._rooms)], *norms[i], *heads[i], *self._sizes)
+            for i in range(self.config.num_hidden_layers)
+        ]
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """As `Stack.layer_weights`."""
+        if self._side is None:
+            self._write(index)
+            return self._layers[index]
+        here = torch.cuda.current_stream(self.device)
+        if self._written == index:
+            here.wait_stream(self._side)
+        else:
+            self._write(index)
+        self._written = None
+        if index + 1 < self.config.num_hidden_layers:
+            self._side.wait_stream(here)  # whoever used the other room is done
+            with torch.cuda.stream(self._side):
+                self._write(index + 1)
+            self._written = index + 1
+        return self._layers[index]
+
+    def _write(self, index: int) -> None:
+        room = self._rooms[index % len(self._rooms)]
+        if self._kernel is not None:
+            self._kernel.launch(index, room)
+            return
+        for name, matrix in unpack_layer(self._shape, self.config, self._tape[:, index]).items():
+            room[name].copy_(matrix)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Rows of queries; of keys, or values; of gates, or ups."""
+        c = self.config
+        return c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+
+    def _room(self) -> dict[str, Tensor]:
+        h, (queries, keys, inner) = self.config.hidden_size, self._sizes
+        shapes = {"qkv": (queries + 2 * keys, h), "o": (h, queries), "gate_up": (2 * inner, h), "down": (h, inner)}
+        return {name: self._tape.new_empty(shape) for name, shape in shapes.items()}
+
+
+class _UnpackKernel:
+    """csrc/unpack.cu for one tape."""
+
+    def __init__(self, shape: Shape, tape: Tensor) -> None:
+        with torch.cuda.device(tape.device):
+            build = compile_kernel(shape.defines, target_of(torch.cuda.get_device_capability()), "unpack.cu")
+            self._kernel = PlainKernel(build.cubin, "mktts_unpack")
+        sizes = build.constants["mktts_layer_bytes"], build.constants["mktts_params_bytes"]
+        expected = tape.stride(1) * tape.itemsize, ctypes.sizeof(UnpackParams)
+        if sizes != expected:
+            raise BackendUnavailable(f"csrc/unpack.cu and mktts disagree about bytes: {sizes} and {expected}")
+        self._tape = tape
+
+    def launch(self, index: int, room: Mapping[str, Tensor]) -> None:
+        """Queues the writing of layer `index` on torch's current stream."""
+        parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
+        named = {"out" if name == "o" else name: matrix for name, matrix in room.items()}
+        point(parameters, {"tape": self._tape[0, index], **named})
+        with torch.cuda.device(self._tape.device):
+            self._kernel.launch_grid((len(self._tape), _SHARES), _THREADS, parameters)
+
+
+def _layer(
+    room: Mapping[str, Tensor],
+    input_norm: Tensor,
+    post_norm: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    queries: int,
+    keys: int,
+    inner: int,
+) -> LayerWeights:
+    q, k, v = room["qkv"].split((queries, keys, keys))
+    gate, up = room["gate_up"].split(inner)
+    return LayerWeights(
+        input_norm=input_norm,
+        q=q,
+        k=k,
+        v=v,
+        o=room["o"],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        post_norm=post_norm,
+        gate=gate,
+        up=up,
+        down=room["down"],
+        qkv=room["qkv"],
+        gate_up=room["gate_up"],
+    )
