@@ -37,7 +37,6 @@ def create_app(
     settings: AgentSettings,
     api_key: str | None = None,
     origins: Collection[str] = (),
-    max_sessions: int = MAX_SESSIONS,
     transport: Transport = "websocket",
 ) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
@@ -53,7 +52,7 @@ def create_app(
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_AgentGate, api_key=api_key, origins=origins)
-    sessions = app.state.sessions = Sessions(settings, max_sessions)
+    sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
     transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
 
     @app.get("/agent/config")

@@ -1,0 +1,184 @@
+"""The agent's server, over real HTTP and WebSocket. Random weights: who may connect, what comes in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import suppress
+
+import httpx
+import pytest
+import websockets
+from pipecat.frames.frames import (
+    InputAudioRawFrame,
+    InputTransportMessageFrame,
+    InterruptionFrame,
+    OutputAudioRawFrame,
+    OutputTransportMessageUrgentFrame,
+)
+
+from mktts.agent import intents, user_speech
+from mktts.agent.serve import bind, serving
+from mktts.agent.settings import AgentSettings
+from mktts.agent.websocket import PcmSerializer
+from mktts.errors import ServerError
+from mktts.spec import SAMPLE_RATE_HZ
+
+SETTINGS = AgentSettings(turn_end="timeout", seed=1)
+KEY = "let-me-in"
+PIECE_BYTES = 2 * user_speech.USER_RATE_HZ // 50
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint_cache):
+    with serving(SETTINGS) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def locked(checkpoint_cache):
+    with serving(SETTINGS, api_key=KEY) as address:
+        yield address
+
+
+def socket_of(url: str, query: str = "") -> str:
+    return url.replace("http", "ws", 1) + "/agent" + query
+
+
+async def test_a_conversation_over_the_pages_socket(url):
+    """Greeting, a question in speech, its transcript, the answer's captions and latencies, all over one socket."""
+    messages, audio_bytes = [], 0
+    async with websockets.connect(socket_of(url)) as socket:
+
+        async def listen() -> None:
+            nonlocal audio_bytes
+            async for message in socket:
+                if isinstance(message, bytes):
+                    audio_bytes += len(message)
+                else:
+                    messages.append(json.loads(message))
+
+        async def speak(pcm: bytes) -> None:
+            for start in range(0, len(pcm), PIECE_BYTES):
+                await socket.send(pcm[start : start + PIECE_BYTES])
+                await asyncio.sleep(0.02)
+
+        def of(kind: str, **fields: object) -> list[dict]:
+            wanted = {"type": kind, **fields}.items()
+            return [message for message in messages if wanted <= message.items()]
+
+        async def until(condition) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not condition():
+                    await speak(bytes(PIECE_BYTES))
+
+        listening = asyncio.create_task(listen())
+        await until(lambda: of("ready"))
+        assert not of("caption")  # greeted when the page says hello, not before
+        await socket.send(json.dumps({"type": "hello"}))
+        await socket.send("not json")
+        await until(lambda: of("caption", who="bot", final=True))
+        await socket.send(json.dumps({"type": "mute", "muted": True}))
+        await speak(user_speech.load("tell me a joke").tobytes())
+        await until(lambda: len(messages) > 0)
+        await socket.send(json.dumps({"type": "mute", "muted": False}))
+        await speak(bytes(40 * PIECE_BYTES) + user_speech.load("thank you").tobytes())
+        await until(lambda: of("latency") and of("caption", who="bot", final=True, text="You are welcome."))
+        listening.cancel()
+        with suppress(asyncio.CancelledError):
+            await listening
+    assert of("caption", who="bot", final=True)[0]["text"] == SETTINGS.greeting
+    assert [message["text"] for message in of("caption", who="user", final=True)] == ["thank you"]  # the mute was kept
+    assert of("state", bot="speaking") and of("state", user="speaking") and of("state", bot="thinking")
+    (latency,) = of("latency")
+    assert latency["turn"] == 1 and 0 < latency["transcript_ms"] < latency["first_audio_ms"]
+    assert messages.index(of("clear")[0]) < messages.index(latency)
+    assert audio_bytes > SAMPLE_RATE_HZ  # more than half a second
+
+
+def test_the_page_learns_what_it_talks_to_and_no_secret(url):
+    config = httpx.get(f"{url}/agent/config").raise_for_status().json()
+    assert config["ears"].startswith("pocketsphinx") and config["random_weights"]
+    assert (config["input_rate_hz"], config["output_rate_hz"]) == (user_speech.USER_RATE_HZ, SAMPLE_RATE_HZ)
+    assert config["hints"] == intents.hints() and config["transports"][0] == "websocket"
+
+
+def test_the_page_is_served_whole_and_nothing_around_it(url):
+    assert "<html" in httpx.get(url + "/").raise_for_status().text
+    assert httpx.get(f"{url}/../bot.py").status_code == 404
+
+
+async def test_pages_from_elsewhere_are_refused(url):
+    origin = {"Origin": "https://example.org"}
+    assert httpx.get(f"{url}/agent/config", headers=origin).status_code == 403
+    with pytest.raises(websockets.InvalidStatus, match="403"):
+        async with websockets.connect(socket_of(url), additional_headers=origin):
+            pass
+
+
+async def test_with_a_key_everything_but_the_page_asks_for_it(locked):
+    assert httpx.get(locked + "/").status_code == 200
+    assert httpx.get(f"{locked}/agent/config").status_code == 401
+    assert httpx.post(f"{locked}/agent/offer", params={"key": "wrong"}, json={}).status_code == 401
+    assert httpx.get(f"{locked}/agent/config", params={"key": KEY}).status_code == 200
+    assert httpx.get(f"{locked}/agent/config", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    for query in ("", "?key=wrong"):
+        with pytest.raises(websockets.InvalidStatus, match="401"):
+            async with websockets.connect(socket_of(locked, query)):
+                pass
+    async with websockets.connect(socket_of(locked, f"?key={KEY}")) as socket:
+        assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+
+
+def test_an_offer_that_is_none_is_refused(url):
+    pytest.importorskip("aiortc")
+    for body in (b"no json", b"[]", b'{"sdp": 1, "no": 2}'):
+        assert httpx.post(f"{url}/agent/offer", content=body).status_code == 400
+
+
+async def test_one_conversation_too_many_is_told_to_come_back(checkpoint_cache, monkeypatch):
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+    with serving(SETTINGS) as url:
+        async with websockets.connect(socket_of(url)) as first:
+            await asyncio.wait_for(first.recv(), WAIT_S)
+            async with websockets.connect(socket_of(url)) as second:
+                with pytest.raises(websockets.ConnectionClosed) as closed:
+                    await asyncio.wait_for(second.recv(), WAIT_S)
+                assert closed.value.rcvd.code == 1013
+
+
+def test_an_address_that_others_reach_needs_a_key():
+    with pytest.raises(ServerError, match="MKTTS_API_KEY"):
+        bind("0.0.0.0", 0, None)
+    bind("0.0.0.0", 0, KEY).close()
+
+
+async def test_the_serializer_is_the_wire_and_hears_nothing_while_muted():
+    wire = PcmSerializer()
+    heard = await wire.deserialize(b"\1\2\3\4\5")
+    assert isinstance(heard, InputAudioRawFrame)
+    assert (heard.audio, heard.sample_rate, heard.num_channels) == (b"\1\2\3\4", user_speech.USER_RATE_HZ, 1)
+    mute = await wire.deserialize('{"type": "mute", "muted": true}')
+    assert isinstance(mute, InputTransportMessageFrame)
+    assert (await wire.deserialize(b"\1\2")).audio == b"\0\0"
+    assert [await wire.deserialize(text) for text in ("[]", "{", '"hello"')] == [None, None, None]
+    assert await wire.serialize(OutputAudioRawFrame(b"\5\6", SAMPLE_RATE_HZ, 1)) == b"\5\6"
+    assert json.loads(await wire.serialize(InterruptionFrame())) == {"type": "clear"}
+    message = {"type": "state", "user": "silent", "bot": "silent"}
+    assert json.loads(await wire.serialize(OutputTransportMessageUrgentFrame(message=message))) == message
+
+
+def test_the_command_tells_its_address_and_ends_with_its_standard_input(checkpoint_cache):
+    command = [sys.executable, "-m", "mktts", "agent", "--port", "0", "--handshake"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            assert httpx.get(f"{url}agent/config").status_code == 200
+            process.stdin.close()
+            assert process.wait(WAIT_S) == 0
+            assert process.stdout.read() == ""
+        finally:
+            process.kill()
