@@ -30,7 +30,7 @@ class FedPrompt:
         self._reference_rows = len(self._rows)
         self._in_prompt = builder.text_rows_in_prompt(request)
         self._prompt: tuple[Tensor, int, Hashable] | None = None  # with its prefix rows and key
-        self.pad = builder.text_rows([builder.config.text_ids.tts_pad])[0]
+        self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)
 
     @property
@@ -68,7 +68,7 @@ class FedPrompt:
         self._take(self._tokens.finish())
         if not self.text_tokens:
             raise TextError("expected some text before the end of the feed, got none")
-        self._rows.append(self._builder.text_rows([self._builder.config.text_ids.tts_eos])[0])
+        self._rows.append(self._builder.special_rows(self._builder.config.text_ids.tts_eos)[0])
         self.text_ended = True
 
     def row(self, frame: int) -> Tensor | None:

@@ -18,7 +18,7 @@ there the prefix goes on through the transcript, up to the text's first token.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mktts.voice import Voice
 
 Layout = Literal["whole", "streaming"]
+_PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint. `tensors` carries the Hub's names."""
+    """Builds prompts for one checkpoint. `tensors` carries the Hub's names.
+
+    The text embeddings stay where their tensor is, normally in the mapped file: on a GPU they would take 0.6 GB, of
+    which a prompt reads a few rows of 4 KB. Everything else is computed on `device`.
+    """
 
     def __init__(
         self,
@@ -94,14 +99,18 @@ class PromptBuilder:
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
 
-        # The text table stays as it is on disk (0.6 GB); its rows are converted after the look-up.
-        self._text_table = tensors["talker.model.text_embedding.weight"].to(self.device)
+        # The text table (0.6 GB) stays where and as it is, in the mapped file: its rows are brought over and converted.
+        self._text_table = tensors["talker.model.text_embedding.weight"]
+        self._uploads = self._text_table.device.type == "cpu" and self.device.type == "cuda"
+        if self._uploads:
+            _read_pages(self._text_table)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         groups = range(NUM_CODEBOOKS - 1)
         self._codec_tables = [get("talker.model.codec_embedding.weight")]
         self._codec_tables += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
         newline = tokenizer.encode("\n")
+        self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
         if len(self._role) != 3:
             raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {newline}')
@@ -189,14 +198,30 @@ class PromptBuilder:
         """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding)))."""
         table = self._text_table
         index = torch.tensor(list(ids), dtype=torch.int64, device=table.device)
-        x = table[index].to(self.device, self.dtype)
+        if self._uploads:  # through pinned memory, which torch keeps: the copy then waits for no work of other streams
+            x = torch.empty(len(index), table.shape[1], dtype=table.dtype, pin_memory=True)
+            torch.index_select(table, 0, index, out=x)
+        else:
+            x = table[index]
+        x = x.to(self.device, non_blocking=True).to(self.dtype)
         (w1, b1), (w2, b2) = self._projection
         return F.linear(F.silu(F.linear(x, w1, b1)), w2, b2)
 
+    def special_rows(self, *ids: int) -> Tensor:
+        """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
+        return self._once(ids, lambda: self.text_rows(ids))
+
     # ---- parts
 
+    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
     def _codec_rows(self, ids: Sequence[int]) -> Tensor:
-        return self._codec_tables[0][torch.tensor(list(ids), dtype=torch.int64, device=self.device)]
+        """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""
+        table = self._codec_tables[0]
+        return self._once(("codec", *ids), lambda: table[torch.tensor(list(ids), device=self.device)])
 
     def _language_id(self, request: Request) -> int | None:
         dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
@@ -213,7 +238,7 @@ class PromptBuilder:
         """Instruction, role, tags and speaker rows; and the special rows the body needs."""
         text, codec = self.config.text_ids, self.config.codec_ids
         # The three rows are projected together, as upstream does: one row alone may round differently.
-        bos, eos, pad = self.text_rows([text.tts_bos, text.tts_eos, text.tts_pad]).split(1)
+        bos, eos, pad = self.special_rows(text.tts_bos, text.tts_eos, text.tts_pad).split(1)
         language = self._language_id(request)
         if language is None:
             tags = [codec.nothink, codec.think_bos, codec.think_eos]
@@ -226,7 +251,7 @@ class PromptBuilder:
             rows.append(request.voice.embedding.to(self.device, self.dtype).view(1, -1))
         codec_side = torch.cat([*rows, self._codec_rows([codec.pad])])
         text_side = torch.cat((pad.expand(len(codec_side) - 1, -1), bos))
-        parts = [self.text_rows(self._role), text_side + codec_side]
+        parts = [self.special_rows(*self._role), text_side + codec_side]
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
@@ -276,6 +301,11 @@ class PromptBuilder:
                 )
         elif voice is not None:
             raise PromptError(f"only base checkpoints clone voices, this one is {config.model_type}: leave voice out")
+
+
+def _read_pages(table: Tensor) -> None:
+    """Reads a value of every page of a mapped table, so that a word's first use does not wait for the disk."""
+    table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
 
 
 @dataclass(frozen=True)
