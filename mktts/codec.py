@@ -8,7 +8,7 @@ frames and repeats 25 frames of context, which is shorter than the attention win
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class CodecDecoder:
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
-        w = {name: t.to(self.device, dtype) for name, t in tensors.items() if "_codebook." not in name}
+        w = _Moved(tensors, self.device, dtype)
         books = ["rvq_first.vq.layers.0", *(f"rvq_rest.vq.layers.{g}" for g in range(NUM_CODEBOOKS - 1))]
         precision = torch.promote_types(dtype, torch.float32)
         self._books = torch.cat([_codebook(tensors, book, precision) for book in books]).to(self.device, dtype)
@@ -132,6 +132,22 @@ class CodecDecoder:
         low, high = torch.stack(codes.aminmax()).tolist()
         if low < 0 or high >= CODEBOOK_SIZE:
             raise CodecError(f"codes must be in 0..{CODEBOOK_SIZE - 1}, found {low}..{high}: control ids are not audio")
+
+
+class _Moved(Mapping[str, Tensor]):
+    """`tensors` on a device, each brought over when it is asked for: they are not all there beside what they become."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self._tensors, self._device, self._dtype = tensors, device, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device, self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mktts.codec import CodecDecoder
-from mktts.codec_layers import CONVNEXT_EPS, Linear, ResidualUnit, SnakeBeta, Upsampling
+from mktts.codec_layers import CONVNEXT_EPS, Linear, SnakeBeta, Upsampling
 from mktts.codec_pack import Packed, copies, pack, pack_conv
 from mktts.codec_state import CodecState
 from mktts.errors import BackendUnavailable, CodecError
@@ -40,13 +40,36 @@ class _Layer:
 
 
 @dataclass(frozen=True)
+class _ConvNeXt:
+    """A transposed convolution and the ConvNeXt block behind it."""
+
+    up: Packed
+    taps: Tensor
+    bias: Tensor
+    norm: tuple[Tensor, Tensor]
+    expand: Packed
+    shrink: Packed
+    gamma: Tensor
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A residual unit: its dilated convolution and its mix, each behind a SnakeBeta."""
+
+    first: SnakeBeta
+    conv: Packed
+    second: SnakeBeta
+    mix: Packed
+
+
+@dataclass(frozen=True)
 class _Block:
     """SnakeBeta, a transposed convolution and residual units."""
 
     first: SnakeBeta
     up: Packed
     channels: int  # that it makes
-    units: list[tuple[ResidualUnit, Packed, Packed]]  # the unit, its dilated convolution and its mix
+    units: list[_Unit]
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,8 @@ class FusedCodec(CodecDecoder):
     Products run on fp16 matrix units with fp32 sums. With `half` False every operand is split in two fp16 numbers,
     which costs three products and keeps fp32's accuracy to about 2 bits; with `half` True the operands of the waveform
     blocks (the residual units and their transposed convolutions, 95 % of the arithmetic) are rounded to fp16.
+    Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`, `decode_chunked`) need
+    the fp32 ones: the first brings them over from `tensors`, best the mapped file's, and they stay (436 MiB more).
     The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
     """
 
@@ -80,6 +105,7 @@ class FusedCodec(CodecDecoder):
     ) -> None:
         """As `CodecDecoder`. `kernels`: in place of mktts.codec_kernels, for tests. Raises BackendUnavailable."""
         super().__init__(config, tensors, device)
+        self._tensors, self._plain = tensors, None
         self._kernels = kernels or _triton_kernels(self.device)
         if config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {config.sliding_window}")
@@ -104,14 +130,18 @@ class FusedCodec(CodecDecoder):
         ]
         self._pack_waveform(split=not half)
         channels = len(self._last_snake.frequency)
-        self._last_taps = self._last_conv.taps.weight.view(-1, channels)  # one output channel
+        last = self._last_conv.taps
+        self._last_taps, self._last_bias = last.weight.view(-1, channels), last.bias  # one output channel
         self._plans = {n: self._plan(n) for n in range(1, MAX_FUSED_FRAMES + 1)}
+        self._inverse_frequency = stack.inverse_frequency
+        # The fp32 matrices have served: nothing that is left refers to them.
+        del self._book_out, self._pre_conv, self._transformer, self._stages, self._last_conv
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         """As `CodecDecoder.advance`."""
         frames = len(codes)
         if frames > MAX_FUSED_FRAMES:
-            return super().advance(codes, state)
+            return self._plain_decoder().advance(codes, state)
         plan, run = self._plans[frames], self._kernels
         work = torch.empty(plan.words, device=self.device)
         flat = state.flat[: state.flat.numel() // 4 * 4].view(torch.float32)
@@ -124,6 +154,12 @@ class FusedCodec(CodecDecoder):
         pcm = self._waveform(x, iter(inputs[1:]))
         run.move(work, flat, plan.save, state.position, frames)
         return pcm
+
+    def _plain_decoder(self) -> CodecDecoder:
+        """Plain operators for longer passes, their weights brought to the device at the first one, to stay."""
+        if self._plain is None:
+            self._plain = CodecDecoder(self.config, self._tensors, self.device)
+        return self._plain
 
     def _attend(self, first: Tensor, work: Tensor, plan: _Buffers, position: Tensor, frames: int) -> Tensor:
         """The convolution before the transformer, and the transformer: (frames, latent)."""
@@ -138,7 +174,7 @@ class FusedCodec(CodecDecoder):
         for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
             qkv = self._product(x, layer.qkv, frames, norm_eps=eps)
             attended = torch.empty(frames, qkv.shape[1] // 3, device=self.device)
-            run.attention(qkv, layer_keys, layer_values, attended, position, self._transformer.inverse_frequency)
+            run.attention(qkv, layer_keys, layer_values, attended, position, self._inverse_frequency)
             run.product(attended, layer.out, frames, scale=layer.attention_scale, residual=x, raw=x)
             gate_up = self._product(x, layer.gate_up, frames, norm_eps=eps)
             run.product(gate_up, layer.down, frames, swiglu=True, scale=layer.mlp_scale, residual=x, raw=x)
@@ -148,11 +184,14 @@ class FusedCodec(CodecDecoder):
         """Packs the stages after the transformer; `split` is about the waveform blocks alone."""
         count, size = 2 * len(self.config.upsampling_ratios), 2 + len(self.config.dilations)
         self._convnexts = [
-            (
-                pack(up.linear, up.c_in, split=True),
-                block,
-                pack(block.expand, len(block.expand.weight), split=True),
-                pack(block.shrink, len(block.shrink.weight), split=True),
+            _ConvNeXt(
+                up=pack(up.linear, up.c_in, split=True),
+                taps=block.taps,
+                bias=block.bias,
+                norm=block.norm,
+                expand=pack(block.expand, len(block.expand.weight), split=True),
+                shrink=pack(block.shrink, len(block.shrink.weight), split=True),
+                gamma=block.gamma,
             )
             for up, block in zip(self._stages[:count:2], self._stages[1:count:2], strict=True)
         ]
@@ -160,23 +199,26 @@ class FusedCodec(CodecDecoder):
         self._blocks = []
         for i in range(count + 1, len(self._stages), size):
             snake, up, *units = self._stages[i : i + size]
-            packed = [(unit, pack_conv(unit.conv, split), pack(unit.mix, up.c_out, split)) for unit in units]
+            packed = [
+                _Unit(unit.first, pack_conv(unit.conv, split), unit.second, pack(unit.mix, up.c_out, split))
+                for unit in units
+            ]
             self._blocks.append(_Block(snake, pack(up.linear, up.c_in, split), up.c_out, packed))
 
     def _waveform(self, x: Tensor, inputs: Iterator[Tensor]) -> Tensor:
         """Upsampling to samples (S,). `x` (n, latent); `inputs`: (history + new, channels) of every layer, in order."""
         run = self._kernels
         source = next(inputs)
-        for i, (up, block, expand, shrink) in enumerate(self._convnexts, start=1):
-            rows = len(x) * len(up.high) // x.shape[1]
+        for i, block in enumerate(self._convnexts, start=1):
+            rows = len(x) * len(block.up.high) // x.shape[1]
             new = _newest(source, rows)
-            run.product(x, up, len(x), raw=new)
+            run.product(x, block.up, len(x), raw=new)
             normed = torch.empty_like(new)
             run.depthwise_norm(source, block.taps, block.bias, block.norm, CONVNEXT_EPS, normed)
-            wide = self._product(normed, expand, rows, gelu=True)
+            wide = self._product(normed, block.expand, rows, gelu=True)
             source = next(inputs)
             x = torch.empty_like(new) if i < len(self._convnexts) else _newest(source, rows)
-            run.product(wide, shrink, rows, scale=block.gamma, residual=new, raw=x)
+            run.product(wide, block.shrink, rows, scale=block.gamma, residual=new, raw=x)
         conv, snakes = self._widen, [*(block.first for block in self._blocks), self._last_snake]
         target = next(inputs)
         run.product(source, conv, rows, snake=snakes[0], act=_newest(target, rows))
@@ -185,16 +227,16 @@ class FusedCodec(CodecDecoder):
             rows = rows * len(block.up.high) // block.channels
             x = torch.empty(rows, block.channels, device=self.device)
             act = _newest(target, rows)
-            run.product(source, block.up, count, raw=x, snake=block.units[0][0].first, act=act)
-            following = [*(unit.first for unit, *_ in block.units[1:]), last]
-            for (unit, conv, mix), snake in zip(block.units, following, strict=True):
+            run.product(source, block.up, count, raw=x, snake=block.units[0].first, act=act)
+            following = [*(unit.first for unit in block.units[1:]), last]
+            for unit, snake in zip(block.units, following, strict=True):
                 source, target = target, next(inputs)
                 inner = torch.empty_like(x)
-                run.product(source, conv, rows, snake=unit.second, act=inner)
+                run.product(source, unit.conv, rows, snake=unit.second, act=inner)
                 raw = None if snake is last else x  # in place: every value is read by the program that replaces it
-                run.product(inner, mix, rows, residual=x, raw=raw, snake=snake, act=_newest(target, rows))
+                run.product(inner, unit.mix, rows, residual=x, raw=raw, snake=snake, act=_newest(target, rows))
         pcm = torch.empty(rows, device=self.device)
-        run.waveform(target, self._last_taps, self._last_conv.taps.bias, pcm)
+        run.waveform(target, self._last_taps, self._last_bias, pcm)
         return pcm
 
     def _product(self, x: Tensor, weight: Packed, rows: int, **options) -> Tensor:

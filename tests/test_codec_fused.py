@@ -66,6 +66,37 @@ def test_more_frames_than_a_fused_pass_takes_are_decoded_by_plain_operators(code
     assert torch.equal(fused.decode_all(codes), codec.decode_all(codes))
 
 
+def test_only_what_is_packed_is_held_until_a_longer_pass_asks_for_plain_operators(tiny, codec):
+    fused = FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu", kernels=codec_stand_ins)
+    packed = held_bytes(fused)
+    stored = sum(t.nbytes for name, t in tiny.codec_tensors().items() if "input_proj.weight" not in name)
+    tables = sum(plan.load.nbytes + plan.save.nbytes for plan in fused._plans.values())
+    assert packed < stored + tables + 100_000  # two fp16 numbers for one of fp32; the rest is small
+    fused.decode(random_codes(MAX_FUSED_FRAMES, seed=5), fused.start())
+    assert held_bytes(fused) == packed
+    codes = random_codes(MAX_FUSED_FRAMES + 1, seed=6)
+    assert torch.equal(fused.decode_all(codes), codec.decode_all(codes))
+    assert held_bytes(fused) > packed
+
+
+def held_bytes(thing: object, seen: set[int] | None = None) -> int:
+    """Bytes of the memory behind all tensors of an object, less that of the files it may read again."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        if storage.data_ptr() in seen:
+            return 0
+        seen.add(storage.data_ptr())
+        return storage.nbytes()
+    if isinstance(thing, dict):
+        return sum(held_bytes(value, seen) for value in thing.values())
+    if isinstance(thing, (list, tuple)):
+        return sum(held_bytes(value, seen) for value in thing)
+    if not hasattr(thing, "__dict__") or isinstance(thing, type(torch)):
+        return 0
+    return sum(held_bytes(value, seen) for name, value in vars(thing).items() if name != "_tensors")
+
+
 def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):
     with pytest.raises(BackendUnavailable, match="use variant='fp32'"):
         FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu")

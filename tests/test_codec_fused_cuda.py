@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import codec_stand_ins
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from mktts.codec import CodecDecoder
 from mktts.codec_error import random_codes, snr_db
+from mktts.codec_fused import FusedCodec
 from mktts.codec_graph import GraphedCodec, codec_for
 from mktts.codec_layers import Linear, SnakeBeta
 from mktts.codec_pack import copies, pack
@@ -157,6 +160,19 @@ def test_states_are_exchangeable_between_a_variant_and_fp32(reference, graphed):
     state = graphed.start()
     mixed = [(graphed if t % 2 else reference).decode(piece, state) for t, piece in enumerate(codes.split(4))]
     assert snr_db(torch.cat(mixed).cpu(), reference.decode_all(codes).cpu()) > graphed.least_db
+
+
+def test_the_fused_codec_leaves_no_fp32_weights_on_the_device(full):
+    codec_for(full.codec_config, full.codec_tensors(), DEVICE)  # what a process keeps: handles, compiled kernels
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    codec = FusedCodec(full.codec_config, full.codec_tensors(), DEVICE)
+    gc.collect()
+    stored = sum(tensor.nbytes for tensor in full.codec_tensors().values())
+    assert torch.cuda.memory_allocated() - before < 1.05 * stored
+    codec.decode_all(random_codes(9, seed=0))
+    assert torch.cuda.memory_allocated() - before > 1.8 * stored
 
 
 def test_submitted_work_leaves_the_callers_stream_free(graphed):
