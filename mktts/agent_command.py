@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
         **loading(arguments),
     )
-    _log_to_stderr()
+    _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
     if arguments.scripted is not None:
         return _scripted(settings, arguments.scripted)
     told = sys.stderr if arguments.handshake else sys.stdout
@@ -163,8 +163,10 @@ def _close_voice() -> None:
     close_shared_synthesizers()
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(*, random_weights: bool) -> None:
     from loguru import logger
 
+    # Of random weights every utterance is ended from outside: nothing to warn of.
+    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if random_weights else None
     logger.remove()
-    logger.add(sys.stderr, level="WARNING")
+    logger.add(sys.stderr, level="WARNING", filter=levels)

@@ -66,6 +66,7 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     assert after[: after.index("?")].count("a") <= 1
     assert "a" in order.log[: order.log.rindex("i")] and "a" in after[after.index("?") :]
     assert talk.stale_frames == 0
+    assert len(talk.ttfb_ms) == len(talk.parts_ms) == 2 and min(talk.ttfb_ms) > 0
 
     with wave.open(str(talk.wav)) as file:
         assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, SAMPLE_RATE_HZ, len(talk.user))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from pipecat.services.deepgram.stt import DeepgramSTTService
 from pipecat.services.openai.llm import OpenAILLMService
 from pipecat_fakes import Talk
 
+from mktts import cli
 from mktts.agent import intents, latency, user_speech
 from mktts.agent.ears import PocketsphinxSTTService, decode, make_decoder, make_ears
 from mktts.agent.intents import INTENTS, STORY, Turn
@@ -216,3 +218,15 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
     times = [getattr(turn, name) for name in latency.TIMES]
     assert times == pytest.approx([400, 500, 700, 800, 400])  # from 101.7, the last from 100.7
     assert latency.table([turn]).splitlines()[1].split() == ["1", "400", "500", "700", "800", "400", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "hidden", "words"), [("local", "pyaudio", "portaudio19-dev"), ("webrtc", None, "aiortc")]
+)
+def test_a_missing_package_is_told_by_name(transport, hidden, words, monkeypatch, capsys):
+    if hidden is not None:
+        monkeypatch.setitem(sys.modules, hidden, None)
+        monkeypatch.delitem(sys.modules, "pipecat.transports.local.audio", raising=False)
+    monkeypatch.setattr("mktts.agent.web.has_webrtc", lambda: False)
+    assert cli.main(["agent", "--transport", transport, "--port", "0"]) == 2
+    assert words in capsys.readouterr().err

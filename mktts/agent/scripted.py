@@ -58,6 +58,7 @@ class Talk:
     who: ears, mind and voice, one line each. random_weights: the bot's voice is noise.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
     parts_ms: Pipecat's own split of each wait for the bot, in the same order.
+    ttfb_ms: of the voice, as its service reports it to Pipecat, of each turn.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
     """
@@ -67,6 +68,7 @@ class Talk:
     turns: tuple[TurnLatency, ...]
     messages: tuple[dict[str, Any], ...]
     parts_ms: tuple[dict[str, float], ...]
+    ttfb_ms: tuple[float, ...]
     stale_frames: int
     user: np.ndarray
     bot: np.ndarray
@@ -113,15 +115,20 @@ async def converse(
     finally:
         await running
     user, bot = transport.tracks()
+    answers = [each for each in conversation.breakdowns if each.measured_from == MeasuredFrom.USER_SILENCE]
     talk = Talk(
         who=tuple(settings.describe()),
         random_weights=random_weights,
         turns=tuple(conversation.turns),
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
         parts_ms=tuple(
-            {part.key: round(part.duration_secs * 1_000, 1) for part in breakdown.contributions}
-            for breakdown in conversation.breakdowns
-            if breakdown.measured_from == MeasuredFrom.USER_SILENCE
+            {part.key: round(part.duration_secs * 1_000, 1) for part in answer.contributions} for answer in answers
+        ),
+        ttfb_ms=tuple(
+            round(measured.duration_secs * 1_000, 1)
+            for answer in answers
+            for measured in answer.ttfb
+            if measured.processor == conversation.tts.name
         ),
         stale_frames=watch.stale_frames,
         user=user,

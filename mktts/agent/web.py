@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 from collections.abc import Collection
 from pathlib import Path
@@ -10,6 +12,7 @@ from urllib.parse import parse_qsl
 
 from fastapi import FastAPI, HTTPException, Request, WebSocket
 from fastapi.staticfiles import StaticFiles
+from loguru import logger
 
 from mktts.agent import intents
 from mktts.agent.conversation import load_voice
@@ -25,7 +28,7 @@ Transport = Literal["websocket", "webrtc"]
 PAGE = Path(__file__).parent / "page"
 MAX_SESSIONS = 4
 _MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
-_TRY_AGAIN_LATER = 1013  # RFC 6455's registry
+_TRY_AGAIN_LATER, _INTERNAL_ERROR = 1013, 1011  # RFC 6455 and its registry
 
 
 def has_webrtc() -> bool:
@@ -74,7 +77,12 @@ def create_app(
         if sessions.full:
             await websocket.close(_TRY_AGAIN_LATER)
             return
-        await sessions.begin(PageTransport(websocket))
+        try:
+            await sessions.begin(PageTransport(websocket))
+        except Exception as error:
+            logger.exception(f"a conversation failed: {error}")
+            with contextlib.suppress(RuntimeError):  # the page may be gone
+                await websocket.close(_INTERNAL_ERROR, "the bot failed: its log says why")
 
     if has_webrtc():
         _add_webrtc(app, sessions)
@@ -100,9 +108,15 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
 
         async def begin(connection: Any) -> None:
             params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
-            sessions.begin(SmallWebRTCTransport(webrtc_connection=connection, params=params))
+            task = sessions.begin(SmallWebRTCTransport(webrtc_connection=connection, params=params))
+            task.add_done_callback(_log_failure)
 
         return await handler.handle_web_request(asked, begin)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.opt(exception=task.exception()).error("a conversation failed")
 
 
 class _AgentGate:
