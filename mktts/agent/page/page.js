@@ -1,0 +1,202 @@
+// One conversation at a time: the controls, the state, and who tells whom what.
+import { captions } from "./captions.js";
+import { latency } from "./latency.js";
+import { openMicrophone, outOfReach } from "./microphone.js";
+import { openSocket } from "./socket.js";
+import { openSpeaker } from "./speaker.js";
+import { openPeer } from "./webrtc.js";
+
+const $ = (id) => document.getElementById(id);
+const lines = captions($("captions"));
+const times = latency($("tiles"), $("turns"));
+const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
+const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
+const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
+const PEAK_FLOOR_DB = -50; // of the level meters
+
+let config = null;
+let talk = null; // the running conversation: { microphone, speaker, link, ... }
+
+function address(path) {
+  const found = new URL(path, location.href); // relative: the page may lie behind a proxy's path
+  const key = new URLSearchParams(location.search).get("key");
+  if (key) found.searchParams.set("key", key);
+  return found;
+}
+
+// ---- what a person sees
+
+function status(state, text) {
+  $("status").dataset.state = state;
+  $("status").textContent = text;
+}
+
+function problem(text) {
+  $("problem").textContent = text;
+  $("problem").hidden = !text;
+}
+
+function controls(running) {
+  $("start").disabled = running || !config || Boolean(outOfReach());
+  $("mute").disabled = $("stop").disabled = !running;
+  $("transport").disabled = running;
+}
+
+function level(meter, peak) {
+  const db = peak > 0 ? 20 * Math.log10(peak) : -Infinity;
+  meter.value = Math.max(0, 1 - db / PEAK_FLOOR_DB);
+}
+
+function showConfig({ ears, mind, voice, random_weights, hints, transports }) {
+  $("facts").textContent = [ears, mind, voice].filter(Boolean).join(" · ");
+  $("noise").hidden = !random_weights;
+  $("hints").hidden = !hints.length;
+  $("hints").textContent = `Try saying: ${hints.map((hint) => `“${hint}”`).join(", ")}`;
+  const known = transports.filter((name) => name in TRANSPORT_NAMES);
+  $("transport").replaceChildren(...known.map((name) => new Option(TRANSPORT_NAMES[name], name)));
+  $("over").hidden = known.length < 2;
+}
+
+// ---- what the bot says beside its audio
+
+function onState({ user, bot }) {
+  if (user === "speaking") talk.pageDelay_ms = null;
+  if (talk.muted) status("muted", bot === "speaking" ? "Muted; the bot is speaking" : "Muted");
+  else if (user === "speaking") status("user", "Hearing you");
+  else if (bot === "speaking") status("bot", "Speaking");
+  else if (bot === "thinking") status("thinking", "Thinking");
+  else status("listening", "Listening");
+}
+
+// The delay of this page and the turn it belongs to arrive in either order.
+function onLatency(message) {
+  times.show(message);
+  if (typeof message.first_audio_ms === "number") talk.turn = message.turn;
+  pairDelay();
+}
+
+function pairDelay() {
+  if (talk.turn === null || talk.pageDelay_ms === null) return;
+  times.show({ turn: talk.turn, page_ms: talk.pageDelay_ms });
+  talk.turn = talk.pageDelay_ms = null;
+}
+
+const handlers = {
+  caption: (message) => lines.show(message),
+  clear: () => talk.speaker.clear(),
+  latency: onLatency,
+  state: (message) => onState((talk.state = message)),
+  error: ({ message, fatal }) => (fatal ? end(message) : problem(message)),
+};
+
+function onMessage(message) {
+  if (talk && handlers[message.type]) handlers[message.type](message);
+}
+
+// ---- audio in both directions
+
+function onFrame(bytes) {
+  if (!talk || !talk.link) return;
+  if (talk.muted) new Int16Array(bytes).fill(0); // the bot finds the end of speech by silence: it gets silence
+  level($("mic"), new Int16Array(bytes).reduce((peak, value) => Math.max(peak, Math.abs(value)), 0) / 32768);
+  if (talk.link.sendAudio(bytes) !== false) $("sent").textContent = ++talk.sent;
+}
+
+function onPlayback({ peak, waited_ms, output_ms, ...counters }) {
+  if (!talk) return;
+  level($("bot"), peak);
+  for (const name of ["played", "queued", "dropped", "lead"]) $(name).textContent = Math.round(counters[`${name}_ms`]);
+  $("underruns").textContent = counters.underruns;
+  if (waited_ms === null) return;
+  talk.pageDelay_ms = waited_ms + output_ms;
+  pairDelay();
+}
+
+// ---- a conversation from start to end
+
+async function start() {
+  const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state: { user: "silent", bot: "silent" } };
+  talk = mine;
+  controls(true);
+  problem("");
+  lines.clear();
+  times.clear();
+  status("connecting", "Asking for the microphone");
+  try {
+    mine.speaker = await openSpeaker(config.output_rate_hz, onPlayback); // while the click still counts as a gesture
+    mine.microphone = await openMicrophone(config.input_rate_hz, onFrame, () => end("The microphone went away."));
+    if (talk !== mine) return close(mine); // stopped while the browser asked
+    status("connecting", "Connecting");
+    const link = await connect(mine);
+    if (talk !== mine) return link.close();
+    mine.link = link;
+  } catch (error) {
+    if (talk === mine) end(error.message);
+    else close(mine);
+  }
+}
+
+function connect(mine) {
+  const ours = (act) => (value) => talk === mine && act(value);
+  const events = {
+    onOpen: ours(() => {
+      mine.link.send({ type: "hello" });
+      if (mine.muted) mine.link.send({ type: "mute", muted: true });
+      onState(mine.state);
+    }),
+    onMessage: ours(onMessage),
+    onAudio: ours((bytes) => mine.speaker.play(bytes)),
+    onClose: ours(end),
+  };
+  if ($("transport").value === "webrtc") return openPeer(address("agent/offer"), mine.microphone, events);
+  return openSocket(address("agent"), events);
+}
+
+function close({ link, microphone, speaker }) {
+  for (const part of [link, microphone, speaker]) part?.close();
+}
+
+function end(reason = "") {
+  if (!talk) return;
+  const ended = talk;
+  talk = null;
+  close(ended);
+  problem(reason);
+  status("idle", reason ? "Not connected" : "Ended");
+  mute(false);
+  for (const meter of [$("mic"), $("bot")]) meter.value = 0;
+  controls(false);
+}
+
+function mute(muted) {
+  $("mute").setAttribute("aria-pressed", muted);
+  $("mute").textContent = muted ? "Unmute" : "Mute";
+  if (!talk) return;
+  talk.muted = muted;
+  if (talk.microphone) talk.microphone.track.enabled = !muted; // WebRTC sends the track itself
+  talk.link?.send({ type: "mute", muted });
+  onState(talk.state);
+}
+
+async function load() {
+  try {
+    const response = await fetch(address("agent/config"));
+    if (!response.ok) throw new Error(REFUSALS[response.status] || `it answers HTTP ${response.status}`);
+    config = await response.json();
+    showConfig(config);
+    problem(outOfReach());
+    controls(false);
+  } catch (error) {
+    problem(`The bot cannot be used: ${error.message}.`);
+  }
+}
+
+$("start").onclick = start;
+$("stop").onclick = () => end();
+$("mute").onclick = () => mute(!talk.muted);
+addEventListener("keydown", ({ key, target, ctrlKey, metaKey, altKey }) => {
+  if (key === "m" && talk && target.tagName !== "SELECT" && !(ctrlKey || metaKey || altKey)) mute(!talk.muted);
+});
+addEventListener("pagehide", () => end()); // a conversation must not outlive its page
+controls(false);
+load();
