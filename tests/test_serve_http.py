@@ -93,13 +93,25 @@ def test_drawn_seed_is_told_and_repeats_the_draw(server):
     ("body", "settings"),
     [
         ({"greedy": True}, lambda sampling: sampling.greedy()),
-        ({"temperature": 0.3, "top_k": 5}, None),
+        (
+            {"temperature": 0.3, "top_k": 5},
+            lambda sampling: replace(sampling, talker=replace(sampling.talker, temperature=0.3, top_k=5)),
+        ),
+        (
+            {"greedy": True, "predictor_greedy": False, "repetition_penalty": 2.5},
+            lambda sampling: replace(sampling.greedy(), predictor=sampling.predictor, repetition_penalty=2.5),
+        ),
+        (
+            {"predictor_temperature": 0.5, "predictor_top_k": 7, "predictor_top_p": 0.8},
+            lambda sampling: replace(
+                sampling, predictor=replace(sampling.predictor, temperature=0.5, top_k=7, top_p=0.8)
+            ),
+        ),
     ],
-    ids=["greedy", "cooler"],
+    ids=["greedy", "cooler talker", "greedy talker, penalty", "cooler predictor"],
 )
-def test_sampling_settings_reach_the_talker(server, synthesizer, tiny, body, settings):
-    sampling = synthesizer.sampling
-    wanted = settings(sampling) if settings else replace(sampling, talker=replace(sampling.talker, **body))
+def test_sampling_settings_reach_talker_and_predictor(server, synthesizer, tiny, body, settings):
+    wanted = settings(synthesizer.sampling)
     expected = synthesizer.say("Hm.", seed=3, max_frames=8, speaker=first_speaker(tiny), sampling=wanted)
     assert post(server, text="Hm.", seed=3, max_frames=8, **body).content == to_pcm16(expected)
 

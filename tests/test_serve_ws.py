@@ -90,6 +90,25 @@ def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(se
     assert all(note["timings"]["ready_ms"] > 0 and note["id"] == started["id"] for note in notes)
 
 
+def test_text_in_the_start_is_spoken_as_a_known_one(server: Served, synthesizer, tiny):
+    with connect(server.ws) as socket:
+        send(socket, "start", text="Hello there.", seed=5, max_frames=6)
+        assert read(socket)["type"] == "started"
+        _, pcm, finished = read_to_end(socket)
+    assert finished["finish_reason"] == "max_frames"
+    assert pcm == to_pcm16(synthesizer.say("Hello there.", speaker=first_speaker(tiny), seed=5, max_frames=6))
+
+
+def test_what_was_sent_for_a_refused_start_is_dropped(server: Served):
+    with connect(server.ws) as socket:
+        send(socket, "start", speaker="nobody")
+        send(socket, "text", text="Hello.")
+        send(socket, "finish")
+        send(socket, "cancel")
+        assert read(socket)["error"]["code"] == "unknown_speaker"
+        assert say(socket, PIECES, max_frames=2)[2]["finish_reason"] == "max_frames"
+
+
 def test_audio_comes_before_the_text_is_complete(server):
     with connect(server.ws) as socket:
         send(socket, "start", seed=5, max_frames=400)

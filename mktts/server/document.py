@@ -22,12 +22,13 @@ record is complete before the last byte of the body is sent. A body that breaks 
 **A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
 
 **WebSocket** `/tts/ws`, for text that is still being written. Messages of the client, JSON:
-`{{"type": "start", ...}}` with the keys of `POST /tts/stream` except `text`; `{{"type": "text", "text": "..."}}` any
-number of times; `{{"type": "finish"}}`; `{{"type": "cancel"}}`. Of the server: `started` (id, seed, format), then for
-each chunk a `chunk` (id, start_s, duration_s, frames, timings in ms) followed by one binary message of PCM, then
-`finished` (what `GET /tts/stream/{{id}}` says). Another `start` may follow on the same connection, after `finish` once
-`finished` has come, after `cancel` at once. A refused `start` is answered by `error`. A message that makes no sense is
-answered by `error` and the connection is closed with 1008."""
+`{{"type": "start", ...}}` with the keys of `POST /tts/stream`, of which `text` is left out where it is still being
+written; then `{{"type": "text", "text": "..."}}` any number of times; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at
+any time. Of the server: `started` (id, seed, format), then for each chunk a `chunk` (id, start_s, duration_s, frames,
+timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
+`start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
+answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
+connection is closed with 1008."""
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

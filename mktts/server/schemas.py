@@ -34,10 +34,17 @@ class Manner(Shape):
     )
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible sample")
-    greedy: bool = Field(False, description="no draw at all: the other sampling settings have no effect")
+    greedy: bool | None = Field(
+        None, description="no draw: temperature, top_k and top_p have no effect; left out: as the checkpoint"
+    )
     temperature: float | None = Field(None, gt=0, le=10, description="of the talker; left out: the checkpoint's")
     top_k: int | None = Field(None, ge=0, le=10_000, description="of the talker, 0 = off; left out: the checkpoint's")
     top_p: float | None = Field(None, gt=0, le=1, description="of the talker; left out: the checkpoint's")
+    repetition_penalty: float | None = Field(None, ge=0.1, le=10, description="1 = off; left out: the checkpoint's")
+    predictor_greedy: bool | None = Field(None, description="as greedy, of the code predictor; left out: as greedy")
+    predictor_temperature: float | None = Field(None, gt=0, le=10, description="left out: the checkpoint's")
+    predictor_top_k: int | None = Field(None, ge=0, le=10_000, description="0 = off; left out: the checkpoint's")
+    predictor_top_p: float | None = Field(None, gt=0, le=1, description="left out: the checkpoint's")
 
 
 class SpeechRequest(Manner):
@@ -143,7 +150,10 @@ class Health(Shape):
 
 
 class Start(Manner):
+    """text: all of it, where it is known; no `text` or `finish` follows."""
+
     type: Literal["start"]
+    text: str | None = Field(None, min_length=1)
 
 
 class Text(Shape):

@@ -16,7 +16,7 @@ from mktts.server.utterance import Utterance
 from mktts.spec import SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
-    from mktts.sampling import Sampling
+    from mktts.sampling import Choice, Sampling
     from mktts.stream import Session
     from mktts.synth import Synthesizer
     from mktts.voice import Voice
@@ -172,7 +172,26 @@ class Studio:
 
     def _sampling(self, manner: Manner) -> Sampling:
         sampling = self._synthesizer.sampling
-        wishes = {name: getattr(manner, name) for name in ("temperature", "top_k", "top_p")}
-        given = {name: value for name, value in wishes.items() if value is not None}
-        sampling = replace(sampling, talker=replace(sampling.talker, **given))
-        return sampling.greedy() if manner.greedy else sampling
+        predictor_greedy = manner.greedy if manner.predictor_greedy is None else manner.predictor_greedy
+        wishes = {
+            "talker": _choice(sampling.talker, manner.greedy, manner.temperature, manner.top_k, manner.top_p),
+            "predictor": _choice(
+                sampling.predictor,
+                predictor_greedy,
+                manner.predictor_temperature,
+                manner.predictor_top_k,
+                manner.predictor_top_p,
+            ),
+        }
+        if manner.repetition_penalty is not None:
+            wishes["repetition_penalty"] = manner.repetition_penalty
+        return replace(sampling, **wishes)
+
+
+def _choice(
+    usual: Choice, greedy: bool | None, temperature: float | None, top_k: int | None, top_p: float | None
+) -> Choice:
+    """`usual` with what is given in its place."""
+    draws = None if greedy is None else not greedy
+    wishes = {"do_sample": draws, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return replace(usual, **{name: value for name, value in wishes.items() if value is not None})

@@ -56,6 +56,7 @@ class Conversation:
         self._studio = studio
         self._utterance: Utterance | None = None  # the latest
         self._session: Session | None = None
+        self._begun = False  # there was a start
         self._writing = False  # more text may come
         self._sending: asyncio.Task[None] | None = None  # the last of a chain, each waiting for the one before
         self._waiting = 0  # of the chain, not done
@@ -95,12 +96,12 @@ class Conversation:
         if isinstance(message, Start):
             self._start(message)
             return
-        if self._utterance is None:
+        if not self._begun:
             raise Problem(422, "not_started", "expected start before anything else")
-        if self._utterance.closed or not self._writing:
+        if self._utterance is None or self._utterance.closed or not self._writing:
             if isinstance(message, Cancel):
                 self._end()
-            return  # it ended before the client could know
+            return  # it ended, or was refused, before the client could know
         if isinstance(message, Text):
             self._feed(message.text)
         elif isinstance(message, Finish):
@@ -112,13 +113,17 @@ class Conversation:
     def _start(self, message: Start) -> None:
         if self._utterance is not None and not self._utterance.closed:
             raise Problem(422, "not_finished", "expected cancel, or finish and its finished, before another start")
+        self._begun = True
         try:
-            self._utterance, self._session = self._studio.listen("tts_ws", message)
+            if message.text is None:
+                self._utterance, self._session = self._studio.listen("tts_ws", message)
+            else:
+                self._utterance = self._studio.speak("tts_ws", message.text, message)
         except Problem as problem:
             self._studio.meters.refused.labels(problem.code).inc()
             self._then(partial(self._refuse, problem))
             return
-        self._writing = True
+        self._writing = message.text is None
         self._then(partial(self._send_all, self._utterance))
 
     def _then(self, send: Callable[[], Awaitable[None]]) -> None:
