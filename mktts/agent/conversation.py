@@ -34,7 +34,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.options import Guard, StreamOptions
-from mktts.pipecat import LocalSource, MkttsTTSService, shared_synthesizer
+from mktts.pipecat import LocalSource, MkttsTTSService, SpeechSource, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
@@ -87,17 +87,19 @@ def build(
     transport: BaseTransport,
     settings: AgentSettings,
     *,
+    source: SpeechSource | None = None,
     observers: Sequence[BaseObserver] = (),
     rtvi: bool = False,
     idle_timeout_s: float | None = None,
 ) -> Conversation:
     """A conversation over `transport`, not yet running.
 
-    Loads the voice where `load_voice` has not done so. rtvi: Pipecat's protocol for clients beside the audio; its
-    evals need it. idle_timeout_s: ends a conversation in which nobody has said anything for so long.
+    Loads the voice where `load_voice` has not done so. source: of the voice, in place of the settings' checkpoint.
+    rtvi: Pipecat's protocol for clients beside the audio; its evals need it. idle_timeout_s: ends a conversation in
+    which nobody has said anything for so long.
     Raises what loading raises, and AgentError for a package that is missing.
     """
-    stt, llm, tts = make_ears(settings), make_mind(settings), _make_voice(settings)
+    stt, llm, tts = make_ears(settings), make_mind(settings), _make_voice(settings, source)
     context = LLMContext()
     user, assistant = LLMContextAggregatorPair(
         context,
@@ -131,20 +133,23 @@ def build(
     return conversation
 
 
-def _make_voice(settings: AgentSettings) -> MkttsTTSService:
-    synthesizer = load_voice(settings)
-    checkpoint = synthesizer.checkpoint
-    options = settings.options
-    if options is None and checkpoint is not None and checkpoint.is_random:
-        options = _as_long_as_speech(checkpoint)
+def _make_voice(settings: AgentSettings, source: SpeechSource | None) -> MkttsTTSService:
     given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
     return MkttsTTSService(
-        source=LocalSource(synthesizer, settings.checkpoint, options),
+        source=source or _local_source(settings),
         text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
         settings=MkttsTTSService.Settings(
             language=settings.language, **{name: value for name, value in given.items() if value is not None}
         ),
     )
+
+
+def _local_source(settings: AgentSettings) -> LocalSource:
+    synthesizer = load_voice(settings)
+    checkpoint, options = synthesizer.checkpoint, settings.options
+    if options is None and checkpoint is not None and checkpoint.is_random:
+        options = _as_long_as_speech(checkpoint)
+    return LocalSource(synthesizer, settings.checkpoint, options)
 
 
 def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:

@@ -9,6 +9,7 @@ from typing import Any
 from loguru import logger
 from pipecat.frames.frames import InputTransportMessageFrame, OutputTransportMessageUrgentFrame
 from pipecat.observers.base_observer import BaseObserver, FramePushed
+from pipecat.pipeline.worker import PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.transports.base_transport import BaseTransport
 
@@ -27,6 +28,7 @@ class Sessions:
         self.settings = settings
         self._limit = limit
         self._running: set[asyncio.Task[None]] = set()
+        self._workers: set[PipelineWorker] = set()
         self._closing = False
 
     @property
@@ -44,10 +46,12 @@ class Sessions:
     async def close(self) -> None:
         """Ends every conversation, and begins no more."""
         self._closing = True
-        for task in self._running:
-            task.cancel()
+        for worker in [*self._workers]:
+            await worker.cancel()
         if self._running:
-            await asyncio.wait(self._running, timeout=_CLOSE_S)
+            _, late = await asyncio.wait(self._running, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
 
     async def _hold(self, transport: BaseTransport) -> None:
         session = uuid.uuid4().hex[:8]
@@ -73,12 +77,11 @@ class Sessions:
             await conversation.worker.cancel()
 
         logger.info(f"conversation {session} begins")
+        self._workers.add(conversation.worker)
         try:
             await conversation.run()
-        except asyncio.CancelledError:
-            await conversation.worker.cancel()
-            raise
         finally:
+            self._workers.discard(conversation.worker)
             logger.info(f"conversation {session} has ended after {len(conversation.turns)} turns")
 
 
