@@ -61,5 +61,13 @@ class ServerError(MkttsError):
     """The server cannot start as it was asked to: an unsafe address, a missing key, a wrong limit."""
 
 
+class AccessError(MkttsError):
+    """A server wants a key, or another one."""
+
+
+class BusyError(MkttsError):
+    """Every place of a server is taken for now: ask again later."""
+
+
 class AgentError(MkttsError):
     """The voice agent cannot be built or run as asked: a missing key or package, a wrong choice, a phrase it lacks."""

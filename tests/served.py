@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mktts.checkpoint import Checkpoint
+from mktts.options import Guard, StreamOptions
 from mktts.server.limits import Limits
 from mktts.server.process import serving
 from mktts.server.studio import Studio
@@ -20,9 +21,13 @@ WAIT_S = 60.0
 
 
 class Watched:
-    """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended."""
+    """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended.
 
-    def __init__(self, synthesizer: Synthesizer) -> None:
+    guard: of every stream, whatever is asked for.
+    """
+
+    def __init__(self, synthesizer: Synthesizer, guard: Guard | None = None) -> None:
+        self._guard = guard
         self.streams: list[Stream] = []
         self.made_at_cancel: dict[int, int] = {}
         self._synthesizer = synthesizer
@@ -31,10 +36,15 @@ class Watched:
         return getattr(self._synthesizer, name)
 
     def stream(self, *arguments: Any, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.stream(*arguments, **settings))
+        return self._watch(self._synthesizer.stream(*arguments, **self._guarded(settings)))
 
     def open(self, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.open(**settings))
+        return self._watch(self._synthesizer.open(**self._guarded(settings)))
+
+    def _guarded(self, settings: dict[str, Any]) -> dict[str, Any]:
+        if self._guard is None:
+            return settings
+        return {**settings, "options": replace(settings["options"] or StreamOptions(), guard=self._guard)}
 
     def _watch(self, stream: Stream) -> Stream:
         cancel = stream.cancel
@@ -77,9 +87,13 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    synthesizer: Synthesizer, limits: Limits | None = None, voices: dict[str, Voice] | None = None, **access: Any
+    synthesizer: Synthesizer,
+    limits: Limits | None = None,
+    voices: dict[str, Voice] | None = None,
+    guard: Guard | None = None,
+    **access: Any,
 ) -> Iterator[Served]:
-    watched = Watched(synthesizer)
+    watched = Watched(synthesizer, guard)
     studio = Studio(watched, limits, voices)
     with serving(studio, **access) as url:
         yield Served(url, studio, watched)

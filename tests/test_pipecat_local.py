@@ -13,9 +13,8 @@ import pipecat
 import pytest
 import torch
 from fakes import FakeBackend, fake_synthesizer, settle
-from pipecat.frames.frames import InterruptionFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
-from pipecat.services.tts_service import TextAggregationMode
-from pipecat_fakes import Talk, turn
+from pipecat.frames.frames import InterruptionFrame, TTSAudioRawFrame, TTSSpeakFrame
+from pipecat_fakes import Talk
 
 import mktts.pipecat
 from mktts.audio import to_pcm16
@@ -26,7 +25,6 @@ from mktts.pipecat import (
     LocalSource,
     MkttsTTSService,
     SpeechFailedFrame,
-    Style,
     close_shared_synthesizers,
     shared_synthesizer,
 )
@@ -50,35 +48,6 @@ def service(synth: Synthesizer, **kwargs) -> MkttsTTSService:
 
 def audio(talk: Talk) -> bytes:
     return b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
-
-
-async def test_the_audio_of_a_turn_is_the_synthesizers_sentence_by_sentence(synth):
-    async with Talk(service(synth)) as talk:
-        await talk.say(*turn("Hello there. ", "How are you?"))
-    alone = [synth.say(text, speaker="vivian", seed=5, options=SHORT) for text in ("Hello there.", "How are you?")]
-    assert audio(talk) == b"".join(to_pcm16(pcm) for pcm in alone)
-    assert talk.heard() == "Hello there. How are you?"
-
-
-async def test_the_audio_of_a_token_turn_is_that_of_a_fed_session(synth):
-    async with Talk(service(synth, text_aggregation_mode=TextAggregationMode.TOKEN)) as talk:
-        await talk.say(*turn("Hel", "lo there.", " How are", " you?"))
-    with synth.open(speaker="vivian", seed=5, options=SHORT) as session:
-        session.feed("Hello there. How are you?")
-        session.finish()
-        assert audio(talk) == to_pcm16(session.read())
-    assert talk.heard() == "Hello there. How are you?"
-
-
-async def test_two_sessions_share_the_model_and_take_turns(synth):
-    async with Talk(service(synth)) as one, Talk(service(synth)) as two:
-        await one.say(TTSSpeakFrame("This is a rather long sentence, so that the other one can begin in its middle."))
-        await one.until(lambda: one.of(TTSAudioRawFrame))
-        await two.say(TTSSpeakFrame("Yes."))
-        await two.until(lambda: two.of(TTSAudioRawFrame))
-        assert not one.of(TTSStoppedFrame)  # the second caller did not wait for the first one's sentence
-    assert audio(two) == to_pcm16(synth.say("Yes.", speaker="vivian", seed=5, options=SHORT))
-    assert one.heard().endswith("in its middle.")
 
 
 async def test_an_interruption_wastes_the_one_frame_in_flight():
@@ -130,13 +99,6 @@ async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
         async with Talk(tts) as talk:
             await talk.say(TTSSpeakFrame("Hello."))
         assert audio(talk) == to_pcm16(synth.say("Hello.", voice=voice, seed=5, options=SHORT))
-
-
-async def test_nothing_visible_in_a_fed_utterance_is_an_end_without_audio(synth):
-    speech = await LocalSource(synth).open(Style(voice="vivian"))
-    speech.feed("  ")
-    speech.finish()
-    assert [piece async for piece in speech] == []
 
 
 def test_the_shared_model_is_loaded_once_and_closed_when_told():

@@ -7,8 +7,10 @@
     )
     pipeline = Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant])
 
-The model is loaded once per process, however many services speak through it. Inside this package `pipecat` is the
-framework: imports are absolute, and nothing here shadows it.
+The model is loaded once per process, however many services speak through it. With
+`source=RemoteSource("http://127.0.0.1:8000")` in place of the checkpoint, the speech comes from `python -m mktts serve`
+there, and nothing else changes. Inside this package `pipecat` is the framework: imports are absolute, and nothing here
+shadows it.
 """
 
 try:
@@ -18,6 +20,7 @@ except ModuleNotFoundError as error:
 
 from mktts.pipecat.failure import SpeechFailedFrame
 from mktts.pipecat.registry import close_shared_synthesizers, shared_synthesizer
+from mktts.pipecat.remote import RemoteSource
 from mktts.pipecat.service import MkttsTTSService
 from mktts.pipecat.settings import MkttsTTSSettings
 from mktts.pipecat.source import FedSpeech, LocalSource, Speech, SpeechSource, Style
@@ -27,6 +30,7 @@ __all__ = [
     "LocalSource",
     "MkttsTTSService",
     "MkttsTTSSettings",
+    "RemoteSource",
     "Speech",
     "SpeechFailedFrame",
     "SpeechSource",

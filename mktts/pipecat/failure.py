@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pipecat.frames.frames import ErrorFrame
 from pipecat.utils.errors import ErrorCategory
 
-from mktts.errors import CapacityError, OptionsError, PromptError, SamplingError, TextError, VoiceError
+from mktts.errors import (
+    AccessError,
+    BusyError,
+    CapacityError,
+    OptionsError,
+    PromptError,
+    SamplingError,
+    TextError,
+    VoiceError,
+)
 
 _OF_THE_TEXT = (TextError, CapacityError)  # the next sentence may do
 _OF_THE_SETTINGS = (PromptError, VoiceError, SamplingError, OptionsError)  # until they are changed
@@ -31,13 +40,17 @@ class SpeechFailedFrame(ErrorFrame):
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     """The frame for what an utterance raised.
 
-    Text that cannot be spoken leaves the service usable. Settings that do not fit the checkpoint do not, and neither
-    does a failed engine: after a CUDA error every later call fails too.
+    Text that cannot be spoken leaves the service usable, and so does a server with no place free. Settings that do
+    not fit the checkpoint do not, and neither does a failed engine: after a CUDA error every later call fails too.
     """
     if isinstance(error, _OF_THE_TEXT):
         category, permanent = ErrorCategory.APPLICATION, False
     elif isinstance(error, _OF_THE_SETTINGS):
         category, permanent = ErrorCategory.INVALID_REQUEST, True
+    elif isinstance(error, BusyError):
+        category, permanent = ErrorCategory.RATE_LIMIT, False
+    elif isinstance(error, AccessError):
+        category, permanent = ErrorCategory.AUTHENTICATION, True
     else:
         category, permanent = ErrorCategory.SERVER, True
     return SpeechFailedFrame(

@@ -107,6 +107,7 @@ class MkttsTTSService(HeardWordsTTSService):
         )
         source.check(self._settings.style)
         self._source = source
+        self._connected = False
         self._speaking: dict[str, Utterance] = {}  # by audio context
         self._generating = asyncio.Lock()  # turns play one after another, so they are generated one after another
 
@@ -130,9 +131,18 @@ class MkttsTTSService(HeardWordsTTSService):
 
         Args:
             setup: Configuration object containing setup parameters.
+
+        Raises:
+            MkttsError: What is wrong with the source or the settings; Pipecat reports it as a permanent error.
         """
         await super().setup(setup)
+        name = self._source.name
         await self._source.connect()
+        self._connected = True
+        if self._settings.model == name != self._source.name:  # a source elsewhere is known by its address until now
+            self._settings.model = self._source.name
+            self._sync_model_name_to_metrics()
+        self._source.check(self._settings.style)
 
     async def stop(self, frame: EndFrame) -> None:
         """Let what has been written be spoken to its end.
@@ -157,7 +167,9 @@ class MkttsTTSService(HeardWordsTTSService):
         """Stop every generation of this service and let go of the source; the shared model stays."""
         await super().cleanup()
         await self._end_utterances([*self._speaking])
-        await self._source.disconnect()
+        if self._connected:
+            self._connected = False
+            await self._source.disconnect()
 
     async def stop_all_metrics(self) -> None:
         """Stop all active metrics; an interruption before the first audio is no time to first byte."""

@@ -69,7 +69,10 @@ class SpeechSource(Protocol):
     default_voice: str | None
 
     async def connect(self) -> None:
-        """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s."""
+        """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s.
+
+        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows.
+        """
 
     async def disconnect(self) -> None:
         """A service is done with this source. What several services share stays open."""
