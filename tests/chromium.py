@@ -103,14 +103,13 @@ class Tab:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
-        """Waits until `expression` is true in the page."""
-        end_s = time.monotonic() + WAIT_S
-        while not (value := await self.js(expression)):
+    async def until(self, expression: str, wait_s: float = WAIT_S) -> None:
+        """Waits until `expression` is true, as JavaScript sees it, in the page."""
+        end_s = time.monotonic() + wait_s
+        while not await self.js(f"Boolean({expression})"):
             if time.monotonic() > end_s:
                 raise AssertionError(f"waited in vain for {expression}; the page says {await self.text('body')!r}")
             await asyncio.sleep(0.03)
-        return value
 
     async def text(self, selector: str) -> str:
         return await self.js(f"document.querySelector({json.dumps(selector)}).textContent")

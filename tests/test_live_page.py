@@ -13,8 +13,12 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from agent_picture import SPOKEN, visit
 from chromium import FOREIGN_HOST, NAMES, binary, chromium
 from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S, page_bot
+
+from mktts.agent.serve import serving
+from mktts.agent.settings import AgentSettings
 
 BEEP_HZ, MICROPHONE_RATE_HZ = 600, 48_000
 FRAME_BYTES = 2 * INPUT_RATE_HZ // 50
@@ -310,3 +314,21 @@ async def test_a_piece_of_audio_that_is_late_is_counted_and_the_next_start_is_la
         await bot.play(2 * PIECE_S, paced=False)
     await talk.until("Number(document.querySelector('#underruns').textContent) > 0")
     assert await talk.number("#lead") > lead
+
+
+@needs_chromium
+async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
+    """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""
+    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+        async with visit(tmp_path, url) as page:
+            said = "[...document.querySelectorAll('#captions .user .said')].map(s => s.textContent)"
+            assert await page.js(said) == [text for _, text in SPOKEN]
+            assert "Once upon a time" in await page.text("#captions .cut .said")
+            assert "everybody cheered" in await page.text("#captions .cut s")
+            assert "everybody cheered" not in await page.text("#captions .cut .said")
+            assert "noise, not speech" in await page.text("#noise")
+            assert await page.number("#played") > 1_000 and await page.number("#sent") > 500
+            for kind in ("transcript_ms", "first_token_ms", "first_audio_ms", "page_ms", "silence_ms"):
+                assert await page.number(f"#tiles [data-name={kind}]") > 0
+            assert await page.js("document.querySelectorAll('#turns tr').length") == len(SPOKEN)
+            assert page.errors == []

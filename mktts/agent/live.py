@@ -1,0 +1,133 @@
+"""The agent's page beside a notebook's kernel: a child process, whose audio no busy cell can hold up.
+
+    agent = live.start(checkpoint="path/to/checkpoint")
+    agent.frame()  # the last line of a cell
+    agent.stop()
+
+The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its
+standard input is a pipe from here, and it ends itself where that is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import weakref
+from typing import IO, Any
+
+from mktts.child import python_path
+from mktts.errors import AgentError
+
+START_WAIT_S = 300.0  # a large checkpoint may be read from a slow disk, and kernels compiled
+_STOP_WAIT_S = 5.0
+_ASK_WAIT_S = 10.0
+_LOG_TAIL_CHARS = 2_000
+
+
+class LiveAgent:
+    """A running agent. url: of its page, with the key that this agent alone accepts."""
+
+    def __init__(self, process: subprocess.Popen, log: IO[str], url: str) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+        self._end = weakref.finalize(self, _end, process)  # runs at the interpreter's exit, too
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def config(self) -> dict[str, Any]:
+        """What the page is told: ears, mind, voice, rates. Raises AgentError where the agent does not answer."""
+        address = urllib.parse.urljoin(self.url, "agent/config?" + urllib.parse.urlsplit(self.url).query)
+        try:
+            with urllib.request.urlopen(address, timeout=_ASK_WAIT_S) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise AgentError(f"the agent does not answer ({error}); its log ends:\n{_tail(self._log)}") from None
+
+    def frame(self, height: int = 640) -> Any:
+        """The page as a cell's output. The frame passes the microphone on: without that a browser refuses it."""
+        from IPython.display import IFrame
+
+        return IFrame(self.url, width="100%", height=height, extras=['allow="microphone; autoplay"'])
+
+    def stop(self) -> None:
+        """Ends conversations and process; again is harmless."""
+        self._end()
+
+
+def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool | None) -> LiveAgent:
+    """Starts an agent on loopback and returns once it answers.
+
+    port: 0 for a free one; name one to forward it from another machine. options: as `python -m mktts agent` takes
+    them, `voice="vivian"` for `--voice vivian`, `tokens=True` for `--tokens`; "", None and False leave one out.
+    Raises AgentError, with the end of its log, where it does not start.
+    """
+    words = ["--transport", "websocket", "--port", str(port), "--handshake"]
+    for name, value in options.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [f"{flag}={value}"]
+    key = secrets.token_urlsafe(16)  # others on this machine reach the port, too
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mktts", "agent", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env={**os.environ, **python_path(), "MKTTS_API_KEY": key},
+        start_new_session=True,  # interrupting a cell interrupts the kernel's process group
+    )
+    try:
+        url = _handshake(process, wait_s)
+    except BaseException as error:
+        _end(process)
+        if isinstance(error, AgentError):
+            raise AgentError(f"{error}; its log ends:\n{_tail(log)}") from None
+        raise
+    return LiveAgent(process, log, f"{url}?key={key}")
+
+
+def _handshake(process: subprocess.Popen, wait_s: float) -> str:
+    """The address that the child tells once it serves. Raises AgentError for an end, another line or none."""
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)
+    reader.start()
+    reader.join(wait_s)
+    if not lines:
+        raise AgentError(f"the agent did not start within {wait_s:g} s")
+    if not lines[0]:
+        raise AgentError("the agent did not start")
+    try:
+        return json.loads(lines[0])["url"]
+    except (ValueError, KeyError, TypeError):
+        raise AgentError(f"expected the agent's address, found {lines[0]!r}") from None
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Asks for an end by closing the pipe, then by signals."""
+    for ask in (process.stdin.close, process.terminate, process.kill):
+        if process.poll() is not None:
+            break
+        ask()
+        end_s = time.monotonic() + _STOP_WAIT_S
+        while process.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.02)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def _tail(log: IO[str]) -> str:
+    log.seek(0)
+    return log.read()[-_LOG_TAIL_CHARS:]
