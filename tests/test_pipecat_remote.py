@@ -130,13 +130,13 @@ async def test_a_lost_connection_is_replaced_at_the_next_utterance():
 async def test_a_slow_server_that_answers_pings_is_waited_for():
     async def slow(client: Client) -> None:
         await client.read("start")
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.0)
         await client.audio(PIECE)
         await client.finished()
         await forever(client)
 
     async with FakeServer(slow) as server:
-        source = RemoteSource(server.url, silence_s=0.05)
+        source = RemoteSource(server.url, silence_s=0.3)
         assert await taken(await source.speak("Hello.", Style())) == PIECE
         await source.disconnect()
 
@@ -187,7 +187,7 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
         await forever(client)
 
     async with FakeServer(fast) as server:
-        source = RemoteSource(server.url, silence_s=0.05)
+        source = RemoteSource(server.url, silence_s=0.1)
         speech = await source.speak("Hello.", Style())
         await anext(speech)
         await until(lambda: len(speech._pieces) == KEPT_PIECES)
