@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
@@ -15,6 +16,7 @@ from mktts.codec_pending import Lane, Pending
 from mktts.codec_state import CodecState
 from mktts.cuda_graph import CAPTURE
 from mktts.errors import BackendUnavailable
+from mktts.progress import announced
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
@@ -55,7 +57,8 @@ class GraphedCodec:
         self.device = decoder.device
         self.dtype = decoder.dtype
         self._decoder = decoder
-        self._graphs, self._codes, self._state = capture(decoder, tf32)
+        with announced("mktts: compiling the codec's kernels, once"):
+            self._graphs, self._codes, self._state = capture(decoder, tf32)
         self._lane = Lane(decoder.device)
 
     def start(self) -> CodecState:
@@ -137,9 +140,10 @@ def codec_for(
 
         try:
             return GraphedCodec(FusedCodec(config, tensors, device, half=chosen == "fused-fp16"))
-        except BackendUnavailable:  # no triton here
+        except BackendUnavailable as reason:  # no triton here
             if variant is not None:
                 raise
+            logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
             chosen = "fp32"
     decoder = CodecDecoder(config, tensors, device, dtype)
     return GraphedCodec(decoder, tf32=chosen == "tf32") if cuda else decoder

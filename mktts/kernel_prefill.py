@@ -6,7 +6,7 @@ Speech has its talker's matrices on the device once, on the kernel's tape; prefi
     896  keys and values: 4 streams x 2 048 positions x 112 KiB
     840  talker tape: 28 layers x 30
     290  predictor: tape 150, heads 66 (the talker's with it), embeddings 66; rotary tables 8
-     60  two layers unpacked
+     30  one layer unpacked
     112  prefill's workspace: 1 025 positions x 112 KiB
     433  codec: packed weights 401, codebooks 32
      12  text projection
