@@ -37,12 +37,14 @@ class Chromium:
 
     @contextlib.asynccontextmanager
     async def tab(self, url: str, width: int = 760, height: int = 680) -> AsyncIterator[Tab]:
-        """A new tab at `url`, closed afterwards."""
+        """A new tab at `url`, loaded; closed afterwards."""
         about = await asyncio.to_thread(self._ask, f"new?{urllib.parse.quote(url, safe='')}", "PUT")
         async with self.attach(about) as tab:
             await tab.command(
                 "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
             )
+            if url != "about:blank":
+                await tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
             await tab.command("Page.bringToFront")  # a tab behind another one gets no clicks
             yield tab
             await asyncio.to_thread(self._ask, f"close/{about['id']}")
