@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import httpx
@@ -28,7 +29,8 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 SETTINGS = AgentSettings(turn_end="timeout", seed=1)
 KEY = "let-me-in"
-PIECE_BYTES = 2 * user_speech.USER_RATE_HZ // 50
+PIECE_S = 0.02
+PIECE_BYTES = 2 * round(PIECE_S * user_speech.USER_RATE_HZ)
 WAIT_S = 20.0
 
 
@@ -50,7 +52,7 @@ def socket_of(url: str, query: str = "") -> str:
 
 async def test_a_conversation_over_the_pages_socket(url):
     """Greeting, a question in speech, its transcript, the answer's captions and latencies, all over one socket."""
-    messages, audio_bytes = [], 0
+    messages, audio_bytes, due_s = [], 0, time.monotonic()
     async with websockets.connect(socket_of(url)) as socket:
 
         async def listen() -> None:
@@ -62,9 +64,11 @@ async def test_a_conversation_over_the_pages_socket(url):
                     messages.append(json.loads(message))
 
         async def speak(pcm: bytes) -> None:
+            nonlocal due_s
             for start in range(0, len(pcm), PIECE_BYTES):
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                due_s += PIECE_S  # as a microphone: late pieces are made up for
                 await socket.send(pcm[start : start + PIECE_BYTES])
-                await asyncio.sleep(0.02)
 
         def of(kind: str, **fields: object) -> list[dict]:
             wanted = {"type": kind, **fields}.items()
