@@ -99,7 +99,7 @@ def build(
     which nobody has said anything for so long.
     Raises what loading raises, and AgentError for a package that is missing.
     """
-    stt, llm, tts = make_ears(settings), make_mind(settings), _make_voice(settings, source)
+    stt, llm, tts = make_ears(settings), make_mind(settings), make_voice(settings, source)
     context = LLMContext()
     user, assistant = LLMContextAggregatorPair(
         context,
@@ -133,7 +133,8 @@ def build(
     return conversation
 
 
-def _make_voice(settings: AgentSettings, source: SpeechSource | None) -> MkttsTTSService:
+def make_voice(settings: AgentSettings, source: SpeechSource | None = None) -> MkttsTTSService:
+    """The service that speaks; `source` in place of the settings' checkpoint."""
     given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
     return MkttsTTSService(
         source=source or _local_source(settings),
