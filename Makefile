@@ -73,4 +73,5 @@ reference: run ## replace the notebooks' and the bench's reference results, and 
 	  find outputs/runs/$$name -maxdepth 1 \( -name '*.json' -o -name '*.png' \) -exec cp {} outputs/reference/$$name/ \; ; \
 	  grep -q '<audio' outputs/runs/$$name/executed.ipynb || cp outputs/runs/$$name/executed.ipynb outputs/reference/$$name/; done
 	$(BIN)/python -m mktts bench --codec full --json-only $(BENCH_ARGS) > outputs/reference/bench.json
+	$(BIN)/python tests/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py

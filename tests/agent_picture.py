@@ -2,7 +2,8 @@
 
     python tests/agent_picture.py outputs/reference/agent_page.png
 
-takes a picture of the page after it; the voice has random weights, so that what the bot plays is noise.
+takes a picture of the page after it; the voice has random weights, so that what the bot plays is noise. Without a
+Chromium on the machine it says so and leaves the file as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-from chromium import Tab, chromium
+from chromium import Tab, binary, chromium
+from loguru import logger
 
 from mktts.agent import user_speech
 from mktts.agent.serve import serving
@@ -69,4 +71,7 @@ async def _picture(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    logger.remove()
+    if binary() is None:
+        sys.exit(print(f"no Chromium on this machine: {sys.argv[1]} is left as it is"))
     asyncio.run(_picture(Path(sys.argv[1])))

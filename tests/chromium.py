@@ -108,7 +108,7 @@ class Tab:
     async def until(self, expression: str, wait_s: float = WAIT_S) -> None:
         """Waits until `expression` is true, as JavaScript sees it, in the page."""
         end_s = time.monotonic() + wait_s
-        while not await self.js(f"Boolean({expression})"):
+        while not await self.js(f"(async () => Boolean({expression}))()"):
             if time.monotonic() > end_s:
                 raise AssertionError(f"waited in vain for {expression}; the page says {await self.text('body')!r}")
             await asyncio.sleep(0.03)

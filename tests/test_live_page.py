@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import wave
 from urllib.parse import urlencode
@@ -19,7 +20,9 @@ from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S, page_bot
 
 from mktts.agent.serve import serving
 from mktts.agent.settings import AgentSettings
+from mktts.agent.web import has_webrtc
 
+REACHABLE = [name for _, name in socket.if_nameindex() if not name.startswith(("lo", "ifb"))]
 BEEP_HZ, MICROPHONE_RATE_HZ = 600, 48_000
 FRAME_BYTES = 2 * INPUT_RATE_HZ // 50
 
@@ -331,4 +334,26 @@ async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
             for kind in ("transcript_ms", "first_token_ms", "first_audio_ms", "page_ms", "silence_ms"):
                 assert await page.number(f"#tiles [data-name={kind}]") > 0
             assert await page.js("document.querySelectorAll('#turns tr').length") == len(SPOKEN)
+            assert page.errors == []
+
+
+@needs_chromium
+@pytest.mark.skipif(not has_webrtc(), reason="the package aiortc is not installed")
+@pytest.mark.skipif(not REACHABLE, reason="no network interface but loopback, which WebRTC does not use")
+async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
+    """The greeting: its caption over the data channel, its sound over the peer connection."""
+    spy = (
+        "const Peer = RTCPeerConnection; RTCPeerConnection = function (...a) { return (window.peer = new Peer(...a)) }"
+    )
+    energy = (
+        "peer.getStats().then(all => [...all.values()].some(s => s.type === 'inbound-rtp' && s.totalAudioEnergy > 0))"
+    )
+    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+        async with browser.tab(url) as page:
+            await page.js(spy)
+            await page.js("document.querySelector('#transport').value = 'webrtc'")
+            await page.click("#start")
+            await page.until("document.querySelector('#captions .bot .said')?.textContent === 'Hello, I am listening.'")
+            await page.until(f"await {energy}")
+            await page.click("#stop")
             assert page.errors == []
