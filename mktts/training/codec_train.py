@@ -191,7 +191,7 @@ def measured_mel(codec: Codec, pcm: Tensor) -> float:
 
 
 def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every: int = 100) -> None:
-    """Trains until `minutes` have passed or the recipe's steps are done; leaves state, curves and the codec in `out`."""
+    """Trains for `minutes`, or until the recipe is done; leaves state, curves and the codec in `out`."""
     start, last_step, last_s = time.monotonic(), trainer.step, time.monotonic()
     before_s, held = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
     usage: list[Tensor] = []
