@@ -20,7 +20,8 @@ from mktts.training.codec_losses import magnitudes, mel_distance
 from mktts.training.codec_model import Codec, hub_tensors, write_codec
 from mktts.training.codec_quantizer import Codebook
 from mktts.training.codec_sizes import TINY, VOICE, CodecSizes, config_json, decoder_config
-from mktts.training.codec_train import CodecRecipe, CodecTrainer, load_codec, perplexities, train
+from mktts.training.codec_train import perplexities, train
+from mktts.training.codec_trainer import CodecRecipe, CodecTrainer, load_codec
 from mktts.training.encode import main as encode_main
 from mktts.upstream import import_upstream
 

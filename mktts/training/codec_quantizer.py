@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_DECAY = 0.99
-_REVIVE_BELOW = 0.05  # of the average use of an entry
+_DECAY = 0.98
+_REVIVE_BELOW = 0.1  # of the average use of an entry
 _FIRST_ROUNDS = 8  # of k-means on the first batch
 
 

@@ -17,7 +17,7 @@ from mktts.files import write_whole
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec_data import read_shard, shard_paths
 from mktts.training.codec_model import Codec
-from mktts.training.codec_train import load_codec
+from mktts.training.codec_trainer import load_codec
 
 _SPAN = 32_768  # of int16
 

@@ -1,0 +1,170 @@
+"""One step of the codec's training, and all state that the next step depends on."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mktts.errors import CheckpointError
+from mktts.files import write_whole
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.training.codec_losses import Discriminators, deceiving_losses, judges_loss, spectral_losses
+from mktts.training.codec_model import Codec
+from mktts.training.codec_sizes import VOICE, CodecSizes
+
+# steps at which all codebooks are set anew from the batch: the encoder moves too fast at first for them to follow
+_STARTS = (0, 50, 200, 500)
+_SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
+
+
+@dataclass(frozen=True)
+class CodecRecipe:
+    """Everything that decides the result, apart from the data."""
+
+    seed: int = 0
+    batch: int = 64
+    crop_frames: int = 26
+    steps: int = 12_000  # the learning rate falls to a tenth over these
+    warmup_steps: int = 200
+    rate: float = 1e-3
+    judge_rate: float = 3e-4
+    adversarial_from: int | None = 6_000  # step at which discriminators join; None: never
+    judged_frames: int = 12  # of each crop go to the discriminators, which cost five times the decoder's work
+    dropout: float = 0.3  # share of examples that use a random number of the later books
+    mel: float = 15.0
+    stft: float = 5.0
+    wave: float = 10.0
+    commitment: float = 1.0
+    adversarial: float = 1.0
+    features: float = 5.0
+
+
+class CodecTrainer:
+    """Codec, discriminators, optimisers and the step they are at."""
+
+    def __init__(
+        self,
+        recipe: CodecRecipe,
+        sizes: CodecSizes = VOICE,
+        device: torch.device | str = "cpu",
+        *,
+        autocast: bool = False,
+        compile_codec: bool = False,
+    ) -> None:
+        """autocast: bf16 in decoder and discriminators; encoder, codebooks, Snake and spectra stay in fp32."""
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.device, self.autocast = recipe, torch.device(device), autocast
+        self.codec = Codec(sizes).to(self.device).train()
+        self.judges = Discriminators().to(self.device)
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.codec.parameters(), recipe.rate, betas=(0.8, 0.99), weight_decay=0.01, fused=fused
+        )
+        self.judge_optimizer = torch.optim.AdamW(
+            self.judges.parameters(), recipe.judge_rate, betas=(0.8, 0.99), weight_decay=0.01, fused=fused
+        )
+        # only what has no random choices and no state of its own is compiled
+        self._decode = torch.compile(self.codec.decoder) if compile_codec else self.codec.decoder
+        self.step = 0
+        self.seconds = 0.0
+        self.curves: list[dict[str, float]] = []
+
+    def train_step(self, pcm: Tensor) -> dict[str, Tensor]:
+        """One step on PCM (B, samples); the losses as scalars on the device, and `codes` (B, T, 16)."""
+        r = self.recipe
+        torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
+        adversarial = r.adversarial_from is not None and self.step >= r.adversarial_from
+        self._set_rates()
+        latent, codes, commitment = self.codec.quantizer(
+            self.codec.encoder(pcm), self._kept(len(pcm)), self.step in _STARTS
+        )
+        with self._cast():
+            output = self._decode(latent)
+        losses = spectral_losses(output, pcm) | {"commitment": commitment}
+        if adversarial:
+            judged = self._judged(pcm.shape[1])
+            losses["judges"] = self._judge_step(pcm[:, judged], output[:, judged].detach())
+            self.judges.requires_grad_(False)
+            with self._cast():
+                real, fake = self.judges(pcm[:, judged]), self.judges(output[:, judged])
+            losses |= deceiving_losses(real, fake)
+        parts = ("mel", "stft", "wave", "commitment", "adversarial", "features")
+        losses["loss"] = sum(getattr(r, name) * losses[name] for name in parts if name in losses)
+        self._descend(self.optimizer, losses["loss"], self.codec.parameters())
+        self.judges.requires_grad_(True)
+        self.step += 1
+        return {name: loss.detach() for name, loss in losses.items()} | {"codes": codes}
+
+    def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:
+        with self._cast():
+            loss = judges_loss(self.judges(pcm), self.judges(output))
+        self._descend(self.judge_optimizer, loss, self.judges.parameters())
+        return loss.detach()
+
+    def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor, parameters: Iterable[Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(parameters), 10.0)
+        optimizer.step()
+
+    def _cast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
+
+    def _judged(self, samples: int) -> slice:
+        length = min(samples, self.recipe.judged_frames * SAMPLES_PER_FRAME)
+        start = int(torch.randint(samples - length + 1, ()))
+        return slice(start, start + length)
+
+    def _kept(self, size: int) -> Tensor:
+        """How many later books each example uses: mostly all, else any number, none included."""
+        later = NUM_CODEBOOKS - 1
+        some = torch.randint(later + 1, (size,), device=self.device)
+        dropped = torch.rand(size, device=self.device) < self.recipe.dropout
+        return torch.where(dropped, some, later)
+
+    def _set_rates(self) -> None:
+        r = self.recipe
+        progress = min(1.0, self.step / r.steps)
+        factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        for optimizer, rate in ((self.optimizer, r.rate), (self.judge_optimizer, r.judge_rate)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+
+    def save(self, path: Path) -> None:
+        """Writes the whole state, or leaves the file as it was."""
+        data = io.BytesIO()
+        modules = {name: getattr(self, name).state_dict() for name in _SAVED}
+        progress = {"step": self.step, "seconds": self.seconds, "curves": self.curves}
+        torch.save(modules | progress | {"recipe": asdict(self.recipe), "sizes": asdict(self.codec.sizes)}, data)
+        write_whole(path, data.getvalue())
+
+    def load(self, path: Path) -> None:
+        """Goes on where `save` was. Raises CheckpointError for no file, or one of another recipe or other sizes."""
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a state to resume from, but: {error}") from None
+        for name, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.codec.sizes))):
+            if state[name] != ours:
+                found = {key: value for key, value in state[name].items() if ours.get(key) != value}
+                raise CheckpointError(f"{path}: expected the {name} of this run, found {found}: start it alike")
+        for name in _SAVED:
+            getattr(self, name).load_state_dict(state[name])
+        self.step, self.seconds, self.curves = state["step"], state["seconds"], state["curves"]
+
+
+def load_codec(path: Path, device: torch.device | str = "cpu") -> Codec:
+    """The codec alone out of a training state, in evaluation mode. Raises CheckpointError where there is none."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a codec's training state, but: {error}") from None
+    codec = Codec(CodecSizes(**state["sizes"]))
+    codec.load_state_dict(state["codec"])
+    return codec.to(device).eval()
