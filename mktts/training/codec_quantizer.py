@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_DECAY = 0.98
+_DECAY = 0.95  # short: with thousands of rows a step, entries must keep up with a moving encoder
 _REVIVE_BELOW = 0.1  # of the average use of an entry
 _FIRST_ROUNDS = 8  # of k-means on the first batch
 
@@ -79,11 +79,12 @@ class Chain(nn.Module):
         self.books = nn.ModuleList(Codebook(size, width) for _ in range(books))
 
     def forward(self, z: Tensor, kept: Tensor | None = None, start: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, outer, T) -> the same shape quantised, codes (B, T, books), commitment loss ().
+        """(B, outer, T) -> the same shape quantised, codes (B, T, books), commitment loss () per variance.
 
         kept (B,): how many books each example uses; all where None. Only in training mode do books follow the data.
         """
         x = self.input_proj(z).transpose(1, 2)  # (B, T, width)
+        scale = x.detach().var(dim=(0, 1)).mean().clamp(min=1e-12)
         left, total, codes, commitment = x.flatten(0, 1), torch.zeros_like(x), [], x.new_zeros(())
         for i, book in enumerate(self.books):
             if start:
@@ -92,7 +93,7 @@ class Chain(nn.Module):
             quantised = F.embedding(index, book.vectors)
             if self.training:
                 book.follow(left.detach(), index)
-            commitment = commitment + (left - quantised).square().mean()
+            commitment = commitment + (left - quantised).square().mean() / scale
             left = left - quantised
             part = quantised.view_as(x)
             total = total + (part if kept is None else part * (kept > i)[:, None, None])
@@ -101,6 +102,10 @@ class Chain(nn.Module):
         if kept is not None:
             through = through * (kept > 0)[:, None, None]
         return self.output_proj(through.transpose(1, 2)), torch.stack(codes, -1), commitment / len(self.books)
+
+    def bypass(self, z: Tensor) -> Tensor:
+        """What `forward` would give with perfect codebooks."""
+        return self.output_proj(self.input_proj(z))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, books) -> (B, outer, T)."""
@@ -121,6 +126,9 @@ class SplitQuantizer(nn.Module):
         a, first_codes, first_loss = self.first(z, None, start)
         b, rest_codes, rest_loss = self.rest(z, kept, start)
         return a + b, torch.cat((first_codes, rest_codes), -1), first_loss + rest_loss
+
+    def bypass(self, z: Tensor) -> Tensor:
+        return self.first.bypass(z) + self.rest.bypass(z)
 
     def decode(self, codes: Tensor) -> Tensor:
         return self.first.decode(codes[..., :1]) + self.rest.decode(codes[..., 1:])

@@ -48,18 +48,20 @@ def measured_mel(codec: Codec, pcm: Tensor) -> float:
 def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every: int = 100) -> None:
     """Trains for `minutes`, or until the recipe is done; leaves state, curves and the codec in `out`."""
     start, last_step, last_s = time.monotonic(), trainer.step, time.monotonic()
-    before_s, held = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
+    before_s, always = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
+    # `always`: the same crops each time, so that lines compare; they are training audio
     usage: list[Tensor] = []
     while trainer.step < trainer.recipe.steps and time.monotonic() - start < 60 * minutes:
         pcm = crops.batch(trainer.step, trainer.recipe.batch).to(trainer.device, non_blocking=True)
         found = trainer.train_step(pcm)
-        usage = [*usage[-15:], found.pop("codes")]
+        usage = [*usage[-15:], found.pop("codes").to(trainer.device)]
         if trainer.step % every == 0 or trainer.step == 1:
             now_s = time.monotonic()
             trainer.seconds = before_s + now_s - start
             line = {name: round(float(value), 4) for name, value in found.items()}
-            books = perplexities(torch.cat(usage), trainer.codec.sizes.codebook_size)
-            line |= {"books": [round(book, 1) for book in books], "held_mel": measured_mel(trainer.codec, held)}
+            if trainer.step > trainer.recipe.quantise_from:
+                books = perplexities(torch.cat(usage), trainer.codec.sizes.codebook_size)
+                line |= {"books": [round(book, 1) for book in books], "fixed_mel": measured_mel(trainer.codec, always)}
             rate = (trainer.step - last_step) / (now_s - last_s)
             line |= {"step": trainer.step, "seconds": round(trainer.seconds, 1), "steps_per_s": round(rate, 2)}
             trainer.curves.append(line)
@@ -75,9 +77,10 @@ def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every:
 
 def _shown(line: Mapping) -> str:
     parts = [f"{line['step']:6d}  {line['seconds']:7.1f} s  {line['steps_per_s']:5.1f} steps/s"]
-    parts += [f"{name} {line[name]:.3f}" for name in ("loss", "mel", "held_mel", "judges", "features") if name in line]
-    books = line["books"]
-    return "  ".join([*parts, f"books {books[0]:.0f} | {min(books[1:]):.0f}..{max(books[1:]):.0f}"])
+    parts += [f"{name} {line[name]:.3f}" for name in ("loss", "mel", "fixed_mel", "judges", "features") if name in line]
+    if books := line.get("books"):
+        parts.append(f"books {books[0]:.0f} | {min(books[1:]):.0f}..{max(books[1:]):.0f}")
+    return "  ".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,6 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=CodecRecipe.batch)
     parser.add_argument("--crop-frames", type=int, default=CodecRecipe.crop_frames)
     parser.add_argument("--steps", type=int, default=CodecRecipe.steps, help="length of the schedule")
+    parser.add_argument("--quantise-from", type=int, default=CodecRecipe.quantise_from, help="step; before: no codes")
     parser.add_argument("--rate", type=float, default=CodecRecipe.rate)
     parser.add_argument("--adversarial-from", type=int, default=CodecRecipe.adversarial_from, help="step; -1: never")
     options = parser.parse_args(arguments)
@@ -102,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch=options.batch,
         crop_frames=options.crop_frames,
         steps=options.steps,
+        quantise_from=options.quantise_from,
         rate=options.rate,
         adversarial_from=options.adversarial_from if options.adversarial_from >= 0 else None,
     )

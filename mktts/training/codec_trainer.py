@@ -18,8 +18,8 @@ from mktts.training.codec_losses import Discriminators, deceiving_losses, judges
 from mktts.training.codec_model import Codec
 from mktts.training.codec_sizes import VOICE, CodecSizes
 
-# steps at which all codebooks are set anew from the batch: the encoder moves too fast at first for them to follow
-_STARTS = (0, 50, 200, 500)
+# steps of quantisation at which all codebooks are set anew from the batch: the latents jump when it begins
+_STARTS = (0, 50, 200)
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
 
@@ -32,6 +32,7 @@ class CodecRecipe:
     crop_frames: int = 26
     steps: int = 12_000  # the learning rate falls to a tenth over these
     warmup_steps: int = 200
+    quantise_from: int = 400  # before that step the codec is a plain autoencoder, whose latents settle
     rate: float = 1e-3
     judge_rate: float = 3e-4
     adversarial_from: int | None = 6_000  # step at which discriminators join; None: never
@@ -40,7 +41,7 @@ class CodecRecipe:
     mel: float = 15.0
     stft: float = 5.0
     wave: float = 10.0
-    commitment: float = 1.0
+    commitment: float = 5.0
     adversarial: float = 1.0
     features: float = 5.0
 
@@ -81,9 +82,7 @@ class CodecTrainer:
         torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
         adversarial = r.adversarial_from is not None and self.step >= r.adversarial_from
         self._set_rates()
-        latent, codes, commitment = self.codec.quantizer(
-            self.codec.encoder(pcm), self._kept(len(pcm)), self.step in _STARTS
-        )
+        latent, codes, commitment = self._latent(pcm)
         with self._cast():
             output = self._decode(latent)
         losses = spectral_losses(output, pcm) | {"commitment": commitment}
@@ -100,6 +99,14 @@ class CodecTrainer:
         self.judges.requires_grad_(True)
         self.step += 1
         return {name: loss.detach() for name, loss in losses.items()} | {"codes": codes}
+
+    def _latent(self, pcm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        quantizer, quantised_steps = self.codec.quantizer, self.step - self.recipe.quantise_from
+        encoded = self.codec.encoder(pcm)
+        if quantised_steps < 0:
+            shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
+            return quantizer.bypass(encoded), torch.zeros(shape, dtype=torch.int64), encoded.new_zeros(())
+        return quantizer(encoded, self._kept(len(pcm)), quantised_steps in _STARTS)
 
     def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:
         with self._cast():
