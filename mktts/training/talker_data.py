@@ -1,0 +1,136 @@
+"""Codes shards in memory, and batches of whole training sequences by the rules of `mktts.prompt`.
+
+A shard is what `mktts.training.encode` writes: `codes` uint8 (frames, 16), `frames` (clips,), `speaker` and `text`
+(clips,). Speakers are names, or indices into `sizes.SPEAKERS`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.errors import CheckpointError
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.tokenizer import TextTokenizer
+from mktts.training.codec_data import shard_paths
+from mktts.training.sizes import LANGUAGE, SPEAKERS
+
+_HELD_OUT_ONE_IN = 100  # texts, by their checksum: all clips of a text are on one side
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Texts, speakers (names) and codes of all clips; clip i is codes[starts[i] : starts[i + 1]]."""
+
+    texts: list[str]
+    speakers: list[str]
+    codes: Tensor  # (frames, 16) uint8
+    starts: np.ndarray  # (clips + 1,) int64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences padded on the right, on one device; see `TalkerModel.hidden`. Targets are flat rows of (B, T)."""
+
+    text: Tensor  # (B, T) int64
+    control: Tensor  # (B, T) int64, -1 for none
+    frame_rows: Tensor  # (N,) int64: flat rows that carry the previous frame
+    codes: Tensor  # (N, 16) int64: all frames, in the order of frame_rows
+    target_rows: Tensor  # (N,) int64: the flat row that predicts each frame
+    end_rows: Tensor  # (B,) int64: the flat row that predicts end of speech
+
+
+def read_clips(folder: Path) -> Clips:
+    """All shards of a folder. Raises AudioError for none, CheckpointError for one of another shape."""
+    texts: list[str] = []
+    speakers: list[str] = []
+    codes, frames = [], []
+    for path in shard_paths(folder):
+        with np.load(path, allow_pickle=False) as file:
+            missing = {"codes", "frames", "speaker", "text"} - set(file)
+            if missing or file["codes"].dtype != np.uint8 or file["codes"].shape[1:] != (NUM_CODEBOOKS,):
+                raise CheckpointError(f"{path}: expected codes uint8 (frames, {NUM_CODEBOOKS}), frames, speaker, text")
+            codes.append(file["codes"])
+            frames.append(file["frames"])
+            texts += [str(t) for t in file["text"]]
+            speakers += [s if (s := str(v)) in SPEAKERS else SPEAKERS[int(v)] for v in file["speaker"]]
+    starts = np.concatenate(([0], np.cumsum(np.concatenate(frames), dtype=np.int64)))
+    return Clips(texts, speakers, torch.from_numpy(np.concatenate(codes)), starts)
+
+
+def held_out(text: str) -> bool:
+    """Whether a text is kept for the evaluation loss."""
+    return zlib.crc32(text.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+class Sequences:
+    """Clips as training sequences; the codes lie on `device`, a batch takes them from there."""
+
+    def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
+        self.config, self.clips, self.device = config, clips, torch.device(device)
+        self.codes = clips.codes.to(device)
+        self.ids = [np.array(tokenizer.encode(text.strip()), np.int64) for text in clips.texts]
+        self.frames = np.diff(clips.starts)
+        newline = tokenizer.encode("\n")
+        self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
+
+    def rows(self, clip: int, whole: bool, language: bool) -> tuple[list[int], list[int]]:
+        """Text and control ids of the rows of one clip: the prompt, then one row per frame (control -1)."""
+        text, codec, config = self.config.text_ids, self.config.codec_ids, self.config
+        tags = [codec.nothink, codec.think_bos, codec.think_eos]
+        if language:
+            tags = [codec.think, codec.think_bos, config.languages[LANGUAGE], codec.think_eos]
+        control = [*tags, config.speakers[self.clips.speakers[clip]], codec.pad]
+        words = [*self._role, *[text.tts_pad] * (len(control) - 1), text.tts_bos]
+        control = [-1] * len(self._role) + control
+        frames, said = int(self.frames[clip]), [*self.ids[clip].tolist(), text.tts_eos]
+        if whole:
+            words += [*said, text.tts_pad] + [text.tts_pad] * frames
+            control += [codec.pad] * len(said) + [codec.bos]
+        else:
+            words += (said + [text.tts_pad] * frames)[: frames + 1]
+            control += [codec.bos]
+        return words, control + [-1] * frames
+
+    def batch(self, clips: np.ndarray, generator: np.random.Generator, whole: bool | None = None) -> Batch:
+        """Layout (unless `whole` says) and language tag of every clip are drawn evenly."""
+        rows = [
+            self.rows(int(c), bool(w) if whole is None else whole, bool(tag))
+            for c, (w, tag) in zip(clips, generator.integers(0, 2, (len(clips), 2)), strict=True)
+        ]
+        longest = max(len(words) for words, _ in rows)
+        text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
+        control = np.full((len(rows), longest), -1, np.int64)
+        inputs, flat, ends = [], [], []
+        for i, (words, tags) in enumerate(rows):
+            clip, frames = clips[i], int(self.frames[clips[i]])
+            text[i, : len(words)], control[i, : len(words)] = words, tags
+            last = i * longest + len(words) - 1
+            flat.append(np.arange(last - frames + 1, last + 1))
+            inputs.append(np.arange(self.clips.starts[clip], self.clips.starts[clip + 1]))
+            ends.append(last)
+        frame_rows = self._put(np.concatenate(flat))
+        codes = self.codes[self._put(np.concatenate(inputs))].long()
+        return Batch(self._put(text), self._put(control), frame_rows, codes, frame_rows - 1, self._put(np.array(ends)))
+
+    def epoch(self, clips: np.ndarray, rows: int, generator: np.random.Generator) -> list[np.ndarray]:
+        """`clips` dealt out to batches of like lengths, each at most `rows` padded rows, in random order."""
+        lengths = np.array([len(self.ids[c]) + self.frames[c] + 12 for c in clips])
+        order = np.argsort(lengths * generator.uniform(0.9, 1.1, len(clips)), kind="stable")
+        batches: list[list[int]] = [[]]
+        longest = 0
+        for i in order:
+            longest = max(longest, lengths[i])
+            if batches[-1] and longest * (len(batches[-1]) + 1) > rows:
+                batches.append([])
+                longest = lengths[i]
+            batches[-1].append(int(clips[i]))
+        return [np.array(batches[i]) for i in generator.permutation(len(batches))]
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

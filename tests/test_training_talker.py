@@ -1,0 +1,205 @@
+"""The trainable talker: equal to inference row by row, learns, resumes, and exports what loads everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mktts.checkpoint import open_checkpoint
+from mktts.codec_layout import expected_codec_tensors
+from mktts.kernel_pack import choose_shape
+from mktts.prompt import PromptBuilder, Request
+from mktts.random_checkpoint import write_json, write_weights
+from mktts.random_configs import small_files
+from mktts.random_weights import random_tensors
+from mktts.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+from mktts.tokenizer import TextTokenizer
+from mktts.torch_backend import TorchBackend
+from mktts.training import codec_sizes, sizes
+from mktts.training.checkpoint import prepare, write_checkpoint
+from mktts.training.talker_data import Clips, Sequences, held_out, read_clips
+from mktts.training.talker_model import TalkerModel
+from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, open_data
+from mktts.upstream import generate_codes, load_upstream
+
+TEXTS = [
+    f"{who} {does} the {colour} {thing}."
+    for who, does, colour, thing in zip(
+        ("Anna", "A cat", "Nobody", "The river", "My brother", "Rain"),
+        ("likes", "watches", "paints", "carries", "found", "covers"),
+        ("old", "green", "broken", "small", "heavy", "quiet"),
+        ("boat", "window", "piano", "garden", "letter", "road"),
+        strict=True,
+    )
+]
+
+
+def synthetic_clips(texts=TEXTS, codebook=sizes.TINY.codebook_size) -> Clips:
+    """Codes that follow from text, speaker and time, as long as the text says."""
+    speakers, codes = [], []
+    for i, text in enumerate(texts):
+        speakers.append(sizes.SPEAKERS[i % len(sizes.SPEAKERS)])
+        letters = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        frames = letters[: 6 + len(text) % 7]
+        grid = frames[:, None] * (1 + np.arange(NUM_CODEBOOKS)) + 5 * (i % 3) + np.arange(len(frames))[:, None]
+        codes.append((grid % codebook).astype(np.uint8))
+    starts = np.concatenate(([0], np.cumsum([len(c) for c in codes])))
+    return Clips(list(texts), speakers, torch.from_numpy(np.concatenate(codes)), starts)
+
+
+def write_random_codec(folder):
+    """A speech_tokenizer folder of the tiny size. Random weights."""
+    folder.mkdir(parents=True)
+    raw = codec_sizes.config_json(codec_sizes.TINY)
+    for name, content in small_files("tiny", "custom_voice", False).items():
+        if name.startswith("speech_tokenizer/"):
+            write_json(folder / name.split("/")[1], content)
+    write_json(folder / "config.json", raw)
+    write_weights(folder, random_tensors(expected_codec_tensors(raw), 0, torch.float32), 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder, TEXTS, sizes.TINY)
+    return folder
+
+
+def peaked(model: TalkerModel) -> TalkerModel:
+    """Heads and embeddings scaled up, so that logits differ visibly and greedy choices have a margin."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["whole", "streaming"])
+@pytest.mark.parametrize("language", ["auto", "english"])
+@pytest.mark.parametrize("predictor_hidden", [64, 32])
+def test_training_logits_are_those_of_inference(tmp_path, layout, language, predictor_hidden):
+    stack = dataclasses.replace(sizes.TINY.predictor, hidden=predictor_hidden)
+    config = prepare(tmp_path, TEXTS, dataclasses.replace(sizes.TINY, predictor=stack))
+    model, tokenizer = peaked(TalkerModel(config)).eval(), TextTokenizer.load(tmp_path)
+    data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
+    clip = 1
+    words, control = data.rows(clip, layout == "whole", language == "english")
+    codes = data.codes[data.clips.starts[clip] : data.clips.starts[clip + 1]].long()
+    rows = torch.arange(len(words) - len(codes), len(words))
+    with torch.no_grad():
+        hidden = model.hidden(torch.tensor([words]), torch.tensor([control]), rows, codes)[0]
+        first = model.code0_logits(hidden[rows[0] - 1 :])
+        rest = model.predictor_logits(hidden[rows - 1], codes)
+
+    tensors = model.state_dict()
+    backend = TorchBackend(config, tensors, dtype=torch.float32)
+    builder = PromptBuilder(config, tensors, tokenizer, dtype=torch.float32)
+    request = Request(TEXTS[clip], language=language, speaker=data.clips.speakers[clip], layout=layout)
+    prompt = builder.build(request)
+    with torch.inference_mode():
+        state = backend.start(prompt.embeds, Sampling().greedy(), 0, len(codes) + 1)
+        assert len(prompt.embeds) == len(words) - len(codes)
+        for frame, expected in enumerate(codes):
+            assert torch.allclose(first[frame], backend.code0_logits(state), atol=1e-4)
+            cache = backend.predictor.new_cache(NUM_CODEBOOKS)
+            x = torch.cat((state.hidden, backend.embeddings[0][expected[0]][None, None]), 1)
+            for group, head in enumerate(backend.heads):
+                x = x if backend.projection is None else F.linear(x, *backend.projection)
+                logits = F.linear(backend.predictor.forward(x, cache), head)[0, -1]
+                assert torch.allclose(rest[frame, group], logits, atol=1e-4)
+                if group + 1 < len(backend.heads):
+                    x = backend.embeddings[group + 1][expected[group + 1]][None, None]
+            state.codes = expected
+            backend._advance(state, prompt.row(frame))
+        assert torch.allclose(first[-1], backend.code0_logits(state), atol=1e-4)
+
+
+def test_padding_changes_no_loss_and_targets_are_the_next_codes(prepared):
+    config, tokenizer = ModelConfig.load(prepared), TextTokenizer.load(prepared)
+    data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
+    model = peaked(TalkerModel(config)).eval()
+    both = data.batch(np.array([0, 1]), np.random.default_rng(0), whole=True)
+    assert torch.equal(both.target_rows, both.frame_rows - 1)
+    assert [int(n) for n in both.end_rows] == [int(both.frame_rows[data.frames[0] - 1]), int(both.frame_rows[-1])]
+    with torch.no_grad():
+        together = model.hidden(both.text, both.control, both.frame_rows, both.codes)
+        for i in (0, 1):
+            own = (both.frame_rows // both.text.shape[1]) == i
+            length = int(both.end_rows[i]) % both.text.shape[1] + 1
+            alone = model.hidden(
+                both.text[i : i + 1, :length],
+                both.control[i : i + 1, :length],
+                both.frame_rows[own] % both.text.shape[1],
+                both.codes[own],
+            )
+            assert torch.allclose(together[i, :length], alone[0], atol=1e-5)
+
+
+def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path):
+    recipe = TalkerRecipe(steps=60, warmup_steps=5, learning_rate=3e-3, batch_rows=160)
+    data = open_data(synthetic_clips(), tmp_path, sizes.TINY, "cpu")
+    whole, cut = TalkerTrainer(data, recipe), TalkerTrainer(data, recipe)
+    before = whole.evaluate()
+    for _ in range(40):
+        whole.train_step()
+    for _ in range(23):
+        cut.train_step()
+    cut.save(tmp_path / "state.pt")
+    again = TalkerTrainer(data, recipe)
+    again.load(tmp_path / "state.pt")
+    for _ in range(17):
+        again.train_step()
+    for name, tensor in whole.average.items():
+        assert torch.equal(tensor, again.average[name]), name
+    after = whole.evaluate()
+    assert after["held_out_code0"] < before["held_out_code0"] - 2
+    assert after["held_out_codes"] < before["held_out_codes"] - 0.3
+
+
+def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared):
+    config = ModelConfig.load(prepared)
+    model = peaked(TalkerModel(config))
+    codec = write_random_codec(tmp_path / "codec")
+    folder = write_checkpoint(tmp_path / "voice", prepared, model.state_dict(), codec, "A card.", torch.float32)
+    checkpoint = open_checkpoint(folder)
+    assert (folder / "README.md").read_text() == "A card." and not checkpoint.is_random
+    assert checkpoint.sampling().talker.temperature == sizes.TEMPERATURE
+    upstream = load_upstream(folder, torch.float32)
+    builder = PromptBuilder(config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=torch.float32)
+    backend = TorchBackend(config, checkpoint.tensors(), dtype=torch.float32)
+    for layout in ("whole", "streaming"):
+        request = builder.check(Request(TEXTS[2], "english", "rms", layout=layout))
+        expected = generate_codes(upstream, request, checkpoint.sampling().greedy(), 0, 5)
+        prompt = builder.build(request)
+        state = backend.start(prompt.embeds, checkpoint.sampling().greedy(), 0, 5)
+        text = [None, *(prompt.row(t) for t in range(4))]
+        found = torch.stack([f.codes for f in backend.frames(state, text) if f.codes is not None])
+        assert torch.equal(found, expected)
+
+
+def test_shards_are_read_and_texts_stay_on_one_side(tmp_path):
+    clips = synthetic_clips()
+    frames = np.diff(clips.starts)
+    by_id = np.array([sizes.SPEAKERS.index(s) for s in clips.speakers])
+    for name, speaker in (("a", np.array(clips.speakers)), ("b", by_id)):
+        np.savez(tmp_path / f"{name}.npz", codes=clips.codes, frames=frames, speaker=speaker, text=clips.texts)
+    found = read_clips(tmp_path)
+    assert found.speakers == clips.speakers * 2 and found.texts == clips.texts * 2
+    assert torch.equal(found.codes, torch.cat((clips.codes, clips.codes)))
+    share = sum(held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000
+    assert 0.005 < share < 0.02
+
+
+def test_the_voices_dimensions_suit_the_megakernel_and_its_ids_the_codebook(tmp_path):
+    config = prepare(tmp_path, TEXTS, sizes.VOICE)
+    assert choose_shape(config, 132).blocks >= 8
+    codes = config.talker.vocab_size - SUPPRESSED_TAIL
+    ids = [*dataclasses.astuple(config.codec_ids), *config.languages.values(), *config.speakers.values()]
+    assert codes == sizes.VOICE.codebook_size == codec_sizes.VOICE.codebook_size
+    assert len(set(ids)) == len(ids) and min(ids) >= codes and max(ids) < config.talker.vocab_size
