@@ -319,6 +319,7 @@ async def test_a_piece_of_audio_that_is_late_is_counted_and_the_next_start_is_la
     assert await talk.number("#lead") > lead
 
 
+@pytest.mark.slow  # in real time, three processes at once: beside other tests on two cores the audio runs dry
 @needs_chromium
 async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
     """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""

@@ -53,7 +53,7 @@ def test_the_lines_for_a_pipeline_are_those_of_the_package_which_a_test_runs():
 
     (block,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     lines = [line.strip() for line in mktts.pipecat.__doc__.splitlines() if line.startswith("    ")]
-    assert [line.strip() for line in block.splitlines()] == [line for line in lines if line]
+    assert [line.strip() for line in block.splitlines() if line] == [line for line in lines if line]
 
 
 def test_every_notebook_stands_in_the_table():
