@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mktts.spec import SAMPLE_RATE_HZ
 
-_FLOOR = 1e-5  # of magnitudes before the logarithm
+_FLOOR = 1e-4  # of magnitudes before the logarithm: -80 dBFS; what is quieter nobody hears, and 16 bits hardly hold
 _MEL_WINDOWS = ((256, 32), (512, 64), (1024, 80), (2048, 80))  # samples, bands
 _STFT_WINDOWS = (384, 768, 1536)
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)

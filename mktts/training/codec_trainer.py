@@ -19,7 +19,7 @@ from mktts.training.codec_model import Codec
 from mktts.training.codec_sizes import VOICE, CodecSizes
 
 # steps of quantisation at which all codebooks are set anew from the batch: the latents jump when it begins
-_STARTS = (0, 50, 200)
+_STARTS = (0, 20, 50, 100, 200, 400)
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
 
