@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from mktts.checkpoint import open_checkpoint
 from mktts.codec_layout import expected_codec_tensors
+from mktts.errors import CheckpointError
 from mktts.kernel_pack import choose_shape
 from mktts.prompt import PromptBuilder, Request
 from mktts.random_checkpoint import write_json, write_weights
@@ -24,7 +26,7 @@ from mktts.training import codec_sizes, sizes
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.talker_data import Clips, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
-from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, open_data
+from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, main, open_data
 from mktts.upstream import generate_codes, load_upstream
 
 TEXTS = [
@@ -194,6 +196,24 @@ def test_shards_are_read_and_texts_stay_on_one_side(tmp_path):
     assert torch.equal(found.codes, torch.cat((clips.codes, clips.codes)))
     share = sum(held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000
     assert 0.005 < share < 0.02
+
+
+def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path):
+    clips, codec = synthetic_clips(), write_random_codec(tmp_path / "codec")
+    shard = {"codes": clips.codes, "frames": np.diff(clips.starts), "speaker": clips.speakers, "text": clips.texts}
+    (tmp_path / "codes").mkdir()
+    np.savez(tmp_path / "codes" / "0.npz", **shard)
+    out = tmp_path / "out"
+    command = ["--codes", str(tmp_path / "codes"), "--out", str(out), "--minutes", "1", "--size", "tiny", "--resume"]
+    for steps in (2, 4):
+        main([*command, "--device", "cpu", "--steps", str(steps), "--codec", str(codec)])
+    assert [line["step"] for line in json.loads((out / "talker_curves.json").read_text())] == [2, 4]
+    found, config = open_checkpoint(out / "voice"), ModelConfig.load(out / "prepared")
+    assert found.config == config and not found.is_random
+    trained = torch.load(out / "talker.pt", weights_only=True)["average"]["talker.codec_head.weight"]
+    assert torch.equal(found.tensors()["talker.codec_head.weight"], trained.bfloat16())
+    with pytest.raises(CheckpointError, match="use another --out"):
+        main([*command, "--device", "cpu", "--seed", "5"])
 
 
 def test_the_voices_dimensions_suit_the_megakernel_and_its_ids_the_codebook(tmp_path):
