@@ -1,0 +1,125 @@
+"""The teacher: flite's voices at 24 kHz, and shards of its speech.
+
+`python -m mktts.training.teacher --out FOLDER --hours 20`; $FLITE names a program that takes a voice's name and then
+flite's own options (Debian's flite installs one program per voice: a script of one line chooses among them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import subprocess
+import wave
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from mktts.errors import AudioError, BackendUnavailable, VoiceError
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.training.codec_data import read_shard, write_shard
+from mktts.training.texts import training_sentences
+
+SPEAKERS = ("slt", "rms", "awb")
+TEACHER_RATE_HZ = 16_000
+_UP, _DOWN = 3, 2  # 24 kHz / 16 kHz
+_TAPS = 96  # of each of the three phases
+_KAISER_BETA = 9.0  # stop band below -90 dB
+_CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
+_AUDIBLE = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
+_KEPT_MS = 80  # of silence at either end: the student's lead must stay under 200 ms
+_CLIPS_PER_SHARD = 600
+
+
+def speak(text: str, speaker: str) -> np.ndarray:
+    """float32 (samples,) at 24 kHz, silence at both ends cut to 80 ms.
+
+    Raises VoiceError for an unknown speaker, BackendUnavailable without the program, AudioError where it says nothing.
+    """
+    if speaker not in SPEAKERS:
+        raise VoiceError(f"expected a speaker of {', '.join(SPEAKERS)}, got {speaker!r}")
+    program = os.environ.get("FLITE", "flite")
+    try:
+        done = subprocess.run([program, speaker, "-t", text, "-o", "/dev/stdout"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BackendUnavailable(f"the teacher needs flite: set FLITE to a program taking a voice: {error}") from None
+    pcm = pcm_of(done.stdout)
+    return trimmed(resampled(pcm))
+
+
+def pcm_of(wav: bytes) -> np.ndarray:
+    """WAV bytes, 16-bit mono at 16 kHz -> float32 (samples,). Raises AudioError for another form."""
+    try:
+        with wave.open(io.BytesIO(wav)) as file:
+            form = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+            data = file.readframes(file.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise AudioError(f"expected a WAV file from the teacher: {error}") from None
+    if form != (1, 2, TEACHER_RATE_HZ):
+        raise AudioError(f"expected 1 channel of 2 bytes at {TEACHER_RATE_HZ} Hz, got {form}")
+    return np.frombuffer(data, "<i2").astype(np.float32) / 32_768
+
+
+@cache
+def _filter() -> np.ndarray:
+    """(3 * taps + 1,) low pass at the teacher's Nyquist frequency, at 48 kHz, gain 3."""
+    n = np.arange(_UP * _TAPS + 1) - _UP * _TAPS / 2
+    return np.sinc(n * _CUTOFF / _UP) * np.kaiser(len(n), _KAISER_BETA) * _CUTOFF
+
+
+def resampled(pcm: np.ndarray) -> np.ndarray:
+    """float32 (n,) at 16 kHz -> float32 (ceil(3 n / 2),) at 24 kHz: windowed sinc, one filter per phase, no delay."""
+    taps, triple = _filter(), np.zeros(_UP * len(pcm), np.float64)
+    centre = _UP * _TAPS // 2
+    for phase in range(_UP):
+        # output 3m + phase sums taps[phase + centre + 3(m - k)] x[k]
+        start = (phase + centre) % _UP
+        lead = (phase + centre) // _UP
+        full = np.convolve(pcm.astype(np.float64), taps[start::_UP])
+        triple[phase::_UP] = full[lead : lead + len(pcm)]
+    return np.clip(triple[::_DOWN], -1, 1).astype(np.float32)
+
+
+def trimmed(pcm: np.ndarray) -> np.ndarray:
+    """24 kHz audio with at most 80 ms below -40 dBFS at either end. Raises AudioError where all of it is."""
+    loud = np.flatnonzero(np.abs(pcm) > _AUDIBLE)
+    if not len(loud):
+        raise AudioError("expected speech from the teacher, got silence: the text may have no word in it")
+    kept = SAMPLE_RATE_HZ * _KEPT_MS // 1000
+    return pcm[max(0, loud[0] - kept) : loud[-1] + 1 + kept]
+
+
+def make_shards(folder: Path, hours: float, seed: int, workers: int, sentences: Iterable[str] | None = None) -> float:
+    """Shards of 600 clips until `hours` are there, speakers in turn; the hours made. Shards already there are kept."""
+    source: Iterator[str] = iter(training_sentences(seed) if sentences is None else sentences)
+    made_s, index = 0.0, 0
+    with ThreadPoolExecutor(workers) as pool:  # threads: the work is in the subprocesses and in numpy
+        while made_s < 3600 * hours and (texts := list(islice(source, _CLIPS_PER_SHARD))):
+            path = Path(folder) / f"shard{index:05}.npz"
+            if not path.exists():
+                speakers = [SPEAKERS[(index * _CLIPS_PER_SHARD + i) % len(SPEAKERS)] for i in range(len(texts))]
+                clips = [np.round(c * 32_767).astype(np.int16) for c in pool.map(speak, texts, speakers)]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_shard(path, clips, speakers, texts)
+            made_s += len(read_shard(path).audio) / SAMPLE_RATE_HZ
+            index += 1
+            print(f"{path.name}  {made_s / 3600:.2f} h", flush=True)
+    return made_s / 3600
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mktts.training.teacher", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hours", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args(arguments)
+    make_shards(given.out, given.hours, given.seed, given.workers)
+
+
+if __name__ == "__main__":
+    main()
