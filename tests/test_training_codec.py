@@ -129,7 +129,7 @@ def test_a_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
 
 def test_discriminators_learn_and_the_codec_is_taught_by_them(shards: Path) -> None:
     recipe = replace(RECIPE, adversarial_from=0)
-    trainer = CodecTrainer(recipe, TINY)
+    trainer = CodecTrainer(recipe, TINY, autocast=True)
     crops = Crops(shards, recipe.crop_frames, recipe.seed)
     found = [trainer.train_step(crops.batch(trainer.step, 4)) for _ in range(6)]
     assert found[-1]["judges"] < found[0]["judges"] and found[-1]["features"] > 0

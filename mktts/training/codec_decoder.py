@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         angle = torch.cat((angle, angle), -1)
         ago = position[:, None] - position
         mask = (ago >= 0) & (ago < self.config.sliding_window)
-        h = self.input_proj(x.transpose(1, 2))
+        h = self.input_proj(x.transpose(1, 2)).float()
         for layer in self.layers:
             h = layer(h, (angle.cos(), angle.sin()), mask)
         return self.output_proj(self.norm(h)).transpose(1, 2)
@@ -191,6 +191,10 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pre_transformer(self.pre_conv(x))
-        for stage in (*self.upsample, *self.decoder):
+        for stage in (*self.upsample, *self.decoder[:-3]):
             x = stage(x)
-        return x[:, 0].float()
+        with torch.autocast(x.device.type, enabled=False):  # at 24 kHz bf16's rounding would be heard as noise
+            x = x.float()
+            for stage in self.decoder[-3:]:
+                x = stage(x)
+        return x[:, 0]

@@ -103,9 +103,14 @@ class Chain(nn.Module):
             through = through * (kept > 0)[:, None, None]
         return self.output_proj(through.transpose(1, 2)), torch.stack(codes, -1), commitment / len(self.books)
 
-    def bypass(self, z: Tensor) -> Tensor:
-        """What `forward` would give with perfect codebooks."""
-        return self.output_proj(self.input_proj(z))
+    def bypass(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` would give with perfect codebooks, and a loss () that draws the rows' mean to zero.
+
+        An untrained encoder's rows lie far from zero and close together: their drift would outrun the codebooks.
+        """
+        x = self.input_proj(z)
+        offset = x.mean(dim=(0, 2)).square().mean() / x.detach().var(dim=(0, 2)).mean().clamp(min=1e-12)
+        return self.output_proj(x), 0.1 * offset
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, books) -> (B, outer, T)."""
@@ -127,8 +132,10 @@ class SplitQuantizer(nn.Module):
         b, rest_codes, rest_loss = self.rest(z, kept, start)
         return a + b, torch.cat((first_codes, rest_codes), -1), first_loss + rest_loss
 
-    def bypass(self, z: Tensor) -> Tensor:
-        return self.first.bypass(z) + self.rest.bypass(z)
+    def bypass(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Chain`."""
+        (a, first_loss), (b, rest_loss) = self.first.bypass(z), self.rest.bypass(z)
+        return a + b, first_loss + rest_loss
 
     def decode(self, codes: Tensor) -> Tensor:
         return self.first.decode(codes[..., :1]) + self.rest.decode(codes[..., 1:])

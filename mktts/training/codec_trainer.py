@@ -105,7 +105,8 @@ class CodecTrainer:
         encoded = self.codec.encoder(pcm)
         if quantised_steps < 0:
             shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
-            return quantizer.bypass(encoded), torch.zeros(shape, dtype=torch.int64), encoded.new_zeros(())
+            latent, offset = quantizer.bypass(encoded)
+            return latent, torch.zeros(shape, dtype=torch.int64), offset
         return quantizer(encoded, self._kept(len(pcm)), quantised_steps in _STARTS)
 
     def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:
