@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import lzma
 import os
 import subprocess
 import wave
@@ -117,8 +118,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--texts", type=Path, help="sentences to speak, a line each (.xz); else the grammar's")
     given = parser.parse_args(arguments)
-    make_shards(given.out, given.hours, given.seed, given.workers)
+    lines = lzma.open(given.texts, "rt", encoding="utf-8").read().splitlines() if given.texts else None
+    make_shards(given.out, given.hours, given.seed, given.workers, lines)
 
 
 if __name__ == "__main__":

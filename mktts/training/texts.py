@@ -12,7 +12,6 @@ import random
 import re
 from collections.abc import Iterator
 
-from mktts.agent import intents
 from mktts.training.words import LISTS, TEMPLATES
 
 HELD_OUT = 640
@@ -34,17 +33,20 @@ def is_held_out(text: str) -> bool:
 
 
 def training_sentences(seed: int) -> Iterator[str]:
-    """Without end; the same for the same seed. None of them, and no half of a pair, is held out."""
+    """Without end; the same for the same seed. No half of a pair is held out; only the agent's replies repeat."""
     rng, replies = random.Random(seed), agent_replies()
+    seen: set[str] = set()
     while True:
         draw = rng.random()
         if draw < _REPLY_SHARE:
-            text = rng.choice(replies)
-        elif draw < _REPLY_SHARE + _PAIR_SHARE:
+            yield rng.choice(replies)
+            continue
+        if draw < _REPLY_SHARE + _PAIR_SHARE:
             text = f"{_learnt(rng)} {_learnt(rng)}"
         else:
             text = _learnt(rng)
-        if not is_held_out(text):
+        if not is_held_out(text) and normal(text) not in seen:
+            seen.add(normal(text))
             yield text
 
 
@@ -59,7 +61,9 @@ def held_out() -> list[str]:
 
 
 def agent_replies() -> list[str]:
-    """The offline agent's fixed answers, sentence by sentence."""
+    """The offline agent's fixed answers, sentence by sentence. Needs the agent's packages, as training does not."""
+    from mktts.agent import intents
+
     turn = intents.Turn((), intents.datetime(2026, 1, 1, 9, 7))
     answers = [intent.answer(turn) for intent in intents.INTENTS]
     return sorted({s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer) if not is_held_out(s)})
@@ -74,4 +78,5 @@ def _learnt(rng: random.Random) -> str:
 
 def _fill(rng: random.Random, template: str) -> str:
     text = _SLOT.sub(lambda match: rng.choice(LISTS[match.group(1)]), template)
+    text = re.sub(r"\ba (?=[aeio]|ug|um)", "an ", text)
     return text[0].upper() + text[1:]
