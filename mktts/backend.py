@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mktts.errors import CapacityError, PromptError
 from mktts.sampling import Sampling
 
 StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, seed
@@ -24,6 +25,14 @@ class Frame:
     codes: Tensor | None
     talker_ms: float
     predictor_ms: float
+
+
+def check_start(prompt: Tensor, width: int, max_frames: int) -> None:
+    """What every backend refuses: PromptError for a prompt that is not (L >= 2, width), CapacityError for no frames."""
+    if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != width:
+        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(prompt.shape)}")
+    if max_frames < 1:
+        raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
 
 
 class Backend(Protocol):

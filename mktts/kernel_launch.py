@@ -72,6 +72,14 @@ class Launcher:
         self._tag = 1
 
 
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises BackendUnavailable where the kernels cannot run: without CUDA, or in another dtype than bfloat16."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
+    if dtype != torch.bfloat16:
+        raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
+
+
 def made(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
     """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it.
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.backend import Frame
-from mktts.errors import BackendUnavailable, CapacityError, PromptError, SamplingError
-from mktts.kernel_launch import Launcher, made
+from mktts.backend import Frame, check_start
+from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.kernel_launch import Launcher, check_device, made
 from mktts.kernel_pack import choose_shape
 from mktts.kernel_params import (
     ENDED,
@@ -89,10 +89,7 @@ class MegakernelBackend:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise BackendUnavailable(f"the megakernel needs a CUDA device, got {self.device}: pass backend='torch'")
-        if dtype != torch.bfloat16:
-            raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
+        check_device(self.device, dtype)
         self.shape = choose_shape(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
@@ -115,10 +112,7 @@ class MegakernelBackend:
     ) -> MegakernelStream:
         """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
         talker = self.config.talker
-        if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != talker.hidden_size:
-            raise PromptError(f"prompt must be (L >= 2, {talker.hidden_size}), got {tuple(prompt.shape)}")
-        if max_frames < 1:
-            raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+        check_start(prompt, talker.hidden_size, max_frames)
         if sampling.rng != "philox":
             raise SamplingError("the megakernel draws by Philox: for rng='torch' pass backend='torch'")
         rows = len(prompt)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError
-from mktts.kernel_launch import Launcher
+from mktts.kernel_launch import Launcher, check_device
 from mktts.kernel_pack import choose_text_shape, pack_wide_head
 from mktts.kernel_params import (
     FRAME_WORDS,
@@ -66,10 +66,7 @@ class TextKernelBackend:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise BackendUnavailable(f"the megakernel needs a CUDA device, got {self.device}: pass backend='torch'")
-        if dtype != torch.bfloat16:
-            raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
+        check_device(self.device, dtype)
         if len(config.eos_ids) > 4:
             raise BackendUnavailable(f"the megakernel knows up to 4 end ids, got {len(config.eos_ids)}")
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count

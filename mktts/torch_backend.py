@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.backend import Frame
-from mktts.errors import CapacityError, PromptError
+from mktts.backend import Frame, check_start
+from mktts.errors import CapacityError
 from mktts.philox import gumbel
 from mktts.qwen3 import KVCache, Qwen3Stack
 from mktts.sampling import Choice, Sampling, checked_seed, choose, restrict
@@ -92,11 +92,7 @@ class TorchBackend:
         prefix_key: Hashable | None = None,
     ) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
-        hidden_size = self.config.talker.hidden_size
-        if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != hidden_size:
-            raise PromptError(f"prompt must be (L >= 2, {hidden_size}), got {tuple(prompt.shape)}")
-        if max_frames < 1:
-            raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+        check_start(prompt, self.config.talker.hidden_size, max_frames)
         seed = checked_seed(seed)
         generator = torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None
         cache = self.talker.new_cache(prompt.shape[0] + max_frames)

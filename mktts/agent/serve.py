@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,6 +17,7 @@ from mktts.errors import ServerError
 from mktts.server.command import refuse_open_address
 from mktts.server.limits import Limits
 from mktts.server.process import listen, url_of
+from mktts.server.signals import OrderlyServer
 
 _POLL_S = 0.02
 _START_WAIT_S = 30.0
@@ -32,7 +31,7 @@ def bind(host: str, port: int, api_key: str | None) -> socket.socket:
     return listen(host, port, Limits())
 
 
-class PageServer(uvicorn.Server):
+class PageServer(OrderlyServer):
     """uvicorn, ending conversations before it ends connections.
 
     on_started: called once connections are accepted. stopped_by: the signal, None without one.
@@ -54,7 +53,6 @@ class PageServer(uvicorn.Server):
                 proxy_headers=False,
             )
         )
-        self.stopped_by: int | None = None
         self._app = app
         self._on_started = on_started
 
@@ -65,25 +63,6 @@ class PageServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._app.state.sessions.close()
         await super().shutdown(sockets)
-
-    def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for an orderly end, a second one for an end at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self.stopped_by = number
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again at the end: who called has a voice to close first."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from types import FrameType
 
 import uvicorn
 
@@ -19,6 +17,7 @@ from mktts.errors import ServerError
 from mktts.server.app import make_app
 from mktts.server.limits import Limits
 from mktts.server.problems import RETRY_AFTER_S, Problem
+from mktts.server.signals import OrderlyServer
 from mktts.server.studio import Studio
 
 _POLL_S = 0.02
@@ -54,7 +53,7 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
+class Server(OrderlyServer):
     """uvicorn, ending in order: refuse new streams, let open ones finish for a while, cancel the rest, go."""
 
     def __init__(self, studio: Studio, api_key: str | None = None, origins: Collection[str] = ()) -> None:
@@ -76,7 +75,6 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
             )
         )
-        self.stopped_by: int | None = None
         self._studio = studio
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,25 +89,6 @@ class Server(uvicorn.Server):
         while self._studio.streams_open and time.monotonic() < end_s and not self.force_exit:
             await asyncio.sleep(_POLL_S)
         return not self._studio.streams_open
-
-    def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for an orderly end, a second one for an end at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self.stopped_by = number
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again at the end: who called has a model to close first."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
