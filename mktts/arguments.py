@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 
-def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = "random:tiny") -> None:
+
+def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT) -> None:
     """`checkpoint`: the default; None where the command chooses and says so."""
     model = parser.add_argument_group("model")
     add_checkpoint_arguments(model, checkpoint)
@@ -17,9 +19,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None 
     )
 
 
-def add_checkpoint_arguments(parser: Any, default: str | None) -> None:
+def add_checkpoint_arguments(parser: Any, default: str | None, sources: str = SOURCES) -> None:
+    """`default`: None where the command chooses and says so. `sources`: what may be named."""
     told = "" if default is None else " (default: %(default)s)"
-    parser.add_argument("--checkpoint", default=default, help=f"folder, Hub id, or random:SIZE[:TYPE]{told}")
+    parser.add_argument("--checkpoint", default=default, help=f"{sources}{told}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
 
 

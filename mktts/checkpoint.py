@@ -1,4 +1,4 @@
-"""Opens a checkpoint: a folder in the Hub layout, a Hub id, or a random one made on demand.
+"""Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one made on demand.
 
 Everything a file header can tell is checked before `open_checkpoint` returns; the weights themselves are
 memory-mapped when asked for.
@@ -26,6 +26,11 @@ from mktts.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from mktts.tokenizer import TextTokenizer
+
+SMALL = "small"  # the trained voice that comes with the package
+SMALL_FOLDER = Path(__file__).resolve().parent / "voices" / "small"
+DEFAULT_CHECKPOINT = "random:tiny"  # what every command, notebook and service opens where none is named
+SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -100,13 +105,15 @@ class Checkpoint:
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Opens and validates a checkpoint.
 
-    `source` is a folder, a Hub id such as "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or
-    tag; the released checkpoints are pinned), or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the
-    cache on first use.
+    `source` is "small" (the trained voice that comes with the package), a folder, a Hub id such as
+    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
+    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use.
 
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
     """
     text = str(source)
+    if text == SMALL:
+        return _open_small()
     if text.startswith("random:"):
         return open_folder(random_checkpoint.ensure_named(text))
     folder = Path(source).expanduser()
@@ -116,9 +123,18 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         path, revision = download(text, revision)
         return open_folder(path, revision)
     raise CheckpointError(
-        f"checkpoint {text!r}: expected a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or random:tiny; "
-        "found no such folder"
+        f"checkpoint {text!r}: expected small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or "
+        "random:tiny; found no such folder"
     )
+
+
+def _open_small() -> Checkpoint:
+    if not (SMALL_FOLDER / "config.json").is_file():
+        raise CheckpointError(
+            f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a Hub "
+            "id, or take random:tiny (noise, not speech)"
+        )
+    return open_folder(SMALL_FOLDER)
 
 
 def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
@@ -130,7 +146,10 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
     codec_folder = folder / CODEC_FOLDER
     files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
     check(files.tensors, expected_tensors(config), str(folder))
-    check(codec_files.tensors, expected_codec_tensors(_read_object(codec_folder / "config.json")), str(codec_folder))
+    # Reference audio is for Base alone: another type may leave the codec's encoder out, all of it.
+    encoder = config.model_type == "base" or any(name.startswith("encoder.") for name in codec_files.tensors)
+    codec_layout = expected_codec_tensors(_read_object(codec_folder / "config.json"), encoder=encoder)
+    check(codec_files.tensors, codec_layout, str(codec_folder))
     checkpoint = Checkpoint(
         folder=folder,
         config=config,

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 
 from mktts import agent_command, batch, bench, say, text_command
 from mktts.arguments import add_model_arguments
+from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import MkttsError
 from mktts.server import command as serve
 
-DESCRIPTION = (
-    "Qwen3-TTS speech, streamed frame by frame. A checkpoint is a folder, a Hub id, or random:tiny (no download)."
-)
-EXAMPLES = """examples:
+DESCRIPTION = f"Qwen3-TTS speech, streamed frame by frame. A checkpoint is {SOURCES}."
+EXAMPLES = f"""examples:
   python -m mktts say "Hello there." -o hello.wav --checkpoint path/to/checkpoint
-  python -m mktts inspect random:tiny
+  python -m mktts inspect {DEFAULT_CHECKPOINT}
   python -m mktts bench
   python -m mktts run notebooks/*.ipynb
 
@@ -51,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     voice = command("voice", "make a voice file from reference audio", say.make_voice, examples=say.VOICE_EXAMPLES)
     say.add_voice_arguments(voice)
     inspect = command("inspect", "show what is in a checkpoint", _inspect, examples=INSPECT_EXAMPLES)
-    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, Hub id, or random:SIZE[:TYPE]")
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=SOURCES)
     inspect.add_argument("--revision", help="of a Hub id")
     inspect.add_argument(
         "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame"
@@ -91,8 +90,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
 
 
-INSPECT_EXAMPLES = """examples:
-  python -m mktts inspect random:tiny
+INSPECT_EXAMPLES = f"""examples:
+  python -m mktts inspect {DEFAULT_CHECKPOINT}
   python -m mktts inspect path/to/checkpoint --bandwidth 4200"""
 
 

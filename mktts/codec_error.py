@@ -16,9 +16,9 @@ from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
 
 
-def random_codes(frames: int, seed: int) -> Tensor:
+def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> Tensor:
     """Seeded uniform codes (T, 16) int64: not speech, but every codebook entry is as likely as any other."""
-    return torch.randint(CODEBOOK_SIZE, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(codebook_size, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(seed))
 
 
 def decode_streamed(decoder: CodecDecoder, codes: Tensor, schedule: Sequence[int]) -> Tensor:

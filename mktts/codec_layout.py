@@ -10,13 +10,14 @@ from mktts.errors import CheckpointError
 from mktts.layout import Layout, Shape, conv, layout
 
 
-def expected_codec_tensors(raw: Mapping[str, Any]) -> Layout:
+def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Layout:
     """The tensors of `speech_tokenizer/model.safetensors`; `raw` is the parsed `speech_tokenizer/config.json`.
 
+    encoder: with the half that makes codes of reference audio; speaking needs none of it.
     Raises CheckpointError naming a configuration key that is missing.
     """
     try:
-        shapes = dict(_codec_encoder(raw["encoder_config"]))
+        shapes = dict(_codec_encoder(raw["encoder_config"])) if encoder else {}
         shapes |= dict(_codec_decoder(raw["decoder_config"]))
     except (KeyError, TypeError) as error:
         raise CheckpointError(

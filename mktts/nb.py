@@ -137,11 +137,11 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     from mktts.synth import StreamOptions
     from mktts.voice import Voice
 
-    speakers = sorted(checkpoint.config.speakers)
+    first = next(iter(checkpoint.config.speakers), None)
     convert: dict[str, Callable[[Any], Any]] = {
         "TEXT": str,
         "LANGUAGE": str,
-        "SPEAKER": lambda name: name or (speakers[0] if speakers else None),
+        "SPEAKER": lambda name: name or first,
         "INSTRUCT": lambda text: text or None,
         "VOICE": lambda path: Voice.load(path) if path else None,
         "SEED": int,

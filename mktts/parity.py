@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.errors import MkttsError
 from mktts.prompt import Prompt, PromptBuilder, Request
 from mktts.sampling import Sampling
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
 from mktts.torch_backend import TorchBackend
 from mktts.upstream import generate_codes, load_upstream, prompt_embeds
 from mktts.voice import Voice
@@ -31,7 +31,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def standard_requests(checkpoint: Checkpoint) -> list[Request]:
-    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers."""
+    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers.
+
+    Where a checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in.
+    """
     config = checkpoint.config
     if config.model_type == "base":
         x_vector, short, long = (made_up_voice(checkpoint, frames) for frames in (0, 3, 60))
@@ -66,7 +69,13 @@ def standard_requests(checkpoint: Checkpoint) -> list[Request]:
     if config.takes_instruct:
         requests.append(Request("Said in a certain way.", "english", "vivian", instruct="Whisper, slowly."))
         requests.append(Request("Said happily.", speaker="dylan", instruct="开心地说", layout="streaming"))
-    return requests
+    return [_within(config, request, turn) for turn, request in enumerate(requests)]
+
+
+def _within(config: ModelConfig, request: Request, turn: int) -> Request:
+    if str(request.speaker).lower() not in config.speakers:
+        request = replace(request, speaker=list(config.speakers)[turn % len(config.speakers)])
+    return request if request.language.lower() in ("auto", *config.languages) else replace(request, language="auto")
 
 
 def made_up_voice(checkpoint: Checkpoint, frames: int) -> Voice:
@@ -190,7 +199,7 @@ def _labels(checkpoint: Checkpoint, request: Request, dtype: torch.dtype) -> Row
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison of the command line; returns 0 where everything is equal, 1 where not."""
     parser = argparse.ArgumentParser(prog="python -m mktts.parity", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", default="random:tiny", help="folder, Hub id or random:SIZE")
+    parser.add_argument("--checkpoint", default="random:tiny", help=f"{SOURCES} (default: %(default)s)")
     parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES))
     parser.add_argument("--frames", type=int, default=12, help="frames a request (default 12)")
     parser.add_argument("--requests", type=int, default=1, help="how many of the standard requests (default 1)")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
 import numpy as np
 import torch
 
+from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.codec_graph import codec_for
 from mktts.engine import Engine
 from mktts.errors import BackendUnavailable, EngineError, PromptError
@@ -26,7 +27,6 @@ from mktts.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
     from mktts.backend import Backend
-    from mktts.checkpoint import Checkpoint
     from mktts.voice import Voice
 
 __all__ = ["Chunk", "FinishReason", "Guard", "Session", "Stream", "StreamOptions", "Synthesizer", "Timings"]
@@ -77,7 +77,7 @@ class Synthesizer:
     @classmethod
     def load(
         cls,
-        checkpoint: Checkpoint | str | Path = "random:tiny",
+        checkpoint: Checkpoint | str | Path = DEFAULT_CHECKPOINT,
         *,
         backend: BackendName = "auto",
         device: str = "auto",
@@ -95,8 +95,6 @@ class Synthesizer:
 
         Raises CheckpointError, and BackendUnavailable naming what is missing.
         """
-        from mktts.checkpoint import Checkpoint, open_checkpoint
-
         backend = _backend(backend)
         where = device_named(device)
         dtype = dtype or default_dtype(where)

@@ -22,7 +22,7 @@ The text is continued as it stands: no chat template is put around it. Ctrl-C or
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to continue; - reads it from standard input")
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, "random:tiny")
+    add_checkpoint_arguments(model, "random:tiny", "a folder, a Hub id, or random:SIZE")
     model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel"))
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
 from mktts.options import StreamOptions
 
@@ -35,7 +36,7 @@ class AgentSettings:
     greeting: what the bot says first; "" for nothing.
     """
 
-    checkpoint: str = "random:tiny"
+    checkpoint: str = DEFAULT_CHECKPOINT
     revision: str | None = None
     backend: str = "auto"
     device: str = "auto"

@@ -21,7 +21,7 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessorSet
 from pipecat.transcriptions.language import Language
 from pipecat.utils.tracing.service_decorators import traced_tts
 
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
 from mktts.options import StreamOptions
 from mktts.pipecat.failure import speech_failed
 from mktts.pipecat.heard import HeardWordsTTSService
@@ -72,7 +72,8 @@ class MkttsTTSService(HeardWordsTTSService):
         exception.
 
         Args:
-            checkpoint: A folder, a Hub id, or "random:tiny", as ``Synthesizer.load`` takes it.
+            checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. With no source either, its
+                default.
             source: Where the speech comes from, in place of a checkpoint.
             backend: Of the shared synthesizer.
             device: Of the shared synthesizer.
@@ -82,12 +83,13 @@ class MkttsTTSService(HeardWordsTTSService):
             **kwargs: Additional arguments passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
         Raises:
-            ValueError: Unless exactly one of ``checkpoint`` and ``source`` is given.
+            ValueError: With both a ``checkpoint`` and a ``source``.
             MkttsError: What is wrong with the checkpoint or the settings.
         """
-        if (checkpoint is None) == (source is None):
-            raise ValueError("expected a checkpoint or a source, got " + ("neither" if source is None else "both"))
+        if checkpoint is not None and source is not None:
+            raise ValueError("expected a checkpoint or a source, got both")
         if source is None:
+            checkpoint = DEFAULT_CHECKPOINT if checkpoint is None else checkpoint
             name = checkpoint.folder.name if isinstance(checkpoint, Checkpoint) else str(checkpoint)
             synthesizer = shared_synthesizer(checkpoint, backend=backend, device=device, dtype=dtype)
             source = LocalSource(synthesizer, name, options)
