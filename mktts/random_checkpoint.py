@@ -147,8 +147,28 @@ def is_random(folder: Path) -> bool:
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """Where random checkpoints are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts."""
-    return Path(cache or os.environ.get("MKTTS_CACHE") or Path.home() / ".cache" / "mktts").expanduser()
+    """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
+    where there is no home to write to, a folder of this user's own among the temporary files.
+
+    Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run.
+    """
+    if named := cache or os.environ.get("MKTTS_CACHE"):
+        return Path(named).expanduser()
+    try:
+        folder = Path.home() / ".cache" / "mktts"
+        above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if above == folder or (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            return folder
+    except (OSError, RuntimeError):  # a home that may not be looked into; a user id without a home
+        pass
+    folder = Path(tempfile.gettempdir()) / f"mktts-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected to make this folder: {error}; name another: $MKTTS_CACHE") from None
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise CheckpointError(f"{folder}: expected a folder of user {os.getuid()}; name another: $MKTTS_CACHE")
+    return folder
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,44 @@ def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(random_checkpoint, "make", late)
     assert open_checkpoint(random_checkpoint.ensure("tiny", cache=tmp_path)).is_random
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No $MKTTS_CACHE and a home that cannot be made; returns the folder of temporary files."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MKTTS_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_cache_is_at_home_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path / "named"))
+    assert random_checkpoint.cache_folder() == tmp_path / "named"
+    monkeypatch.delenv("MKTTS_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert random_checkpoint.cache_folder() == tmp_path / "home" / ".cache" / "mktts"
+
+
+def test_without_a_home_the_cache_is_a_private_temporary_folder(homeless: Path) -> None:
+    folder = random_checkpoint.cache_folder()
+    assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
+    assert random_checkpoint.cache_folder() == folder
+    assert random_checkpoint.ensure("tiny").parent == folder
+
+
+def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> None:
+    theirs = homeless / "theirs"
+    theirs.mkdir()
+    random_checkpoint.cache_folder().rmdir()
+    (homeless / f"mktts-{os.getuid()}").symlink_to(theirs)
+    with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
+    (homeless / f"mktts-{os.getuid()}").unlink()
+    (homeless / f"mktts-{os.getuid()}").touch()
+    with pytest.raises(CheckpointError, match="to make this folder.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
 
 
 def test_a_failed_make_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
