@@ -2,7 +2,9 @@
 # Settings: PYTHON=python3.12 (which Python), TORCH_INDEX=URL (a PyTorch wheel index, for another CUDA version or
 # CPU only), RUN_ARGS / BENCH_ARGS / PYTEST_ARGS (passed on), VENV=folder.
 
-PYTHON ?= python3
+# A system's python3 may be older, or so new that packages have no wheels for it: any other that fits is taken then.
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+  $$name -c '$(FITS)' 2>/dev/null && echo $$name && exit; done; echo python3)
 VENV ?= .venv
 TORCH_INDEX ?=
 RUN_ARGS ?=
@@ -14,6 +16,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 NOTEBOOKS := notebooks/*.ipynb
 
 .DEFAULT_GOAL := help
@@ -43,8 +46,9 @@ $(STAMP): requirements.txt pyproject.toml
 run: $(STAMP) ## every notebook in order; results under outputs/
 	$(BIN)/python -m mktts run $(NOTEBOOKS) $(RUN_ARGS)
 
+# worksteal gives each process files as a whole first, so that a file's fixtures are made once.
 test: $(STAMP) ## the tests, on every core; GPU tests skip themselves where there is no GPU
-	$(PYTEST) -n auto --maxprocesses 8 -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 	$(PYTEST) -m slow $(PYTEST_ARGS)
@@ -68,10 +72,11 @@ clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
 
 reference: run ## replace the notebooks' and the bench's reference results, and the README's figures, by what they give here
-	for name in $$(basename -s .ipynb -a $(NOTEBOOKS)); do \
+	set -e; for name in $$(basename -s .ipynb -a $(NOTEBOOKS)); do \
 	  rm -rf outputs/reference/$$name; mkdir -p outputs/reference/$$name; \
 	  find outputs/runs/$$name -maxdepth 1 \( -name '*.json' -o -name '*.png' \) -exec cp {} outputs/reference/$$name/ \; ; \
 	  grep -q '<audio' outputs/runs/$$name/executed.ipynb || cp outputs/runs/$$name/executed.ipynb outputs/reference/$$name/; done
-	$(BIN)/python -m mktts bench --codec full --json-only $(BENCH_ARGS) > outputs/reference/bench.json
+	$(BIN)/python -m mktts bench --codec full --json-only $(BENCH_ARGS) > outputs/bench.json
+	mv outputs/bench.json outputs/reference/bench.json
 	$(BIN)/python tests/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py
