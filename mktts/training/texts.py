@@ -1,25 +1,41 @@
 """Sentences to learn from and, apart from them, sentences to be judged by.
 
-Both come from the same small grammar; a sentence belongs to the held-out side by the hash of its words, so the two
-cannot meet whatever the seed. `{name}` in a template draws from the list of that name:
-lists hold words as they are written inside a sentence.
+`python -m mktts.training.texts --corpora DIR --count 120000 --seed 0 --out FILE.xz` writes a list to learn from; the
+folder holds the packages that `mktts.training.corpora` names, and without it all sentences are the grammar's own.
+The sentences to be judged by are a file, so no later word or pattern changes them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import argparse
+import lzma
 import random
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 
-from mktts.training.words import LISTS, TEMPLATES
+from mktts.training import grammar
+from mktts.training.corpora import MAX_LETTERS, Corpora
 
-HELD_OUT = 640
-_HELD_OUT_SEED = 20_260
-_HELD_OUT_SHARE = 64  # one in so many
-_REPLY_SHARE = 0.02  # of training: what the offline agent says, so that it is said well
-_PAIR_SHARE = 0.12  # two sentences in one breath: longer prosody, and an end that is not at the first full stop
-_SLOT = re.compile(r"\{(\w+)\}")
+GRAMMAR, EXAMPLES, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
+SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
+# Of a list with corpora. Replies: what the offline agent says, so that it is said well. Salad: words in no order, for
+# spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
+SHARES = {
+    GRAMMAR: 0.35,
+    EXAMPLES: 0.28,
+    GLOSSES: 0.12,
+    PROSE: 0.08,
+    SHORT: 0.07,
+    SALAD: 0.05,
+    PAIRS: 0.03,
+    REPLIES: 0.02,
+}
+_SALAD_WORDS = (3, 8)
+_PAIR_WORDS = 9  # of each half, at most
 
 
 def normal(text: str) -> str:
@@ -27,37 +43,19 @@ def normal(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
 
 
-def is_held_out(text: str) -> bool:
-    digest = hashlib.sha256(normal(text).encode()).digest()
-    return int.from_bytes(digest[:4], "big") % _HELD_OUT_SHARE == 0
-
-
-def training_sentences(seed: int) -> Iterator[str]:
-    """Without end; the same for the same seed. No half of a pair is held out; only the agent's replies repeat."""
-    rng, replies = random.Random(seed), agent_replies()
-    seen: set[str] = set()
-    while True:
-        draw = rng.random()
-        if draw < _REPLY_SHARE:
-            yield rng.choice(replies)
-            continue
-        if draw < _REPLY_SHARE + _PAIR_SHARE:
-            text = f"{_learnt(rng)} {_learnt(rng)}"
-        else:
-            text = _learnt(rng)
-        if not is_held_out(text) and normal(text) not in seen:
-            seen.add(normal(text))
-            yield text
+@cache
+def _held_out() -> tuple[tuple[str, ...], frozenset[str]]:
+    lines = files("mktts.training").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(lines), frozenset(normal(line) for line in lines)
 
 
 def held_out() -> list[str]:
-    """640 different sentences, every kind in turn."""
-    rng, found, kinds = random.Random(_HELD_OUT_SEED), {}, list(TEMPLATES)
-    while len(found) < HELD_OUT:
-        text = _fill(rng, rng.choice(TEMPLATES[kinds[len(found) % len(kinds)]]))
-        if is_held_out(text):
-            found.setdefault(normal(text), text)
-    return list(found.values())
+    """The sentences to be judged by, all different; they are never in a list to learn from."""
+    return list(_held_out()[0])
+
+
+def is_held_out(text: str) -> bool:
+    return normal(text) in _held_out()[1]
 
 
 def agent_replies() -> list[str]:
@@ -69,14 +67,118 @@ def agent_replies() -> list[str]:
     return sorted({s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer) if not is_held_out(s)})
 
 
-def _learnt(rng: random.Random) -> str:
+def training_sentences(seed: int) -> Iterator[str]:
+    """The grammar's, without end; the same for the same seed. Only the agent's replies repeat."""
+    rng, replies, taken = random.Random(seed), agent_replies(), _Taken()
     while True:
-        text = _fill(rng, rng.choice(TEMPLATES[rng.choice(list(TEMPLATES))]))
-        if not is_held_out(text):
-            return text
+        draw = rng.random()
+        if draw < SHARES[REPLIES]:
+            yield rng.choice(replies)
+            continue
+        make = _pair if draw < SHARES[REPLIES] + SHARES[PAIRS] else grammar.sentence
+        text = make(rng)
+        if taken.take(text):
+            yield text
 
 
-def _fill(rng: random.Random, template: str) -> str:
-    text = _SLOT.sub(lambda match: rng.choice(LISTS[match.group(1)]), template)
-    text = re.sub(r"\ba (?=[aeio]|ug|um)", "an ", text)
-    return text[0].upper() + text[1:]
+def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str, int]]:
+    """A list by SHARES, shuffled, and how many of each source; the grammar makes up for a source that runs out."""
+    rng, taken = random.Random(seed), _Taken()
+    wanted = {source: round(share * count) for source, share in SHARES.items()}
+    words = corpora.words()
+    found: dict[str, list[str]] = {REPLIES: rng.choices(agent_replies(), k=wanted[REPLIES])}
+    for source, stored in ((EXAMPLES, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
+        pool = list(dict.fromkeys(stored()))
+        rng.shuffle(pool)
+        found[source] = _first(taken, pool, wanted[source])
+    makers: dict[str, Callable[[], str]] = {
+        SHORT: lambda: _short(rng, words),
+        SALAD: lambda: _salad(rng, words),
+        PAIRS: lambda: _pair(rng),
+    }
+    for source, make in makers.items():
+        found[source] = _first(taken, iter(make, None), wanted[source])
+    missing = count - sum(map(len, found.values()))
+    found[GRAMMAR] = _first(taken, iter(lambda: grammar.sentence(rng), None), missing)
+    lines = [text for texts in found.values() for text in texts]
+    rng.shuffle(lines)
+    return lines, {source: len(texts) for source, texts in found.items()}
+
+
+class _Taken:
+    """Lets a text through once, and none that is held out or too long for the teacher's nine seconds."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def take(self, text: str) -> bool:
+        halves = re.split(r"(?<=[.!?]) ", text)
+        if len(text) > MAX_LETTERS or normal(text) in self._seen or any(map(is_held_out, (text, *halves))):
+            return False
+        self._seen.add(normal(text))
+        return True
+
+
+def _first(taken: _Taken, texts: Iterable[str], count: int) -> list[str]:
+    found: list[str] = []
+    for text in texts:
+        if len(found) >= count:
+            break
+        if taken.take(text):
+            found.append(text)
+    return found
+
+
+def _ended(rng: random.Random, text: str) -> str:
+    return text[0].upper() + text[1:] + rng.choices(".?!", (8, 1, 1))[0]
+
+
+def _salad(rng: random.Random, words: list[str]) -> str:
+    text = " ".join(rng.sample(words, rng.randint(*_SALAD_WORDS)))
+    return _ended(rng, text.replace(" ", ", ", 1) if rng.random() < 0.3 else text)
+
+
+def _short(rng: random.Random, words: list[str]) -> str:
+    """A word, two of them, a reply, or a number."""
+    draw = rng.random()
+    if draw < 0.5:
+        return _ended(rng, rng.choice(words))
+    if draw < 0.65:
+        return _ended(rng, " ".join(rng.sample(words, 2)))
+    if draw < 0.85:
+        return grammar.sentence(rng, "reply")
+    number = rng.randrange(rng.choice((100, 1_000, 10_000, 1_000_000)))
+    return _ended(rng, str(number) if rng.random() < 0.3 and number < 10_000 else grammar.spoken(number))
+
+
+def _pair(rng: random.Random) -> str:
+    def half() -> str:
+        while len((text := grammar.sentence(rng)).split()) > _PAIR_WORDS:
+            pass
+        return text
+
+    return f"{half()} {half()}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mktts.training.texts", description=__doc__)
+    parser.add_argument("--corpora", type=Path, help="a folder with the packages unpacked; else only the grammar's")
+    parser.add_argument("--count", type=int, default=120_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    if given.corpora:
+        lines, counts = mixed(Corpora(given.corpora), given.count, given.seed)
+    else:
+        source = training_sentences(given.seed)
+        lines, counts = [next(source) for _ in range(given.count)], {GRAMMAR: given.count}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(given.out, "wt", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    vocabulary = Counter(word for line in lines for word in normal(line).split())
+    shares = ", ".join(f"{source} {count / len(lines):.1%}" for source, count in counts.items())
+    print(f"{given.out}: {len(lines)} lines, {len(vocabulary)} different words; {shares}")
+
+
+if __name__ == "__main__":
+    main()
