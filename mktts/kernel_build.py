@@ -34,6 +34,7 @@ TARGETS = {
 _SM_120_NEEDS = (12, 8)  # the first NVRTC that knows sm_100 and sm_120
 _PACKAGE = "nvidia-cuda-nvrtc"
 STAGE_BYTES = 16 * 1024  # of the weight ring, csrc/config.cuh
+SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds what they export about their memory
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 
 
 def build_for(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
-    """Compiles with as many ring stages as the target's shared memory holds, which a build with two stages tells.
+    """Compiles with as many ring stages as the target's shared memory holds.
 
+    How much two stages take is told by what the kernels share, which compiles at once: it has no kernel in it.
     Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
     next. A layer has at least four stages.
 
     Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for two stages.
     """
-    least = compile_kernel({**defines, "RING": 2}, arch, unit)
+    least = compile_kernel({**defines, "RING": 2}, arch, SHARED)
     stages = 2 + (TARGETS[arch] - least.constants["mktts_shared_bytes"]) // STAGE_BYTES
     if stages < 2:
         raise BackendUnavailable(
