@@ -135,6 +135,7 @@ def test_the_command_writes_what_it_prints_and_a_part_that_fails_is_named(tmp_pa
     monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
     monkeypatch.setattr(text_parity, "_TOKENS", 6)
     monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
+    monkeypatch.setattr("mktts.ahead._make", lambda kind, source: None)  # tiny ones are made where they are opened
     path = tmp_path / "parity.json"
     few = ["--contexts", "5", "--forced-frames", "2", "--exact-frames", "4", "--device", "cpu", "--kernel", "torch"]
     words = ["--checkpoint", "random:tiny", *few, "--text-model", "random:tiny", "--output", str(path)]

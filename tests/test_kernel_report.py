@@ -184,7 +184,8 @@ def test_a_divergence_that_rounding_does_not_explain_is_loud():
     assert "NOT explained" in row["first divergence"]
 
 
-def test_the_small_run_of_this_machine_fills_the_same_rows(tiny_margin):
+def test_the_small_run_of_this_machine_fills_the_same_rows(tiny_margin, monkeypatch):
+    monkeypatch.setattr("mktts.ahead._make", lambda kind, source: None)  # tiny ones are made where they are opened
     found = parity_report.parity_here("torch", 3)
     assert found["passed"] and parity_report.parity_metrics(found)["kernel_error_ratio"] == 1.0
     (row,) = parity_report.parity_rows(found, "")
