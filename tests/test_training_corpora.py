@@ -13,8 +13,8 @@ from mktts.training.corpora import Corpora
 
 WORDS = """a able an and animal barks big bread buy car carrying child's Dublin dog everybody for food garden good he
 his in into is it king light like long loud make makes meat not of old one out over paper person pouch put sell
-sharp shop she sings small song sound spread stay stone that the them things those through to two walk walked was we went were wet
-with yesterday zzz brr sneer zoom
+sharp shop she sings small song sound spread stay stone that the them things those through to two walk walked was we
+went were wet with yesterday zzz brr sneer zoom
 """.split()
 EXAMPLES = (
     "we were able to walk",
@@ -26,7 +26,9 @@ EXAMPLES = (
     " ".join(["the dog and"] * 9),  # too long
     "naked stone",
 )
-VERSES = "Gen1:1 And the king went into the garden; and he walked in it.\nGen1:2 Thou wilt walk, dog of the king.\n"
+VERSES = """Gen1:1 And the king went into the garden; and he walked in it; and the dog walked with the king yesterday.
+Gen1:2 Thou wilt walk, dog of the king, to the garden.
+"""
 
 
 @pytest.fixture
@@ -44,7 +46,10 @@ def folder(tmp_path):
         "00000002 05 n 01 dog 0 000 | an animal that barks  \n"  # animals are left out
         "00000003 18 n 01 sneer 0 000 | (ethnic slur) a person  \n"
     )
-    (net / "data.verb").write_text("00000004 40 v 01 sell 0 000 01 + 02 00 | put out for bread  \n")
+    (net / "data.verb").write_text(
+        "00000004 40 v 01 sell 0 000 01 + 02 00 | put out for bread  \n"
+        "00000005 40 v 01 stay 0 000 01 + 02 00 | put out for  \n"  # of what, it does not say
+    )
     (net / "data.adv").write_text("")
     (program / "bible").write_text(f"#!/bin/sh\ncat <<'END'\n{VERSES}END\n")
     (program / "bible").chmod(0o755)
@@ -63,7 +68,10 @@ def test_glosses_become_sentences(folder):
 
 
 def test_prose_comes_in_clauses_and_without_old_words(folder):
-    assert list(Corpora(folder).prose()) == ["And the king went into the garden.", "And he walked in it."]
+    assert list(Corpora(folder).prose()) == [
+        "And the king went into the garden.",
+        "And the dog walked with the king yesterday.",
+    ]
 
 
 def test_words_are_pronounceable(folder):

@@ -16,14 +16,14 @@ from mktts.errors import CheckpointError
 from mktts.training.words import article
 
 MAX_WORDS = 24
-MAX_LETTERS = 125  # about nine seconds of the teacher
+MAX_LETTERS = 150  # about nine seconds of the teacher
 _SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'-]*[.?!]")
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 _RUDE = re.compile(r"\bslurs?\b|offensive (?:term|name|word)|obscen|vulgar|disparag|derogat|profan")
 _ADULT = re.compile(
     r"\b(sex\w*|rap(e|ed|es|ist|ing)|whore\w*|harlot\w*|prostitut\w*|genital\w*|intercourse|naked\w*|nude|breasts?|"
     r"fornicat\w*|adulter\w*|incest\w*|porn\w*|circumcis\w*|semen|sperm|urine|urinat\w*|feces|suicid\w*|nazis?|"
-    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|anus|anal|fuck\w*)\b",
+    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|phall\w*|anus|anal|fuck\w*)\b",
     re.I,
 )
 # Common words that WordNet calls rude, or lists beside rude ones, in one sense of many.
@@ -39,6 +39,8 @@ _ARCHAIC = re.compile(
 )
 _NOUN, _VERB = "noun", "verb"
 _SKIPPED_FILES = {"05", "20"}  # WordNet's lexicographer files of animals and plants: mostly Latin
+_DANGLING = re.compile(r"\b(for|to|of|with|from|at|by|on|in|into|upon|about|or|as|a|an|the)$")
+_PROSE_WORDS = 7  # at least
 _GLOSS_WORDS = range(3, 12)
 
 
@@ -74,7 +76,12 @@ class Corpora:
         for part, file, lemmas, gloss in self._synsets:
             meaning = re.sub(r"\([^)]*\)", "", gloss.split('; "')[0].split(";")[0]).strip()
             lemma = lemmas[0].replace("_", " ")
-            if file in _SKIPPED_FILES or len(meaning.split()) not in _GLOSS_WORDS or not lemma.islower():
+            if (
+                file in _SKIPPED_FILES
+                or _DANGLING.search(meaning)
+                or len(meaning.split()) not in _GLOSS_WORDS
+                or not re.fullmatch("[a-z -]+", lemma)
+            ):
                 continue
             if part == _NOUN and re.match("an? ", meaning):
                 yield from self._cleaned(f"{article(lemma)} {lemma} is {meaning}")
@@ -90,7 +97,7 @@ class Corpora:
             raise CheckpointError(f"expected bible-kjv and bible-kjv-text unpacked in {self.folder}: {error}") from None
         for line in done.stdout.decode("ascii", "ignore").splitlines():
             for clause in re.findall(r"[^.;:?!]+[.;:?!]", line.partition(" ")[2]):
-                if len(clause.split()) > 3 and not _ARCHAIC.search(clause):
+                if len(clause.split()) >= _PROSE_WORDS and not _ARCHAIC.search(clause):
                     yield from self._cleaned(clause.rstrip(";:"))
 
     def _cleaned(self, text: str) -> Iterator[str]:
@@ -103,7 +110,7 @@ class Corpora:
             _SENTENCE.fullmatch(text)
             and 1 < len(text.split()) <= MAX_WORDS
             and len(text) <= MAX_LETTERS
-            and not re.search(r"\b[A-Z]{2,}\b|--| '|\d\d\d\d\d", text)
+            and not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]-[A-Z]|--| '|\d\d\d\d\d", text)
             and self._decent(text)
             and all(w.lower() in self._known for w in words)
         ):

@@ -17,11 +17,12 @@ WEIGHTS = {
     "date": 5,
     "question": 16,
     "reply": 6,
-    "long": 5,
+    "long": 16,
     "name": 9,
     "people": 9,
     "digits": 8,
 }
+_COMPOUND = 0.7  # of long ones: two plain sentences with a word between
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
     "seventeen eighteen nineteen".split()  # fmt: skip
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
@@ -111,6 +112,9 @@ _FIGURES: dict[str, _Draw] = {
 def sentence(rng: random.Random, kind: str | None = None) -> str:
     """One sentence; of a kind drawn by weight unless `kind` says."""
     kind = kind or rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    if kind == "long" and rng.random() < _COMPOUND:
+        left, right = (rng.choice(TEMPLATES[rng.choice(("plain", "people"))]) for _ in range(2))
+        return fill(rng, f"{left[:-1]}, {rng.choice(('and', 'but', 'so', 'because', 'while', 'although'))} {right}")
     return fill(rng, rng.choice(TEMPLATES[kind]))
 
 

@@ -26,8 +26,8 @@ SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
 # spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
 SHARES = {
     GRAMMAR: 0.35,
-    EXAMPLES: 0.28,
-    GLOSSES: 0.12,
+    EXAMPLES: 0.26,
+    GLOSSES: 0.14,
     PROSE: 0.08,
     SHORT: 0.07,
     SALAD: 0.05,
@@ -36,6 +36,7 @@ SHARES = {
 }
 _SALAD_WORDS = (3, 8)
 _PAIR_WORDS = 9  # of each half, at most
+_FEW_WORDS = 3
 
 
 def normal(text: str) -> str:
@@ -90,7 +91,7 @@ def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str,
     for source, stored in ((EXAMPLES, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
         pool = list(dict.fromkeys(stored()))
         rng.shuffle(pool)
-        found[source] = _first(taken, pool, wanted[source])
+        found[source] = _first(taken, _joined(pool) if source == EXAMPLES else pool, wanted[source])
     makers: dict[str, Callable[[], str]] = {
         SHORT: lambda: _short(rng, words),
         SALAD: lambda: _salad(rng, words),
@@ -127,6 +128,19 @@ def _first(taken: _Taken, texts: Iterable[str], count: int) -> list[str]:
         if taken.take(text):
             found.append(text)
     return found
+
+
+def _joined(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, with those of few words said two at a time."""
+    waiting = ""
+    for text in texts:
+        if len(text.split()) > _FEW_WORDS:
+            yield text
+        elif waiting:
+            yield f"{waiting} {text}"
+            waiting = ""
+        else:
+            waiting = text
 
 
 def _ended(rng: random.Random, text: str) -> str:
