@@ -86,7 +86,7 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
       UNROLL for (int i = 0; i < PER; i++) o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
     }
     UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS)
-      *(u16*)((u8*)vec_of(s, n) + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
+      *(u16*)((u8*)s.inner[n] + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
   }
   block_sync();
 }
@@ -167,7 +167,7 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
   MARK(c, 13);
   if (c.tid < QPK * HD / 4) {
     u32 a, b; poll4(c, &x.att[c.group][c.tid * 4], tag_att, a, b);
-    sts64(smem(vec_of(s, 0)) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);
+    sts64(smem(s.inner[0]) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);
   }
   block_sync();
 }

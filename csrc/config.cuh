@@ -71,9 +71,7 @@ __host__ __device__ constexpr int part_stride(int k) {
   return 2 * (words % 16 == 8 ? words : words / 16 * 16 + (words % 16 > 8 ? 24 : 8));
 }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int vec_elements(int h, int f) {   // of the widest input of a stack's matrices
-  const int widest = round_up(larger(h, larger(QPK * HD, f / NKV)), 128);
-  return 8 * larger(part_stride(widest), widest / 8 + 16);
-}
-constexpr int VEC_P = vec_elements(P_H, P_F), VEC = larger(vec_elements(T_H, T_F), VEC_P);
+__host__ __device__ constexpr int vec_elements(int k) { return 8 * larger(part_stride(round_up(k, 128)), round_up(k, 128) / 8 + 16); }
+constexpr int VEC_P = vec_elements(P_H), VEC = larger(vec_elements(T_H), VEC_P);
+constexpr int VEC_INNER = vec_elements(larger(QPK * HD, larger(T_F, P_F) / NKV));   // attention outputs, activations of a group
 static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS, "heads map onto warps");

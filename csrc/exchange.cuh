@@ -53,23 +53,24 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
 
 // Rows of H that a block owns: block (group g, rank r) owns rows r * H / GROUP + g * RPO + 0 .. RPO - 1.
 template <int H> struct Owned { static constexpr int RPO = H / CTAS; };
+template <int H> DEV u32 first_owned(const Ctx& c) { return c.rank * (H / GROUP) + c.group * Owned<H>::RPO; }
 template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value) {   // row: within this rank's H / GROUP rows
   constexpr int RPO = Owned<H>::RPO;
   put64(&c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO], ((u64)tag << 32) | __float_as_uint(value));
 }
 // Warp 0 of the owner: residual + sum over groups, mailed to all blocks.
-template <int H, int NT> DEV void own_rows(Ctx& c, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {
+template <int H, int NT> DEV void own_rows(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {
   constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32), STRIDE = MAXH / CTAS;
   static_assert(RPO <= 32 && 32 % RPO == 0 && RPO % 4 == 0, "an owner's rows fit a warp");
   static_assert(WORDS % 32 == 0 || WORDS < 32, "whole warps of words");
-  const u32 base = c.rank * (H / GROUP) + c.group * RPO, row = c.lane % RPO, i = c.lane % WORDS;
+  const u32 base = first_owned<H>(c), row = c.lane % RPO, i = c.lane % WORDS;
   UNROLL for (int n = 0; n < NT; n++) {
     float part[PER], sum = 0.f;
     poll64n<PER>(c, &c.p->exchange->parts[c.block][n][0][0] + i / RPO * STRIDE + i % RPO, 32 / RPO * STRIDE, tag, part);
     UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
     __syncwarp();
     UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
-    const u32 word = (tag << 16) | to_bf16(from_bf16(residual_of(*c.s, n)[base + row]) + round_bf16(sum));
+    const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[half][n][row]) + round_bf16(sum));
     u32 w[4];
     UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
     constexpr int AT_ONCE = 32 / (RPO / 4);

@@ -49,13 +49,13 @@ template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
 template <class M> DEV void preload(Ctx& c, Fragments<M>& w) {
   UNROLL for (int s = 0; s < ceil_div(Fragments<M>::N, FRAGS); s++) take_stage<M>(c, s, w.a + s * FRAGS);
 }
-// rows(M) x vec[n] -> this lane's row sums. vec: 8 padded parts in shared memory.
-template <class M, int NT> DEV void gemv(Ctx& c, const Fragments<M>& w, float (&sums)[NT]) {
+// rows(M) x vector n -> this lane's row sums. The vector: 8 padded parts in shared memory, a residual or an inner one.
+template <class M, int NT, bool INNER = false> DEV void gemv(Ctx& c, const Fragments<M>& w, float (&sums)[NT]) {
   constexpr int STRIDE = part_stride(M::K) * 2;   // bytes
   u32 b[NT][M::STEPS][2];
   float acc[NT][M::TILES][4];
   UNROLL for (int n = 0; n < NT; n++) {
-    const u32 v = smem(vec_of(*c.s, n)) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
+    const u32 v = smem(INNER ? c.s->inner[n] : vec_of(*c.s, n)) + (c.lane >> 2) * STRIDE + (c.lane & 3) * 8;
     UNROLL for (int k = 0; k < M::STEPS; k++) lds64(v + k * 32, b[n][k][0], b[n][k][1]);
     UNROLL for (int t = 0; t < M::TILES; t++) UNROLL for (int i = 0; i < 4; i++) acc[n][t][i] = 0.f;
   }

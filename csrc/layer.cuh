@@ -28,6 +28,13 @@ template <class S> DEV void store_row(const Ctx& c, u16* to, const Row<S>& x) {
     u32* d = (u32*)(to + element<S>(c, g)); d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
   }
 }
+// What this block adds the sums of its own rows to.
+template <class S> DEV void keep_owned(const Ctx& c, u16* to, const Row<S>& x) {
+  UNROLL for (int g = 0; g < S::GRANULES; g++) {
+    const u32 at = element<S>(c, g) - first_owned<S::H>(c);
+    if (owns<S>(c, g) && at < Owned<S::H>::RPO) { u32* d = (u32*)(to + at); d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]); }
+  }
+}
 template <class S> DEV void round_row(Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) UNROLL for (int i = 0; i < 4; i++) x.v[g][i] = round_bf16(x.v[g][i]);
 }
@@ -46,14 +53,14 @@ template <class S> DEV float reciprocal_rms(const Ctx& c, int n) {
   return rsqrtf(ss * (1.f / S::H) + EPS);
 }
 // The vectors go into the matrix as x * w; the product is scaled by 1 / rms afterwards, which the tensor cores hide.
-template <class S, int NT> DEV void weigh(const Ctx& c, const Row<S> (&x)[NT], const Norm<S>& w) {
+template <class S, int NT> DEV void weigh(const Ctx& c, int half, const Row<S> (&x)[NT], const Norm<S>& w) {
   UNROLL for (int n = 0; n < NT; n++) {
     Row<S> y;
     UNROLL for (int g = 0; g < S::GRANULES; g++) {
       y.v[g][0] = x[n].v[g][0] * low(w.w[g][0]); y.v[g][1] = x[n].v[g][1] * high(w.w[g][0]);
       y.v[g][2] = x[n].v[g][2] * low(w.w[g][1]); y.v[g][3] = x[n].v[g][3] * high(w.w[g][1]);
     }
-    store_row<S>(c, residual_of(*c.s, n), x[n]); to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
+    keep_owned<S>(c, c.s->residual[half][n], x[n]); to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
   }
   block_sync();
 }
@@ -69,8 +76,8 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
 }
 // As owner, mails this block's rows; then takes the new residuals from its own mailbox.
 template <class S, class M, int NT>
-DEV void take_mail(Ctx& c, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
-  if (c.warp == 0) own_rows<S::H, NT>(c, boxes, tag);       // before anything that may wait: every block waits for it
+DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
+  if (c.warp == 0) own_rows<S::H, NT>(c, half, boxes, tag);       // before anything that may wait: every block waits for it
   if (more) preload(c, next);
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
     u32 a, b; poll4(c, &boxes[c.block][n][element<S>(c, g)], tag, a, b);
@@ -79,7 +86,7 @@ DEV void take_mail(Ctx& c, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[N
 }
 // A projection of this group's inputs: its share of the sum goes to the blocks that own the rows.
 template <class S, class M, int NT> DEV void project_parts(Ctx& c, const Fragments<M>& w, u32 tag) {
-  float v[NT]; gemv<M>(c, w, v);
+  float v[NT]; gemv<M, NT, true>(c, w, v);
   const int row = held_row<M>(c, S::OUT_ROWS);
   if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
 }
@@ -93,7 +100,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   Shared& s = *c.s; Exchange& e = *c.p->exchange;
   const u32 tag_qkv = ++c.tag, tag_att = ++c.tag, tag_h = ++c.tag, tag_act = ++c.tag, tag_x = ++c.tag;
   MARK(c, 1);
-  weigh<S>(c, x, norm);                                     // 1. queries, keys, values of the group
+  weigh<S>(c, 0, x, norm);                                  // 1. queries, keys, values of the group
   MARK(c, 2);
   {
     typedef typename S::Qkv M;
@@ -113,9 +120,9 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   project_parts<S, typename S::Out, NT>(c, out, tag_h);     // 3. output projection of this group, summed over groups
   MARK(c, 5);
   Fragments<typename S::GateUp> gate_up;
-  take_mail<S>(c, e.h, tag_h, x, gate_up);
+  take_mail<S>(c, 0, e.h, tag_h, x, gate_up);
   MARK(c, 6);
-  weigh<S>(c, x, norm);                                     // 4. gate and up
+  weigh<S>(c, 1, x, norm);                                  // 4. gate and up
   MARK(c, 7);
   {
     typedef typename S::GateUp M;
@@ -133,13 +140,13 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   Fragments<typename S::Down> down; preload(c, down);
   UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::F / NKV; i += THREADS * 4) {
     u32 a, b; poll4(c, &e.act[n][c.group * (S::F / NKV) + i], tag_act, a, b);
-    sts64(smem(vec_of(s, n)) + vec_offset<S::Down::K>(i), a, b);
+    sts64(smem(s.inner[n]) + vec_offset<S::Down::K>(i), a, b);
   }
   block_sync();
   MARK(c, 9);
   project_parts<S, typename S::Down, NT>(c, down, tag_x);   // 5. down projection of this group, summed over groups
   MARK(c, 10);
-  take_mail<S>(c, e.x, tag_x, x, first, more);
+  take_mail<S>(c, 1, e.x, tag_x, x, first, more);
 }
 
 // All layers of a stack; `norm` holds the first layer's input norm before and `after` afterwards.

@@ -30,13 +30,14 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
   c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
   if (c.tid == 0) {
-    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], WARPS); }
+    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], READ_ARRIVALS); }
     s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
   }
   if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
   for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->value) / 4; i += blockDim.x) ((u32*)s->value)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->vec0) / 4; i += blockDim.x) ((u32*)s->vec0)[i] = 0;
+  for (u32 i = c.tid; i < sizeof(s->inner) / 4; i += blockDim.x) ((u32*)s->inner)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->vec1) / 4; i += blockDim.x) ((u32*)s->vec1)[i] = 0;
   __syncthreads();
   if (c.warp >= WARPS) {

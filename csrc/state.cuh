@@ -57,7 +57,10 @@ constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
 struct __align__(128) Shared {
   u8 ring[RING][STAGE_BYTES];
   u64 full[RING], empty[RING];
-  __align__(16) u16 vec0[VEC], vec1[VEC_P];  // inputs of the next matrix, in 8 padded parts, for each position
+  // Inputs of the next matrix, in 8 padded parts, for each position: whole residuals (weighed), and a group's share of an
+  // inner vector. They take turns, so that no warp writes the one while another still multiplies by it.
+  __align__(16) u16 vec0[VEC], vec1[VEC_P];
+  __align__(16) u16 inner[POSITIONS][VEC_INNER];
   __align__(16) u16 key[P_L][CODES][KROW];
   __align__(16) u16 value[P_L][CODES][HD];
   __align__(16) u16 q[POSITIONS][QPK][HD], k[HD], v[HD];
@@ -65,13 +68,12 @@ struct __align__(128) Shared {
   float squares[POSITIONS][WARPS];
   u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
   u32 seen[SEEN_WORDS];
-  __align__(16) u16 residual0[MAXH], residual1[P_H];
+  __align__(16) u16 residual[2][POSITIONS][MAXH / CTAS];     // own rows: before attention and before the feed-forward, in turns
   u32 stop, dead, traced, pad_;
 };
 
 // Of position n of a pass: only the predictor takes a second one.
 DEV u16* vec_of(Shared& s, int n) { return n ? s.vec1 : s.vec0; }
-DEV u16* residual_of(Shared& s, int n) { return n ? s.residual1 : s.residual0; }
 
 struct Ctx {
   u32 block, tid, lane, warp, group, rank;   // rank: the block's place in its group

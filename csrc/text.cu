@@ -78,8 +78,9 @@ DEV float sum_all(Ctx& c, float v) {
 DEV int choose(Ctx& c, Logits& x, int index) {
   const Choice choice = choice_of(c, true);
   float score[HEAD_CHUNKS], most = NEVER;
+  u32 raw[HEAD_CHUNKS];
   UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
-    score[k] = x.l[k];
+    score[k] = x.l[k]; raw[k] = ordered(x.l[k]) >> 16;
     if (choice.greedy || x.id[k] < 0) continue;
     x.l[k] = __fdiv_rn(x.l[k], choice.temperature);
     u32 r[4]; philox(x.id[k] / 4, 0, index, 0, c.u->seed_lo, c.u->seed_hi, r);
@@ -93,14 +94,14 @@ DEV int choose(Ctx& c, Logits& x, int index) {
     UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) if (x.id[k] >= 0) top = better(top, {ordered(x.l[k]), x.id[k], x.l[k]});
     most = agree(c, top).l;
     u32 least = 0;                                                        // the largest key that top_k logits reach
-    if (choice.top_k) for (u32 bit = 1u << 31; bit; bit >>= 1) {
+    if (choice.top_k) for (u32 bit = 1u << 15; bit; bit >>= 1) {           // 16 bits: before the temperature they are bf16
       float n = 0.f;
-      UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) n += x.id[k] >= 0 && ordered(x.l[k]) >= (least | bit);
+      UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) n += x.id[k] >= 0 && raw[k] >= (least | bit);
       if (sum_all(c, n) >= (float)choice.top_k) least |= bit;
     }
     float sum = 0.f;
     UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
-      if (x.id[k] >= 0 && ordered(x.l[k]) < least) x.l[k] = NEVER;
+      if (x.id[k] >= 0 && raw[k] < least) x.l[k] = NEVER;
       if (x.l[k] > NEVER) sum += __expf(x.l[k] - most);
     }
     limit = choice.top_p * sum_all(c, sum);

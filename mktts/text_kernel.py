@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ from mktts.text_model import EMBEDDING, HEAD, STACK, TextConfig
 
 MAX_TOKENS_A_LAUNCH = 64
 _LAYER_EXCHANGES = 5  # csrc/layer.cuh
-# Of a choice (csrc/text.cu): a top-k cut 32 bits, its mass, the most likely token, then two a round; on the way down to
+# Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
 # the k best of V a round leaves about half, so 64 rounds are never reached.
-_CHOICE_EXCHANGES = 32 + 2 + 2 * 64
+_CHOICE_EXCHANGES = 16 + 2 + 2 * 64
 
 
 @dataclass
@@ -48,6 +48,14 @@ class TextKernelState:
     max_tokens: int
     tokens: int = 0  # made so far
     last: int = 0  # the newest of them
+    params: StreamParams = field(init=False)  # what stays the same over a text's launches
+
+    def __post_init__(self) -> None:
+        self.params = StreamParams()
+        point(self.params, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
+        self.params.slots = self.kv.shape[3]
+        self.params.seed_lo, self.params.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
+        set_choice(self.params, self.choice, True)
 
 
 class TextKernelBackend:
@@ -81,6 +89,10 @@ class TextKernelBackend:
         self._weights = {"embeddings0": embedding}
         self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
         self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
+        self._fixed = Params()
+        point(self._fixed, self._weights)
+        self._fixed.ends[:] = [*config.eos_ids, -1, -1, -1, -1][:4]
+        self._tags_per_token = config.stack.num_hidden_layers * _LAYER_EXCHANGES + 1 + _CHOICE_EXCHANGES
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
@@ -115,19 +127,16 @@ class TextKernelBackend:
         return ids
 
     def _launch(self, state: TextKernelState, count: int, debug: Tensor | None) -> list[int]:
-        params, stream = Params(), StreamParams()
-        point(params, {**self._weights, "debug_logits": debug})
-        point(stream, {"kv": state.kv, "hidden": state.hidden, "out": state.out})
-        stream.slots, stream.frame = state.kv.shape[3], state.tokens
+        params = Params.from_buffer_copy(self._fixed)
+        params.stream[0], params.frames = state.params, count
+        stream = params.stream[0]
+        stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
-        stream.seed_lo, stream.seed_hi, stream.token = state.seed & 0xFFFFFFFF, state.seed >> 32, state.last
-        set_choice(stream, state.choice, True)
-        params.stream[0], params.frames = stream, count
-        params.ends[:] = [*self.config.eos_ids, -1, -1, -1, -1][:4]
+        if debug is not None:
+            point(params, {"debug_logits": debug})
         words = state.out.numpy()
         words[:STATUS_WORDS] = 0
-        tags = self.config.stack.num_hidden_layers * _LAYER_EXCHANGES + 1 + _CHOICE_EXCHANGES
-        self._launcher.launch(params, count * tags).synchronize()
+        self._launcher.launch(params, count * self._tags_per_token).synchronize()
         ids = words[STATUS_WORDS::FRAME_WORDS][: words[MADE]].tolist()
         if not ids or (len(ids) < count and ids[-1] not in self.config.eos_ids):
             raise self._launcher.failure()
