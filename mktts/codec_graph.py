@@ -14,7 +14,7 @@ from torch import Tensor
 from mktts.codec import CodecDecoder
 from mktts.codec_pending import Lane, Pending
 from mktts.codec_state import CodecState
-from mktts.cuda_graph import CAPTURE
+from mktts.cuda_graph import captures
 from mktts.errors import BackendUnavailable
 from mktts.progress import announced
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
@@ -167,7 +167,7 @@ def capture(decoder: CodecDecoder, tf32: bool = False) -> tuple[dict[int, Captur
             f"CUDA graphs need a decoder on a CUDA device, this one is on {decoder.device}: use CodecDecoder itself"
         )
     graphs: dict[int, Captured] = {}
-    with CAPTURE, torch.cuda.device(decoder.device), matrix_units(tf32):
+    with captures(), torch.cuda.device(decoder.device), matrix_units(tf32):
         codes = torch.zeros(max(GRAPH_FRAMES), NUM_CODEBOOKS, dtype=torch.int64, device=decoder.device)
         state = decoder.start()
         side = torch.cuda.Stream()

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-CAPTURE = threading.Lock()  # torch allows one capture at a time in a process
+_CAPTURE = threading.Lock()  # torch allows one capture at a time in a process
+
+
+@contextmanager
+def captures() -> Iterator[None]:
+    """Graphs are captured inside: one thread at a time, and no garbage collected meanwhile.
+
+    If the collector freed another graph during a capture (an unreachable synthesizer's), CUDA would end that capture.
+    """
+    with _CAPTURE:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
 
 
 def record(work: Callable[[], None], pool: Any, side: torch.cuda.Stream) -> Callable[[], None]:
@@ -18,7 +36,7 @@ def record(work: Callable[[], None], pool: Any, side: torch.cuda.Stream) -> Call
     inside a capture (library handles, workspaces, module loading). Graphs of one `pool` share working memory, so they
     must not run at the same time. `side` is the caller's, one for all its graphs: libraries keep workspaces per stream.
     """
-    with CAPTURE:
+    with captures():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()

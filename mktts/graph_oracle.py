@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.backend import Frame
+from mktts.cuda_graph import captures
 from mktts.errors import CapacityError, EngineError, PromptError
 from mktts.qwen3 import LayerWeights, rms_norm, rotate
 from mktts.sampling import Choice, Sampling, distribution
@@ -129,7 +130,7 @@ class GraphOracle:
         if self.device.type != "cuda":
             return self._advance, codes
         replays = []
-        with torch.cuda.device(self.device):
+        with captures(), torch.cuda.device(self.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             for part in (self._advance, codes):
