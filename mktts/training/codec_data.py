@@ -7,6 +7,8 @@ of each; `speaker` (clips,) ids; `text` (clips,) strings.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +85,15 @@ class Crops:
     @property
     def hours(self) -> float:
         return len(self.audio) / SAMPLE_RATE_HZ / 3600
+
+    def batches(self, step: int, size: int) -> Iterator[Tensor]:
+        """`batch` of `step` and all after it, each made while the one before it is used."""
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self.batch, step, size)
+            while True:
+                step += 1
+                made, ahead = ahead.result(), pool.submit(self.batch, step, size)
+                yield made
 
     def batch(self, step: int, size: int) -> Tensor:
         """float32 (size, samples) in [-1, 1). A crop may span two clips: they begin and end in silence."""

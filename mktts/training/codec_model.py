@@ -17,6 +17,8 @@ from mktts.training.codec_encoder import Encoder
 from mktts.training.codec_quantizer import SplitQuantizer
 from mktts.training.codec_sizes import VOICE, CodecSizes, config_json, decoder_config
 
+_LAST_BIAS = "encoder.encoder.layers.{}.conv.bias"
+
 
 class Codec(nn.Module):
     """Audio to 16 codes per frame and back."""
@@ -56,6 +58,7 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     and decoder each hold the codebooks, as on the Hub; projections that a side never uses are the other side's.
     """
     tensors = {f"encoder.{name}": tensor for name, tensor in codec.encoder.state_dict().items()}
+    tensors[_LAST_BIAS.format(len(codec.encoder.encoder.layers) - 1)] = _centred_bias(codec)
     tensors |= {f"decoder.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
     for chain, decoder_name, encoder_name in (
         (codec.quantizer.first, "rvq_first", "semantic"),
@@ -64,7 +67,7 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
         ours = f"decoder.quantizer.{decoder_name}."
         mimi = f"encoder.quantizer.{encoder_name}_residual_vector_quantizer."
         for prefix in (ours, mimi):
-            tensors[prefix + "input_proj.weight"] = chain.input_proj.weight
+            tensors[prefix + "input_proj.weight"] = chain.input_proj.weight / chain.deviation
             tensors[prefix + "output_proj.weight"] = chain.output_proj.weight
         for i, book in enumerate(chain.books):
             one = torch.ones_like(book.usage)
@@ -74,6 +77,20 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
             tensors[f"{mimi}layers.{i}.codebook.cluster_usage"] = one
             tensors[f"{mimi}layers.{i}.codebook.embed_sum"] = book.vectors
     return {name: tensor.detach().to("cpu", dtype).clone() for name, tensor in sorted(tensors.items())}
+
+
+def _centred_bias(codec: Codec) -> Tensor:
+    """Bias of the encoder's last convolution that makes up for the means which `Chain.normed` takes away.
+
+    Constants pass the down-sampling as the sum of its taps, so this is one linear system; the Hub's projections have no
+    bias of their own.
+    """
+    chains = (codec.quantizer.first, codec.quantizer.rest)
+    taps = codec.encoder.downsample.conv.weight.detach().double().sum(2)
+    projections = torch.cat([chain.input_proj.weight.detach()[..., 0] for chain in chains]).double()
+    means = torch.cat([chain.mean for chain in chains]).double()
+    bias = codec.encoder.encoder.layers[-1].conv.bias.detach()
+    return bias - torch.linalg.solve(projections @ taps, means).to(bias.dtype)
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _DECAY = 0.95  # short: with thousands of rows a step, entries must keep up with a moving encoder
 _REVIVE_BELOW = 0.1  # of the average use of an entry
+_NORM_SHARE = 0.02  # of a batch in the running mean and deviation
 _FIRST_ROUNDS = 8  # of k-means on the first batch
 
 
@@ -77,14 +78,35 @@ class Chain(nn.Module):
         self.input_proj = nn.Conv1d(outer, width, 1, bias=False)
         self.output_proj = nn.Conv1d(width, outer, 1, bias=False)
         self.books = nn.ModuleList(Codebook(size, width) for _ in range(books))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("deviation", torch.ones(()))
+        self.register_buffer("batches", torch.zeros(()))
+
+    def normed(self, z: Tensor) -> Tensor:
+        """(B, outer, T) -> projected rows (B, T, width) of mean 0 and a mean variance of 1 over the batch.
+
+        Without it the commitment loss is lowest where all latents are one point, and that is where they go. One
+        deviation for all dimensions: their differences tell the codebooks where precision pays. In evaluation mode the
+        training's running averages serve, as constants (`codec_model.hub_tensors` puts them into the weights).
+        """
+        x = self.input_proj(z).transpose(1, 2)
+        if not self.training:
+            return (x - self.mean) / self.deviation
+        mean = x.mean((0, 1))
+        deviation = x.var((0, 1)).mean().clamp(min=1e-12).sqrt()
+        with torch.no_grad():
+            self.batches += 1
+            share = (1 / self.batches).clamp(min=_NORM_SHARE)
+            self.mean.lerp_(mean, share)
+            self.deviation.lerp_(deviation, share)
+        return (x - mean) / deviation
 
     def forward(self, z: Tensor, kept: Tensor | None = None, start: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, outer, T) -> the same shape quantised, codes (B, T, books), commitment loss () per variance.
+        """(B, outer, T) -> the same shape quantised, codes (B, T, books), commitment loss () per book.
 
         kept (B,): how many books each example uses; all where None. Only in training mode do books follow the data.
         """
-        x = self.input_proj(z).transpose(1, 2)  # (B, T, width)
-        scale = x.detach().var(dim=(0, 1)).mean().clamp(min=1e-12)
+        x = self.normed(z)
         left, total, codes, commitment = x.flatten(0, 1), torch.zeros_like(x), [], x.new_zeros(())
         for i, book in enumerate(self.books):
             if start:
@@ -93,7 +115,7 @@ class Chain(nn.Module):
             quantised = F.embedding(index, book.vectors)
             if self.training:
                 book.follow(left.detach(), index)
-            commitment = commitment + (left - quantised).square().mean() / scale
+            commitment = commitment + (left - quantised).square().mean()
             left = left - quantised
             part = quantised.view_as(x)
             total = total + (part if kept is None else part * (kept > i)[:, None, None])
@@ -103,14 +125,9 @@ class Chain(nn.Module):
             through = through * (kept > 0)[:, None, None]
         return self.output_proj(through.transpose(1, 2)), torch.stack(codes, -1), commitment / len(self.books)
 
-    def bypass(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` would give with perfect codebooks, and a loss () that draws the rows' mean to zero.
-
-        An untrained encoder's rows lie far from zero and close together: their drift would outrun the codebooks.
-        """
-        x = self.input_proj(z)
-        offset = x.mean(dim=(0, 2)).square().mean() / x.detach().var(dim=(0, 2)).mean().clamp(min=1e-12)
-        return self.output_proj(x), 0.1 * offset
+    def bypass(self, z: Tensor) -> Tensor:
+        """What `forward` would give with perfect codebooks."""
+        return self.output_proj(self.normed(z).transpose(1, 2))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, books) -> (B, outer, T)."""
@@ -132,10 +149,9 @@ class SplitQuantizer(nn.Module):
         b, rest_codes, rest_loss = self.rest(z, kept, start)
         return a + b, torch.cat((first_codes, rest_codes), -1), first_loss + rest_loss
 
-    def bypass(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def bypass(self, z: Tensor) -> Tensor:
         """As `Chain`."""
-        (a, first_loss), (b, rest_loss) = self.first.bypass(z), self.rest.bypass(z)
-        return a + b, first_loss + rest_loss
+        return self.first.bypass(z) + self.rest.bypass(z)
 
     def decode(self, codes: Tensor) -> Tensor:
         return self.first.decode(codes[..., :1]) + self.rest.decode(codes[..., 1:])

@@ -22,7 +22,7 @@ class CodecSizes:
     layers: int = 2
     window: int = 24  # frames; shorter than a training crop, so that no distance is first met at inference
     decoder: int = 192  # channels at 50 Hz, halved by each of the four up-sampling blocks
-    filters: int = 12  # encoder channels at 24 kHz, doubled by each of its four strides
+    filters: int = 32  # encoder channels at 24 kHz, doubled by each of its four strides
 
     @property
     def encoded(self) -> int:

@@ -51,9 +51,9 @@ def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every:
     before_s, always = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
     # `always`: the same crops each time, so that lines compare; they are training audio
     usage: list[Tensor] = []
+    batches = crops.batches(trainer.step, trainer.recipe.batch)
     while trainer.step < trainer.recipe.steps and time.monotonic() - start < 60 * minutes:
-        pcm = crops.batch(trainer.step, trainer.recipe.batch).to(trainer.device, non_blocking=True)
-        found = trainer.train_step(pcm)
+        found = trainer.train_step(next(batches).to(trainer.device, non_blocking=True))
         usage = [*usage[-15:], found.pop("codes").to(trainer.device)]
         if trainer.step % every == 0 or trainer.step == 1:
             now_s = time.monotonic()
@@ -69,6 +69,7 @@ def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every:
             last_step, last_s = trainer.step, time.monotonic()
         if trainer.step % 1000 == 0:
             trainer.save(out / STATE)
+    batches.close()
     trainer.seconds = before_s + time.monotonic() - start
     trainer.save(out / STATE)
     write_whole(out / CURVES, json.dumps(trainer.curves).encode())
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=CodecRecipe.steps, help="length of the schedule")
     parser.add_argument("--quantise-from", type=int, default=CodecRecipe.quantise_from, help="step; before: no codes")
     parser.add_argument("--rate", type=float, default=CodecRecipe.rate)
+    parser.add_argument("--commitment", type=float, default=CodecRecipe.commitment, help="its weight")
     parser.add_argument("--adversarial-from", type=int, default=CodecRecipe.adversarial_from, help="step; -1: never")
     options = parser.parse_args(arguments)
     recipe = CodecRecipe(
@@ -108,6 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         steps=options.steps,
         quantise_from=options.quantise_from,
         rate=options.rate,
+        commitment=options.commitment,
         adversarial_from=options.adversarial_from if options.adversarial_from >= 0 else None,
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True

@@ -41,7 +41,7 @@ class CodecRecipe:
     mel: float = 15.0
     stft: float = 5.0
     wave: float = 10.0
-    commitment: float = 5.0
+    commitment: float = 1.0
     adversarial: float = 1.0
     features: float = 5.0
 
@@ -105,8 +105,7 @@ class CodecTrainer:
         encoded = self.codec.encoder(pcm)
         if quantised_steps < 0:
             shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
-            latent, offset = quantizer.bypass(encoded)
-            return latent, torch.zeros(shape, dtype=torch.int64), offset
+            return quantizer.bypass(encoded), torch.zeros(shape, dtype=torch.int64), encoded.new_zeros(())
         return quantizer(encoded, self._kept(len(pcm)), quantised_steps in _STARTS)
 
     def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ import lzma
 import os
 import subprocess
 import wave
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,7 @@ _KAISER_BETA = 9.0  # stop band below -90 dB
 _CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
 _AUDIBLE = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
 _KEPT_MS = 80  # of silence at either end: the student's lead must stay under 200 ms
-_CLIPS_PER_SHARD = 600
+_CLIPS_PER_SHARD = 200
 
 
 def speak(text: str, speaker: str) -> np.ndarray:
@@ -95,21 +97,43 @@ def trimmed(pcm: np.ndarray) -> np.ndarray:
 
 
 def make_shards(folder: Path, hours: float, seed: int, workers: int, sentences: Iterable[str] | None = None) -> float:
-    """Shards of 600 clips until `hours` are there, speakers in turn; the hours made. Shards already there are kept."""
+    """Shards of 200 clips until `hours` are there, speakers in turn; the hours made. Shards already there are kept.
+
+    `workers` processes each make whole shards; what the folder holds in the end does not depend on their number.
+    """
     source: Iterator[str] = iter(training_sentences(seed) if sentences is None else sentences)
-    made_s, index = 0.0, 0
-    with ThreadPoolExecutor(workers) as pool:  # threads: the work is in the subprocesses and in numpy
-        while made_s < 3600 * hours and (texts := list(islice(source, _CLIPS_PER_SHARD))):
-            path = Path(folder) / f"shard{index:05}.npz"
-            if not path.exists():
-                speakers = [SPEAKERS[(index * _CLIPS_PER_SHARD + i) % len(SPEAKERS)] for i in range(len(texts))]
-                clips = [np.round(c * 32_767).astype(np.int16) for c in pool.map(speak, texts, speakers)]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_shard(path, clips, speakers, texts)
-            made_s += len(read_shard(path).audio) / SAMPLE_RATE_HZ
-            index += 1
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    shards = (
+        (Path(folder) / f"shard{index:05}.npz", texts)
+        for index, texts in enumerate(iter(lambda: list(islice(source, _CLIPS_PER_SHARD)), []))
+    )
+    made_s, under_way = 0.0, deque()
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # not threads: resampling holds the interpreter
+        while made_s < 3600 * hours:
+            for path, texts in islice(shards, workers + 1 - len(under_way)):
+                under_way.append((path, pool.submit(_make_shard, path, texts)))
+            if not under_way:
+                break
+            path, future = under_way.popleft()
+            made_s += future.result()
             print(f"{path.name}  {made_s / 3600:.2f} h", flush=True)
+        for path, future in under_way:  # begun, and more than was asked for
+            if not future.cancel():
+                future.result()
+                path.unlink()
     return made_s / 3600
+
+
+def _make_shard(path: Path, texts: list[str]) -> float:
+    """Speaks and writes one shard unless it is there; its seconds."""
+    if not path.exists():
+        first = int(path.stem[-5:]) * _CLIPS_PER_SHARD
+        speakers = [SPEAKERS[(first + i) % len(SPEAKERS)] for i in range(len(texts))]
+        clips = [
+            np.round(speak(text, who) * 32_767).astype(np.int16) for text, who in zip(texts, speakers, strict=True)
+        ]
+        write_shard(path, clips, speakers, texts)
+    return len(read_shard(path).audio) / SAMPLE_RATE_HZ
 
 
 def main(arguments: list[str] | None = None) -> None:
