@@ -1,0 +1,145 @@
+"""The model card beside the small voice's weights. `mktts.training.ship` writes it; nothing in it is typed by hand
+that a file of the checkpoint or its evaluation knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mktts.checkpoint import Checkpoint
+from mktts.nb import cell
+from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
+from mktts.voice_report import quality, reported
+
+_HEAD = """---
+license: apache-2.0
+language: en
+pipeline_tag: text-to-speech
+---
+
+# The small voice
+
+A Qwen3-TTS checkpoint of {params:.1f} million parameters that speaks English with three voices ({speakers}) on any
+machine. Same classes, tensor names and prompt layouts as the released 12 Hz CustomVoice models, so mktts and qwen-tts
+load it alike; only the dimensions are small, and the weights were trained here, from nothing.
+
+```sh
+python -m mktts say "Good morning." -o morning.wav --checkpoint small --speaker {speaker}
+```
+
+## What is in it
+
+{sizes}
+
+Codes: {books} codebooks of {entries} at {rate_hz:g} Hz, {sample_rate_hz:,} samples a second, mono. Weights in
+bfloat16. The codec's encoder is left out: a CustomVoice never hears a recording.
+
+## Data
+
+Teacher: the synthesizer flite 2.2 with its voices slt, rms and awb, resampled from 16 to 24 kHz. These are parametric
+voices (clustergen) that Carnegie Mellon University built from its own CMU ARCTIC recordings of two American speakers
+and one Scottish. No other audio was used, and no output of another text-to-speech model.
+
+Texts: English sentences of a grammar in this repository, and sentences taken from freely licensed Debian packages
+(`mktts/training/corpora.py` names them). The held-out sentences are a file of the repository, apart from all training
+texts.
+
+## How it was made
+
+Two stages, each one command, resumable and deterministic by seed. First the codec learns to compress and restore the
+teacher's speech; then talker and code predictor learn its codes from text, with the released prompt layouts mixed and
+the end of speech learnt. To make it again, with flite's program named by $FLITE:
+
+```sh
+python -m mktts.training.texts --count 120000 --seed 0 --out texts.xz
+python -m mktts.training.teacher --help
+python -m mktts.training.codec_train --data AUDIO --out CODEC --minutes M --resume
+python -m mktts.training.encode --help
+python -m mktts.training.talker_train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
+python -m mktts.training.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
+python -m mktts.training.ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
+  --curves CODEC/curves.json OUT/talker_curves.json
+```
+"""
+
+_TAIL = """
+## Limits
+
+- English only. Other languages, and words far from the training texts, come out wrong.
+- A small model of a parametric teacher: it cannot sound better than flite does, and it does not.
+- Three fixed speakers, no cloning, no instructions on style.
+- No attempt was made to keep it from saying anything in particular; it reads what it is given.
+
+Intended use: to hear this repository's programs at work without a GPU, a download or a key, and to test them on
+trained weights. It is no product voice. Say to listeners that the voice is synthetic.
+
+## Licence
+
+Weights and card: Apache-2.0, as the repository. They derive from voices that are copyright Carnegie Mellon University
+(CMU ARCTIC and flite), which grants free use, copying, modification and distribution, provided that its copyright
+notice stays, that changes are marked as such (the voices here were distilled into another model), and that the names
+of the authors are not used to endorse what is derived from them. Carnegie Mellon University and the authors of the
+voices disclaim all warranties.
+"""
+
+
+def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
+    """The whole README.md. evaluation: what `mktts.training.evaluate` wrote; None says that nothing was measured."""
+    config = checkpoint.config
+    params = sum(spec.params for files in (checkpoint.files, checkpoint.codec_files) for spec in files.tensors.values())
+    decoder = sum(s.params for n, s in checkpoint.codec_files.tensors.items() if n.startswith("decoder."))
+    encoder = sum(s.params for n, s in checkpoint.codec_files.tensors.items() if n.startswith("encoder."))
+    sizes = [
+        {"part": "talker", **_stack(config.talker)},
+        {"part": "code predictor", **_stack(config.predictor)},
+        {"part": "codec decoder", "parameters": f"{decoder:,}"},
+    ]
+    speakers = list(config.speakers)
+    head = _HEAD.format(
+        params=(params - encoder) / 1e6,
+        speakers=", ".join(speakers),
+        speaker=speakers[0],
+        sizes=markdown(sizes),
+        books=NUM_CODEBOOKS,
+        entries=config.predictor.vocab_size,
+        rate_hz=FRAME_RATE_HZ,
+        sample_rate_hz=SAMPLE_RATE_HZ,
+    )
+    return head + _measured(evaluation) + _TAIL
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table; a missing value is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(cell(row.get(c, "")) for c in columns) + " |" for row in rows])
+
+
+def _measured(evaluation: Mapping[str, Any] | None) -> str:
+    if evaluation is None:
+        return "\n## Quality\n\nNot measured yet.\n"
+    settings, where = evaluation["settings"], evaluation["environment"]
+    short = [row["figure"] for row in quality(evaluation) if not row["met"]]
+    verdict = "All lines are met." if not short else f"Not met: {'; '.join(short)}."
+    return f"""
+## Quality
+
+Measured on {settings["sentences"]} held-out sentences against the teacher, with an independent recogniser
+(pocketsphinx), {where["date_utc"][:10]}. {verdict}
+
+{markdown(quality(evaluation))}
+
+Without a limit:
+
+{markdown(reported(evaluation))}
+"""
+
+
+def _stack(c: StackConfig) -> dict[str, Any]:
+    return {
+        "layers": c.num_hidden_layers,
+        "hidden": c.hidden_size,
+        "feed-forward": c.intermediate_size,
+        "heads": f"{c.num_attention_heads} / {c.num_key_value_heads} of {c.head_dim}",
+        "vocabulary": c.vocab_size,
+    }
