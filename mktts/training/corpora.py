@@ -23,7 +23,10 @@ _RUDE = re.compile(r"\bslurs?\b|offensive (?:term|name|word)|obscen|vulgar|dispa
 _ADULT = re.compile(
     r"\b(sex\w*|rap(e|ed|es|ist|ing)|whore\w*|harlot\w*|prostitut\w*|genital\w*|intercourse|naked\w*|nude|breasts?|"
     r"fornicat\w*|adulter\w*|incest\w*|porn\w*|circumcis\w*|semen|sperm|urine|urinat\w*|feces|suicid\w*|nazis?|"
-    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|phall\w*|anus|anal|fuck\w*)\b",
+    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|phall\w*|anus|anal|"
+    r"fuck\w*|bitch\w*|slut\w*|squaw\w*|mulatto\w*|lynch\w*|retard\w*|midget\w*|spastic\w*|cripple\w*|gyps\w+|"
+    r"homosexual\w*|lesbian\w*|jew(?:s|ish)?|gentiles?|holocaust|hitler|genocid\w*|terroris\w*|abortion\w*|fart\w*|"
+    r"piss\w*|boobs?|tits?|asse?s?|damn\w*)\b",
     re.I,
 )
 # Common words that WordNet calls rude, or lists beside rude ones, in one sense of many.

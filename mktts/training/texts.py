@@ -35,7 +35,7 @@ SHARES = {
     REPLIES: 0.02,
 }
 _SALAD_WORDS = (3, 8)
-_PAIR_WORDS = 9  # of each half, at most
+_PAIR_WORDS = 12  # of each half, at most
 _FEW_WORDS = 3
 
 
