@@ -13,10 +13,13 @@ import nbformat
 import pytest
 
 from mktts import batch, grid, kernel_report
+from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-TITLES = ["00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "06_report"]
+TITLES = [
+    "00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "06_report", "07_voice",
+]  # fmt: skip
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
 COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
@@ -93,6 +96,14 @@ def test_parameters_are_one_cell_of_typed_commented_literals(path):
         assert name == name.upper() and type(value).__name__ == kind, name
         assert statement.lineno in comments, f"{name} has no comment that explains it"
     assert parameters(path)["RUN_DIR"].value.value == ""
+
+
+@each
+def test_the_checkpoint_that_is_opened_by_default_is_the_packages(path):
+    found = parameters(path).get("CHECKPOINT")
+    if found is not None:
+        assert found.value.value == ("small" if path.stem == "07_voice" else DEFAULT_CHECKPOINT)
+        assert path.stem == "07_voice" or SOURCES in code_cells(path)[0].source
 
 
 @each
@@ -177,6 +188,7 @@ SMALL = {
         ["conversation.png", "conversation.wav", "latency.json"],
     ),
     "06_report": ([], ["missing", "runs_read"], []),
+    "07_voice": (["MAX_FRAMES=8"], ["missing", "params", "rtf_median", "ttfc_ms_median"], []),
 }
 
 
