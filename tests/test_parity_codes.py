@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from functools import cache
 
 import pytest
 import torch
+from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
 from mktts.parity import DTYPES, compare_codes, first_mismatch, main, our_codes, run, standard_requests
@@ -15,17 +15,11 @@ from mktts.prompt import PromptBuilder, Request
 from mktts.sampling import Choice, Sampling
 from mktts.spec import NUM_CODEBOOKS
 from mktts.torch_backend import TorchBackend
-from mktts.upstream import generate_codes, load_upstream
+from mktts.upstream import generate_codes
 
 SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
 FRAMES = 5
 LIKE_UPSTREAM = Sampling(rng="torch")
-
-
-@cache
-def loaded(source: str, dtype: torch.dtype):
-    checkpoint = open_checkpoint(source)
-    return checkpoint, load_upstream(checkpoint, dtype)
 
 
 def backend_of(checkpoint, dtype: torch.dtype) -> tuple[TorchBackend, PromptBuilder]:

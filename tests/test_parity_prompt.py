@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
+from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
 from mktts.parity import DTYPES, compare_prompts, made_up_voice, standard_requests
 from mktts.prompt import PromptBuilder, Request
-from mktts.upstream import load_upstream, prompt_embeds
+from mktts.upstream import prompt_embeds
 
 SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
-
-
-@cache
-def loaded(source: str, dtype: torch.dtype, tokenizer: str = "hub"):
-    checkpoint = open_checkpoint(source)
-    return checkpoint, load_upstream(checkpoint, dtype, tokenizer=tokenizer)
 
 
 def unequal(source: str, dtype: str, requests) -> list[dict]:

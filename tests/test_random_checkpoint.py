@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from upstream_models import loaded
 
 from mktts import random_checkpoint, upstream
 from mktts.checkpoint import Checkpoint, open_checkpoint
@@ -50,10 +51,10 @@ def test_a_folder_without_the_marker_is_not_random(tmp_path: Path) -> None:
     assert not open_checkpoint(folder).is_random
 
 
-@pytest.mark.parametrize("fixture", ["tiny", "tiny_base", "tiny_design", "tiny_projected"])
-def test_upstream_loads_every_type_and_holds_these_weights(fixture: str, request: pytest.FixtureRequest) -> None:
-    checkpoint: Checkpoint = request.getfixturevalue(fixture)
-    model = upstream.load_upstream(checkpoint).model
+@pytest.mark.parametrize("words", ["tiny", "tiny:base", "tiny:voice_design", "tiny-projected"])
+def test_upstream_loads_every_type_and_holds_these_weights(words: str, checkpoint_cache: None) -> None:
+    checkpoint, upstreams = loaded("random:" + words)
+    model = upstreams.model
     held, held_codec = model.state_dict(), model.speech_tokenizer.model.state_dict()
     ours = checkpoint.tensors()
     assert held.keys() == ours.keys()
@@ -64,7 +65,7 @@ def test_upstream_loads_every_type_and_holds_these_weights(fixture: str, request
 
 
 def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> None:
-    codec = upstream.load_upstream(tiny).model.speech_tokenizer.model
+    codec = loaded("random:tiny")[1].model.speech_tokenizer.model
     codes = torch.randint(0, 2048, (1, 16, 25), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         pcm = codec.decoder(codes)
@@ -108,11 +109,10 @@ def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str, monkeypatch
         return argmax(logits, *args, **options)
 
     monkeypatch.setattr(torch, "argmax", spy)
-    checkpoint = open_checkpoint(name)
     request = Request(TEXT, language="english", speaker="ryan")
     greedy = Sampling().greedy()
     fine, coarse = (
-        upstream.generate_codes(upstream.load_upstream(checkpoint, dtype), request, greedy, 0, 6)
+        upstream.generate_codes(loaded(name, dtype)[1], request, greedy, 0, 6)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert fine.shape == (6, 16)
@@ -122,7 +122,7 @@ def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str, monkeypatch
 
 
 def test_with_margins_other_text_still_gives_other_codes(tiny_margin: Checkpoint) -> None:
-    model = upstream.load_upstream(tiny_margin)
+    _, model = loaded("random:tiny:margin")
     one, two = (
         upstream.generate_codes(
             model, Request(text, speaker="ryan", layout="streaming"), Sampling().greedy(), 0, max_frames=6
@@ -134,7 +134,7 @@ def test_with_margins_other_text_still_gives_other_codes(tiny_margin: Checkpoint
 
 @pytest.mark.parametrize(("words", "frames"), [("tiny:margin:eos4", 4), ("tiny-projected:margin:eos9", 9)])
 def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
-    model = upstream.load_upstream(open_checkpoint("random:" + words))
+    _, model = loaded("random:" + words)
     codes = upstream.generate_codes(model, Request(TEXT, speaker="ryan"), Sampling().greedy(), 0, max_frames=20)
     assert codes.shape == (frames, 16)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from upstream_models import loaded
 
 from mktts.audio import write_wav
 from mktts.errors import VoiceError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.upstream import load_upstream
 from mktts.voice import Voice
 
 TEXT = "What the reference says."
@@ -25,7 +25,7 @@ def hum(samples: int, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def upstream(request, tiny_base):
-    return load_upstream(tiny_base, request.param)
+    return loaded("random:tiny:base", request.param)[1]
 
 
 @pytest.mark.parametrize("rate_hz", [SAMPLE_RATE_HZ, 8000, 44100])
