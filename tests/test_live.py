@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
@@ -67,9 +68,12 @@ async def test_stop_ends_it_in_the_middle_of_a_conversation_and_again_is_harmles
         agent.config()
 
 
-def test_it_ends_with_the_last_reference_to_it(checkpoint_cache):
-    agent = live.start(checkpoint="random:tiny")
-    process = agent._process
+def test_it_ends_with_the_last_reference_to_it():
+    """Any child that ends with its standard input, as the agent does in the tests around this one."""
+    code = [sys.executable, "-Sc", "import sys; sys.stdin.read()"]
+    process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    agent = live.LiveAgent(process, io.StringIO(), "http://127.0.0.1/")
+    assert agent.running
     del agent
     gc.collect()
     assert process.poll() is not None
