@@ -43,7 +43,7 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     """One conversation, in real time, looked at from all sides."""
     order, lines = Order(), []
     script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
-    settings = from_environment({}, turn_end="timeout", greeting="", seed=1)
+    settings = from_environment({}, checkpoint="random:tiny", turn_end="timeout", greeting="", seed=1)
     talk = await converse(settings, script, wav=tmp_path / "talk.wav", say=lines.append, observers=[order])
 
     story, stop = talk.turns

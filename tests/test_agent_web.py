@@ -27,7 +27,7 @@ from mktts.agent.websocket import PcmSerializer
 from mktts.errors import ServerError
 from mktts.spec import SAMPLE_RATE_HZ
 
-SETTINGS = AgentSettings(turn_end="timeout", seed=1)
+SETTINGS = AgentSettings(checkpoint="random:tiny", turn_end="timeout", seed=1)
 KEY = "let-me-in"
 PIECE_S = 0.02
 PIECE_BYTES = 2 * round(PIECE_S * user_speech.USER_RATE_HZ)

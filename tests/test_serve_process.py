@@ -56,7 +56,7 @@ class Process:
 
     def __init__(self, *words: str) -> None:
         code = "import sys; from mktts.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, "serve", "--port", "0", *words]
+        command = [sys.executable, "-c", code, "serve", "--checkpoint", "random:tiny", "--port", "0", *words]
         environment = {**os.environ, **python_path()}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.log = ""
