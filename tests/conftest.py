@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.text_tokens import TextVocabulary
+from mktts.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +23,27 @@ def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     os.environ["MKTTS_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "mktts-cache")
     yield
     del os.environ["MKTTS_CACHE"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
+    """Keeps the tokenizers of the cache's checkpoints: a vocabulary takes a quarter of a second to read, the files do
+    not change while tests run, and a tokenizer has no state. Those of all other folders are read every time."""
+    shared = Path(os.environ["MKTTS_CACHE"]).resolve()
+    kept: dict[tuple, TextTokenizer | TextVocabulary] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (TextTokenizer, TextVocabulary):
+
+            def load(cls: type, folder: str | Path, *words: int, read: Callable = kind.load) -> object:
+                if not Path(folder).resolve().is_relative_to(shared):
+                    return read(folder, *words)
+                key = (cls, Path(folder).resolve(), *words)
+                if key not in kept:
+                    kept[key] = read(folder, *words)
+                return kept[key]
+
+            patch.setattr(kind, "load", classmethod(load))
+        yield
 
 
 @pytest.fixture(scope="session")
