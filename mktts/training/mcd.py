@@ -1,23 +1,31 @@
-"""Mel-cepstral distortion after time alignment, and the cepstra and pitch that tell speakers apart."""
+"""Mel-cepstral distortion after time alignment, and the cepstra it compares."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
-from mktts.errors import MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
 
-_WINDOW, _HOP, _BANDS, _COEFFICIENTS = 1024, 240, 40, 13
-_FLOOR = 1e-5
+WINDOW, HOP = 1024, 240  # 43 ms every 10 ms
+_BANDS, _COEFFICIENTS = 40, 13
+_FLOOR = WINDOW / 4 * 10 ** (-80 / 20)  # of a sine at -80 dBFS: what is fainter differs for no listener
 _DB = 10 / np.log(10) * np.sqrt(2)  # Kubichek 1993
-_LOWEST_HZ, _HIGHEST_HZ, _VOICED = 60.0, 400.0, 0.5
+
+
+def frames(pcm: np.ndarray) -> np.ndarray:
+    """float32 (n,) at 24 kHz -> (frames, 1024) every 10 ms; what is shorter than a window is filled with zeros."""
+    padded = np.pad(pcm.astype(np.float64), (0, max(0, WINDOW - len(pcm))))
+    return np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
 
 
 def cepstra(pcm: np.ndarray) -> np.ndarray:
-    """float32 (n,) at 24 kHz -> mel cepstra 1 to 13 (frames, 13) of natural-log mel magnitudes, every 10 ms."""
-    if len(pcm) < _WINDOW:
-        raise MetricsError(f"expected at least {_WINDOW} samples, got {len(pcm)}")
-    magnitudes = np.abs(np.fft.rfft(_frames(pcm) * np.hanning(_WINDOW)))
+    """float32 (n,) at 24 kHz -> mel cepstra 1 to 13 (frames, 13) of natural-log mel magnitudes, every 10 ms.
+
+    The level of a frame (cepstrum 0) is left out, as is usual.
+    """
+    magnitudes = np.abs(np.fft.rfft(frames(pcm) * np.hanning(WINDOW)))
     logs = np.log(np.maximum(magnitudes @ _mel().T, _FLOOR))
     n = np.arange(_BANDS) + 0.5
     basis = np.cos(np.pi / _BANDS * np.arange(1, _COEFFICIENTS + 1)[:, None] * n) * np.sqrt(2 / _BANDS)
@@ -28,41 +36,36 @@ def distortion_db(a: np.ndarray, b: np.ndarray) -> float:
     """Mean over the dynamic-time-warping path of 10/ln 10 * sqrt(2 sum (difference)^2), in dB; 24 kHz audio in."""
     x, y = cepstra(a), cepstra(b)
     cost = np.sqrt(np.maximum((x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T, 0))
-    total = np.full((len(x) + 1, len(y) + 1), np.inf)
-    steps = np.zeros_like(total)
-    total[0, 0] = 0
-    for i in range(1, len(x) + 1):
-        for j in range(1, len(y) + 1):
-            u, v = min(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda at: total[at])
-            total[i, j], steps[i, j] = total[u, v] + cost[i - 1, j - 1], steps[u, v] + 1
-    return float(_DB * total[-1, -1] / steps[-1, -1])
+    total, steps = warp(cost)
+    return float(_DB * total / steps)
 
 
-def median_f0_hz(pcm: np.ndarray) -> float:
-    """Median pitch of the voiced frames by autocorrelation; nan where no frame is voiced."""
-    frames = _frames(pcm) * np.hanning(_WINDOW)
-    frames = frames - frames.mean(1, keepdims=True)
-    power = np.abs(np.fft.rfft(frames, 2 * _WINDOW)) ** 2
-    window = np.fft.irfft(np.abs(np.fft.rfft(np.hanning(_WINDOW), 2 * _WINDOW)) ** 2)
-    low, high = int(SAMPLE_RATE_HZ / _HIGHEST_HZ), int(SAMPLE_RATE_HZ / _LOWEST_HZ)
-    found = np.fft.irfft(power)[:, : high + 1] / window[: high + 1]  # the window's own slope taken out (Boersma 1993)
-    loud = found[:, 0] > 0.05 * found[:, 0].max(initial=0)
-    ratio = found[:, low:] / np.maximum(found[:, :1], 1e-12)
-    # the first peak nearly as high as the highest: multiples of the period are as high as the period itself
-    inner = ratio[:, 1:-1]
-    peak = (inner >= ratio[:, :-2]) & (inner > ratio[:, 2:]) & (inner > 0.9 * ratio.max(1, keepdims=True))
-    lag = low + 1 + peak.argmax(1)
-    voiced = loud & (ratio.max(1) > _VOICED) & peak.any(1)
-    return float(np.median(SAMPLE_RATE_HZ / lag[voiced])) if voiced.any() else float("nan")
+def warp(cost: np.ndarray) -> tuple[float, int]:
+    """Sum and number of cells of the cheapest path through `cost` (I, J) from corner to corner, by steps of one."""
+    rows, columns = cost.shape
+    # one anti-diagonal at a time, indexed by row + 1: index 0 is a border
+    total = [np.full(rows + 1, np.inf) for _ in range(3)]
+    steps = [np.zeros(rows + 1, np.int64) for _ in range(3)]
+    total[1][0] = 0  # the cell before the first
+    for diagonal in range(rows + columns - 1):
+        low, high = max(0, diagonal - columns + 1), min(rows, diagonal + 1)
+        i = np.arange(low, high)
+        older, newer, now = (total[(diagonal + k) % 3] for k in (1, 2, 0))
+        older_steps, newer_steps, now_steps = (steps[(diagonal + k) % 3] for k in (1, 2, 0))
+        came = np.stack((older[i], newer[i], newer[i + 1]))  # from (i-1, j-1), (i-1, j), (i, j-1)
+        chosen = came.argmin(0)
+        now[:] = np.inf
+        now[i + 1] = came[chosen, i - low] + cost[i, diagonal - i]
+        before = np.stack((older_steps[i], newer_steps[i], newer_steps[i + 1]))
+        now_steps[i + 1] = before[chosen, i - low] + 1
+    last = (rows + columns - 2) % 3
+    return float(total[last][rows]), int(steps[last][rows])
 
 
-def _frames(pcm: np.ndarray) -> np.ndarray:
-    return np.lib.stride_tricks.sliding_window_view(pcm.astype(np.float64), _WINDOW)[::_HOP]
-
-
+@cache
 def _mel() -> np.ndarray:
     """(bands, window / 2 + 1) triangles, HTK's mel scale up to 8 kHz: the teacher has nothing above."""
     edges = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + 8000 / 700), _BANDS + 2) / 2595) - 1)
-    hz = np.fft.rfftfreq(_WINDOW, 1 / SAMPLE_RATE_HZ)
+    hz = np.fft.rfftfreq(WINDOW, 1 / SAMPLE_RATE_HZ)
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     return np.maximum(0, np.minimum((hz - low) / (middle - low), (high - hz) / (high - middle)))

@@ -1,21 +1,57 @@
-"""Word error rate, and what an independent recogniser hears."""
+"""Words and their errors: what was said against what was heard, and the ratio of two rates with its uncertainty."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mktts.errors import BackendUnavailable, MetricsError
+from mktts.errors import MetricsError
 
-RECOGNISER_RATE_HZ = 16_000
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SCALES = ((1_000_000, "million"), (1_000, "thousand"), (100, "hundred"))
+_TITLES = {"mr": "mister", "mrs": "missus", "dr": "doctor"}
+_YEARS = range(1_100, 2_000)  # four digits that are read in pairs
+_LONGEST_DIGITS = 9  # more are read one by one
+_DRAWS = 10_000
+_TAIL_PERCENT = 2.5
 
 
 def words(text: str) -> list[str]:
-    """Lower case, hyphens apart, no punctuation but the apostrophe."""
-    return re.findall(r"[a-z0-9']+", text.lower().replace("-", " "))
+    """Lower case, hyphens apart, digits in words, no punctuation but an apostrophe inside a word."""
+    found: list[str] = []
+    for token in re.findall(r"\d{1,3}(?:,\d{3})+|\d+|[a-z]+(?:'[a-z]+)*", text.lower().replace("’", "'")):
+        if token[0].isdigit():
+            found += _cardinal(int(token.replace(",", ""))) if "," in token else spoken(token)
+        else:
+            found.append(_TITLES.get(token, token))
+    return found
+
+
+def spoken(digits: str) -> list[str]:
+    """A whole number's words as the teacher says them: years in pairs, a leading zero or many digits one by one."""
+    if len(digits) > _LONGEST_DIGITS or (len(digits) > 1 and digits[0] == "0"):
+        return [_ONES[int(digit)] for digit in digits]
+    value = int(digits)
+    if value in _YEARS:
+        pair = value % 100
+        return _cardinal(value // 100) + (["hundred"] if not pair else ["oh"] * (pair < 10) + _cardinal(pair))
+    return _cardinal(value)
+
+
+def _cardinal(value: int) -> list[str]:
+    for unit, name in _SCALES:
+        if value >= unit:
+            rest = value % unit
+            return [*_cardinal(value // unit), name, *(_cardinal(rest) if rest else [])]
+    if value < len(_ONES):
+        return [_ONES[value]]
+    return [_TENS[value // 10 - 2], *([_ONES[value % 10]] if value % 10 else [])]
 
 
 def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
@@ -28,35 +64,23 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
     return row[-1]
 
 
-def word_error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
-    """Errors of all sentences over words said. Raises MetricsError where no word was said."""
-    total = sum(len(words(text)) for text in said)
-    if not total or len(said) != len(heard):
-        raise MetricsError(f"expected as many texts heard as said, with words: got {len(said)} and {len(heard)}")
-    return sum(word_errors(words(a), words(b)) for a, b in zip(said, heard, strict=True)) / total
+def errors_by_sound(said: str, heard: str, sound: Callable[[str], str]) -> int:
+    """Errors between two texts where words of one `sound` are one word: "to" and "two" cannot be told apart."""
+    return word_errors([sound(word) for word in words(said)], [sound(word) for word in words(heard)])
 
 
-class Recogniser:
-    """pocketsphinx with its packaged English model; `sentences` None is free dictation, else any words of them."""
+def rate_ratio(teacher: Sequence[int], student: Sequence[int], seed: int = 0) -> tuple[float, float, float] | None:
+    """Ratio of two error rates on the same sentences, and its 95 % interval (percentile bootstrap over sentences).
 
-    def __init__(self, sentences: Sequence[str] | None = None) -> None:
-        try:
-            from pocketsphinx import Decoder
-        except ImportError as error:
-            raise BackendUnavailable(f"the word error rate needs the package pocketsphinx: {error}") from None
-        if sentences is None:
-            self._decoder: Any = Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL")
-            return
-        self._decoder = Decoder(samprate=float(RECOGNISER_RATE_HZ), lm=None, loglevel="FATAL")
-        vocabulary = sorted({word for text in sentences for word in words(text)})
-        known = [word for word in vocabulary if self._decoder.lookup_word(word) is not None]
-        self._decoder.add_jsgf_string("loop", f"#JSGF V1.0;\ngrammar loop;\npublic <said> = ({' | '.join(known)})+;\n")
-        self._decoder.activate_search("loop")
-
-    def hear(self, pcm: np.ndarray) -> str:
-        """float32 (n,) at 16 kHz -> the words, "" where none."""
-        self._decoder.start_utt()
-        self._decoder.process_raw((np.clip(pcm, -1, 1) * 32_767).astype("<i2").tobytes(), full_utt=True)
-        self._decoder.end_utt()
-        found = self._decoder.hyp()
-        return found.hypstr if found else ""
+    teacher, student: errors of each sentence. None where the teacher made no error: there is no ratio then. Draws in
+    which it made none are left out. Raises MetricsError where the sentences are not the same number, or none.
+    """
+    if len(teacher) != len(student) or not len(teacher):
+        raise MetricsError(f"expected errors of the same sentences, got {len(teacher)} and {len(student)}")
+    a, b = np.asarray(teacher, np.float64), np.asarray(student, np.float64)
+    if not a.sum():
+        return None
+    drawn = np.random.default_rng(seed).integers(len(a), size=(_DRAWS, len(a)))
+    below, above = a[drawn].sum(1), b[drawn].sum(1)
+    low, high = np.percentile(above[below > 0] / below[below > 0], (_TAIL_PERCENT, 100 - _TAIL_PERCENT))
+    return float(b.sum() / a.sum()), float(low), float(high)
