@@ -99,6 +99,16 @@ def test_distortion_is_nothing_for_the_same_audio_and_more_for_another_pitch():
     assert distortion_db(same, np.zeros(10, np.float32)) > 5  # shorter than a window
 
 
+@pytest.mark.parametrize("ripples", [1, 3, 8])
+def test_distortion_is_the_root_mean_square_of_a_known_difference_of_spectra(ripples):
+    pulses = np.zeros(SAMPLE_RATE_HZ, np.float32)
+    pulses[::240] = 0.9
+    mel = 2595 * np.log10(1 + np.fft.rfftfreq(len(pulses), 1 / SAMPLE_RATE_HZ) / 700)
+    gain_db = 6 * np.cos(ripples * np.pi * mel / (2595 * np.log10(1 + 8000 / 700)))
+    other = np.fft.irfft(np.fft.rfft(pulses) * 10 ** (gain_db / 20))
+    assert distortion_db(pulses, other) == pytest.approx(6 / np.sqrt(2), rel=0.06)
+
+
 def test_a_longer_silence_in_front_is_aligned_away():
     sound, other = vowel(120), vowel(240)
     late = np.concatenate([sound[:4800], sound])

@@ -23,12 +23,13 @@ def frames(pcm: np.ndarray) -> np.ndarray:
 def cepstra(pcm: np.ndarray) -> np.ndarray:
     """float32 (n,) at 24 kHz -> mel cepstra 1 to 13 (frames, 13) of natural-log mel magnitudes, every 10 ms.
 
-    The level of a frame (cepstrum 0) is left out, as is usual.
+    Scaled so that log magnitude = c_0 + sum c_m cos(m w), as the constant of the distortion takes them: the distance
+    of two frames is then the root mean square difference of their smooth spectra in dB. c_0, the level, is left out.
     """
     magnitudes = np.abs(np.fft.rfft(frames(pcm) * np.hanning(WINDOW)))
     logs = np.log(np.maximum(magnitudes @ _mel().T, _FLOOR))
     n = np.arange(_BANDS) + 0.5
-    basis = np.cos(np.pi / _BANDS * np.arange(1, _COEFFICIENTS + 1)[:, None] * n) * np.sqrt(2 / _BANDS)
+    basis = np.cos(np.pi / _BANDS * np.arange(1, _COEFFICIENTS + 1)[:, None] * n) * 2 / _BANDS
     return logs @ basis.T
 
 
