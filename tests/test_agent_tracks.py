@@ -27,6 +27,13 @@ def test_a_pause_between_words_does_not_end_speech():
     assert (start_s, end_s) == pytest.approx((5, 5.5), abs=0.011)
 
 
+def test_a_reply_lies_between_the_ends_of_the_users_speech():
+    user, bot = side((1, 2), (5.2, 6)), side((0.2, 0.8), (2.5, 5.65), (7, 9))
+    replies = tracks.between(user, bot)
+    assert [len(reply) / SAMPLE_RATE_HZ for reply in replies] == pytest.approx([4, 4], abs=0.011)
+    assert np.array_equal(np.concatenate(replies), bot[round(2 * SAMPLE_RATE_HZ) :])
+
+
 @pytest.mark.parametrize("user", [side((1, 2)), side(), np.zeros(0, np.float32)], ids=["in turn", "noise", "nothing"])
 def test_sides_that_take_turns_do_not_overlap(user):
     assert tracks.overlaps(user, np.zeros(len(user), np.float32)) == []

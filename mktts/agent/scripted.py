@@ -19,6 +19,7 @@ from pipecat.observers.user_bot_latency_observer import MeasuredFrom
 
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
+from mktts.agent.hearing import HeardBack, hear_back, word_error_rate
 from mktts.agent.latency import TurnLatency, table
 from mktts.agent.loopback import LoopbackTransport
 from mktts.agent.settings import AgentSettings
@@ -60,6 +61,7 @@ class Talk:
     parts_ms: Pipecat's own split of each wait for the bot, in the same order.
     ttfb_ms: of the voice, as its service reports it to Pipecat, of each turn.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
+    heard_back: what a recogniser hears of each reply; empty with random weights, of which there is nothing to hear.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
     """
 
@@ -70,9 +72,15 @@ class Talk:
     parts_ms: tuple[dict[str, float], ...]
     ttfb_ms: tuple[float, ...]
     stale_frames: int
+    heard_back: tuple[HeardBack, ...]
     user: np.ndarray
     bot: np.ndarray
     wav: Path | None
+
+    @property
+    def word_error_rate(self) -> float | None:
+        """Of `heard_back`; None where that is empty."""
+        return word_error_rate(self.heard_back)
 
     def table(self) -> str:
         """The latencies as text."""
@@ -81,7 +89,8 @@ class Talk:
     def to_json(self) -> str:
         """Everything but the audio, in one line."""
         told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
-        return json.dumps(told | {"turns": [asdict(turn) for turn in self.turns]}, default=str)
+        told |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
+        return json.dumps(told | {"word_error_rate": self.word_error_rate}, default=str)
 
 
 async def converse(
@@ -131,6 +140,7 @@ async def converse(
             if measured.processor == conversation.tts.name
         ),
         stale_frames=watch.stale_frames,
+        heard_back=() if random_weights else await asyncio.to_thread(hear_back, conversation.turns, user, bot),
         user=user,
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
@@ -138,6 +148,10 @@ async def converse(
     for message in talk.messages:
         say(f"{message['role']:>9}: {message['content']}")
     say(talk.table())
+    for reply in talk.heard_back:
+        say(f"{reply.turn:>9}: heard back, {reply.errors} of {reply.words} words wrong: {reply.heard}")
+    if talk.word_error_rate is not None:
+        say(f"word error rate of the bot's whole replies: {talk.word_error_rate:.3f}")
     return talk
 
 

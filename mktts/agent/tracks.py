@@ -32,6 +32,12 @@ def overlaps(user: np.ndarray, bot: np.ndarray) -> list[tuple[float, float]]:
     return found
 
 
+def between(user: np.ndarray, bot: np.ndarray) -> list[np.ndarray]:
+    """What the bot says after each stretch of the user's speech, to the end of the next one: (S_i,) float32 each."""
+    ends = [round(end_s * SAMPLE_RATE_HZ) for _, end_s in _speech(user)]
+    return [bot[begin:end] for begin, end in zip(ends, [*ends[1:], len(bot)], strict=True)]
+
+
 @styled
 def draw(user: np.ndarray, bot: np.ndarray, folder: Path, name: str = "conversation", bot_is: str = "bot") -> Figure:
     """The levels of `user` and `bot` (S,) float32 over time, one above the other; saves `folder`/<name>.png.
