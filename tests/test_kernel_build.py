@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,9 @@ from mktts.inspection import config_at
 from mktts.kernel_build import SHARED, STAGE_BYTES, TARGETS, Build, build_for, compile_kernel, target_of
 from mktts.kernel_pack import choose_shape, choose_text_shape
 from mktts.kernel_unpack import UnpackParams
+from mktts.random_tokenizer import SPECIALS
+from mktts.spec import ModelConfig
+from mktts.training import sizes
 
 SLOW = pytest.mark.slow
 SPILL_BYTES = 1_300  # of stores and loads together; the report below says how many
@@ -55,6 +59,15 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     assert build.cubin[:4] == b"\x7fELF"
     assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
     assert build.constants == compile_kernel(defines(size), arch, SHARED).constants
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
+    text_ids = {"assistant": 1, "": 2_048} | {token: 2_000 + i for i, token in enumerate(SPECIALS)}
+    (tmp_path / "config.json").write_text(json.dumps(sizes.config_files(sizes.VOICE, text_ids)["config.json"]))
+    shape = choose_shape(ModelConfig.load(tmp_path), 132)
+    build = compile_kernel({**shape.defines, "RING": 2}, arch)
+    assert shape.blocks >= 32 and 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from mktts import checkpoint as checkpoint_module
+from mktts.ahead import Ahead
 from mktts.arguments import add_model_arguments
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SMALL, SMALL_FOLDER, Checkpoint, open_checkpoint
 from mktts.cli import build_parser
 from mktts.errors import CheckpointError
 from mktts.kernel_pack import choose_shape
+from mktts.kernel_parity import Plan, parity_of
 from mktts.parity import compare_codes, compare_prompts
 from mktts.prompt import Request
 from mktts.synth import Synthesizer
@@ -134,6 +136,14 @@ def test_codes_of_twenty_whole_sentences_are_upstreams(small, upstream, sampled)
 @pytest.mark.parametrize("multiprocessors", [132, 108, 82])
 def test_the_megakernel_takes_its_shape(small, multiprocessors):
     assert choose_shape(small.config, multiprocessors).blocks >= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
+    plan = Plan(forced=12, exact=0, divergence=24)
+    found = parity_of(str(small.folder), plan, (16, 200), "megakernel", "cuda", Ahead([]))
+    assert found["passed"], found
 
 
 def test_it_speaks_through_the_synthesizer(small):
