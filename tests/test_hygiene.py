@@ -17,7 +17,7 @@ TOP_LEVEL = {
     "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
 }  # fmt: skip
 MAX_LINES = 400
-MAX_REFERENCE_BYTES = 3 * 2**20
+MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 CODE = {".py", ".js", ".mjs", ".cu", ".cuh", ".cpp", ".md", ".toml"}
 
 

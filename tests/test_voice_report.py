@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,6 +155,15 @@ def test_the_card_says_what_it_is_even_unmeasured(tiny):
     ):
         assert said in text
     assert f"| talker | {tiny.config.talker.num_hidden_layers} | {tiny.config.talker.hidden_size} |" in text
+
+
+def test_the_cards_commands_are_understood(tiny):
+    commands = re.findall(r"python -m (mktts\.training\.\w+) (.*)", card(tiny, None).replace("\\\n", " "))
+    assert len(commands) == 7
+    for module, words in commands:
+        source = Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
+        assert "__main__" in source
+        assert [flag for flag in re.findall(r"--[a-z]+", words) if f'"{flag}"' not in source] == []
 
 
 def test_figures_are_saved(tmp_path):

@@ -10,6 +10,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.nb import cell
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
 from mktts.voice_report import quality, reported
+from mktts.weight_files import WeightFiles
 
 _HEAD = """---
 license: apache-2.0
@@ -51,10 +52,10 @@ teacher's speech; then talker and code predictor learn its codes from text, with
 the end of speech learnt. To make it again, with flite's program named by $FLITE:
 
 ```sh
-python -m mktts.training.texts --count 120000 --seed 0 --out texts.xz
-python -m mktts.training.teacher --help
+python -m mktts.training.texts --corpora PACKAGES --out texts.xz
+python -m mktts.training.teacher --texts texts.xz --hours H --out AUDIO
 python -m mktts.training.codec_train --data AUDIO --out CODEC --minutes M --resume
-python -m mktts.training.encode --help
+python -m mktts.training.encode --codec CODEC/state.pt --data AUDIO --out CODES
 python -m mktts.training.talker_train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
 python -m mktts.training.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
 python -m mktts.training.ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
@@ -86,17 +87,17 @@ voices disclaim all warranties.
 def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
     """The whole README.md. evaluation: what `mktts.training.evaluate` wrote; None says that nothing was measured."""
     config = checkpoint.config
-    params = sum(spec.params for files in (checkpoint.files, checkpoint.codec_files) for spec in files.tensors.values())
-    decoder = sum(s.params for n, s in checkpoint.codec_files.tensors.items() if n.startswith("decoder."))
-    encoder = sum(s.params for n, s in checkpoint.codec_files.tensors.items() if n.startswith("encoder."))
+    total = _params(checkpoint.files)
+    predictor = _params(checkpoint.files, "talker.code_predictor.")
+    decoder = _params(checkpoint.codec_files, "decoder.")
     sizes = [
-        {"part": "talker", **_stack(config.talker)},
-        {"part": "code predictor", **_stack(config.predictor)},
-        {"part": "codec decoder", "parameters": f"{decoder:,}"},
+        {"part": "talker", **_stack(config.talker), "parameters": total - predictor},
+        {"part": "code predictor", **_stack(config.predictor), "parameters": predictor},
+        {"part": "codec decoder", "parameters": decoder},
     ]
     speakers = list(config.speakers)
     head = _HEAD.format(
-        params=(params - encoder) / 1e6,
+        params=(total + decoder) / 1e6,
         speakers=", ".join(speakers),
         speaker=speakers[0],
         sizes=markdown(sizes),
@@ -125,7 +126,8 @@ def _measured(evaluation: Mapping[str, Any] | None) -> str:
 ## Quality
 
 Measured on {settings["sentences"]} held-out sentences against the teacher, with an independent recogniser
-(pocketsphinx), {where["date_utc"][:10]}. {verdict}
+(pocketsphinx), on {where["date_utc"][:10]}.
+{verdict}
 
 {markdown(quality(evaluation))}
 
@@ -133,6 +135,10 @@ Without a limit:
 
 {markdown(reported(evaluation))}
 """
+
+
+def _params(files: WeightFiles, prefix: str = "") -> int:
+    return sum(spec.params for name, spec in files.tensors.items() if name.startswith(prefix))
 
 
 def _stack(c: StackConfig) -> dict[str, Any]:

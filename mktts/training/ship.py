@@ -51,12 +51,14 @@ def keep_evidence(
 ) -> None:
     """Replaces in `folder` what is given.
 
+    evaluation: of its single sentences, what was heard is left out.
     curves: stage -> lines. listen: a folder of `mktts.training.evaluate --listen`, of which each speaker keeps one
     sentence, another for each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
-        write_json(folder / EVALUATION, evaluation)
+        rows = [{name: row[name] for name in row if name != "heard"} for row in evaluation["utterances"]]
+        write_json(folder / EVALUATION, {**evaluation, "utterances": rows})
     if curves is not None:
         write_json(folder / CURVES, {stage: thinned(lines) for stage, lines in curves.items()})
     if listen is not None:
