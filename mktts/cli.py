@@ -20,7 +20,7 @@ from mktts.server import command as serve
 
 DESCRIPTION = f"Qwen3-TTS speech, streamed frame by frame. A checkpoint is {SOURCES}."
 EXAMPLES = f"""examples:
-  python -m mktts say "Hello there." -o hello.wav --checkpoint path/to/checkpoint
+  python -m mktts say "Hello there." -o hello.wav
   python -m mktts inspect {DEFAULT_CHECKPOINT}
   python -m mktts bench
   python -m mktts run notebooks/*.ipynb

@@ -24,8 +24,9 @@ PIPE = "-"
 RANDOM_NOTE = "random weights: this is noise, not speech"
 
 EXAMPLES = f"""examples:
+  python -m mktts say "Good morning." -o morning.wav
   python -m mktts say "Good morning." -o morning.wav --checkpoint path/to/checkpoint --speaker vivian
-  python -m mktts say "Good morning." -o - --checkpoint path/to/checkpoint | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
+  python -m mktts say "Good morning." -o - | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
   cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
   python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
 

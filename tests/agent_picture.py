@@ -2,8 +2,8 @@
 
     python tests/agent_picture.py outputs/reference/agent_page.png
 
-takes a picture of the page after it; the voice has random weights, so that what the bot plays is noise. Without a
-Chromium on the machine it says so and leaves the file as it is.
+takes a picture of the page after it, with the package's default voice. Without a Chromium on the machine it says so and
+leaves the file as it is.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ KEY_VARIABLE = "MKTTS_API_KEY"
 _DEFAULTS = Limits()
 
 EXAMPLES = """examples:
-  python -m mktts serve --checkpoint path/to/checkpoint
+  python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
 
