@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,15 +227,21 @@ def measure(setup: Setup, tasks: Sequence[Task], workers: int) -> Iterator[Measu
             yield from pool.map(_run, tasks)
 
 
-_judge: list[Judge] = []  # of a worker process
+_setup: list[Setup] = []  # of a worker process
 
 
 def _start(setup: Setup) -> None:
-    _judge.append(setup.judge())
+    _setup.append(setup)
+
+
+@cache
+def _judge() -> Judge:
+    """Made with the first task: what fails then reaches the caller by name, and not as a broken pool."""
+    return _setup[0].judge()
 
 
 def _run(task: Task) -> Measured:
-    return _judge[0].run(task)
+    return _judge().run(task)
 
 
 @contextmanager
