@@ -135,6 +135,35 @@ def test_discriminators_learn_and_the_codec_is_taught_by_them(shards: Path) -> N
     assert found[-1]["judges"] < found[0]["judges"] and found[-1]["features"] > 0
 
 
+def test_the_decoder_learns_alone_while_the_codes_stay(shards: Path, tmp_path: Path) -> None:
+    crops = Crops(shards, RECIPE.crop_frames, RECIPE.seed)
+    trainer = CodecTrainer(RECIPE, TINY)
+    for _ in range(8):
+        trainer.train_step(crops.batch(trainer.step, 4))
+    trainer.codec.eval()
+    codes, before = (
+        trainer.codec.encode(crops.batch(0, 4)),
+        {n: p.clone() for n, p in trainer.codec.state_dict().items()},
+    )
+    trainer.codec.train()
+    trainer.decoder_only = True
+    train(trainer, crops, tmp_path, minutes=1, stop_at=10)
+    after = trainer.codec.eval().state_dict()
+    changed = {name.split(".")[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"decoder"} and torch.equal(trainer.codec.encode(crops.batch(0, 4)), codes)
+    resumed = CodecTrainer(RECIPE, TINY)
+    resumed.load(tmp_path / "state.pt")
+    assert resumed.decoder_only
+
+
+def test_by_the_clock_the_schedule_ends_with_the_slice(shards: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=1_000_000, quantise_from=0)
+    trainer = CodecTrainer(recipe, TINY)
+    train(trainer, Crops(shards, recipe.crop_frames, 0), tmp_path, minutes=0.05, by_clock=True)
+    assert trainer.step < 1_000 and trainer.progress is not None and 0.5 < trainer.progress < 1
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.55 * recipe.rate
+
+
 def test_a_slice_of_training_leaves_curves_a_codec_and_codes_of_every_clip(shards: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=2, quantise_from=0)
     train(CodecTrainer(recipe, TINY), Crops(shards, recipe.crop_frames, 0), tmp_path, minutes=1, every=1)

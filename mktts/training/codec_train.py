@@ -2,13 +2,16 @@
 
 A run can be cut anywhere: `state.pt` holds everything the next step depends on, and crops, codebook moves and
 quantiser dropout depend on the seed and the step only. `curves.json` holds the printed lines.
-Learning rates fall with the step (`--steps`), not with the clock, so that slices of any length give one schedule.
+Learning rates fall with the step (`--steps`), not with the clock, so that slices of any length give one schedule; the
+last slice can be told to bring the schedule to its end in its own time (`--by-clock`), which no second run repeats.
+Once the codes have been made (`mktts.training.encode`), `--decoder-only` goes on with the decoder alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,14 +48,30 @@ def measured_mel(codec: Codec, pcm: Tensor) -> float:
     return float(distance)
 
 
-def train(trainer: CodecTrainer, crops: Crops, out: Path, minutes: float, every: int = 100) -> None:
-    """Trains for `minutes`, or until the recipe is done; leaves state, curves and the codec in `out`."""
+def train(
+    trainer: CodecTrainer,
+    crops: Crops,
+    out: Path,
+    minutes: float,
+    every: int = 100,
+    stop_at: int | None = None,
+    by_clock: bool = False,
+) -> None:
+    """Trains for `minutes`, until step `stop_at`, or until the recipe is done; leaves state, curves and codec in `out`.
+
+    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold.
+    """
     start, last_step, last_s = time.monotonic(), trainer.step, time.monotonic()
+    last, begun = stop_at or trainer.recipe.steps, min(1.0, trainer.step / trainer.recipe.steps)
+    if by_clock:
+        last = stop_at or math.inf
     before_s, always = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
     # `always`: the same crops each time, so that lines compare; they are training audio
     usage: list[Tensor] = []
     batches = crops.batches(trainer.step, trainer.recipe.batch)
-    while trainer.step < trainer.recipe.steps and time.monotonic() - start < 60 * minutes:
+    while trainer.step < last and (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
+        if by_clock:
+            trainer.progress = begun + (1 - begun) * passed
         found = trainer.train_step(next(batches).to(trainer.device, non_blocking=True))
         usage = [*usage[-15:], found.pop("codes").to(trainer.device)]
         if trainer.step % every == 0 or trainer.step == 1:
@@ -90,6 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the trained codec")
     parser.add_argument("--minutes", type=float, default=5.0, help="stop after this time")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
+    parser.add_argument("--stop-at", type=int, help="stop at this step, of a schedule that goes on")
+    parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
+    parser.add_argument("--decoder-only", action="store_true", help="from here on, the codes stay as they are")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder")
@@ -117,10 +139,11 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = CodecTrainer(recipe, device=options.device, autocast=options.autocast, compile_codec=options.compile)
     if options.resume and (options.out / STATE).exists():
         trainer.load(options.out / STATE)
+    trainer.decoder_only |= options.decoder_only
     crops = Crops(options.data, recipe.crop_frames, recipe.seed)
     audio_s = recipe.batch * recipe.crop_frames * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
     print(f"{crops.hours:.2f} h of audio, {audio_s:.0f} s a step, from step {trainer.step}", flush=True)
-    train(trainer, crops, options.out, options.minutes, options.every)
+    train(trainer, crops, options.out, options.minutes, options.every, options.stop_at, options.by_clock)
 
 
 if __name__ == "__main__":

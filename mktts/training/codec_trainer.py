@@ -73,6 +73,8 @@ class CodecTrainer:
         # only what has no random choices and no state of its own is compiled
         self._decode = torch.compile(self.codec.decoder) if compile_codec else self.codec.decoder
         self.step = 0
+        self.decoder_only = False  # True: encoder and codebooks stay as they are, so that the codes already made hold
+        self.progress: float | None = None  # of the schedule; None: step over steps
         self.seconds = 0.0
         self.curves: list[dict[str, float]] = []
 
@@ -102,6 +104,10 @@ class CodecTrainer:
 
     def _latent(self, pcm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         quantizer, quantised_steps = self.codec.quantizer, self.step - self.recipe.quantise_from
+        if self.decoder_only:
+            with torch.no_grad():
+                latent, codes, commitment = quantizer.eval()(self.codec.encoder(pcm))
+            return latent, codes, commitment
         encoded = self.codec.encoder(pcm)
         if quantised_steps < 0:
             shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
@@ -137,7 +143,7 @@ class CodecTrainer:
 
     def _set_rates(self) -> None:
         r = self.recipe
-        progress = min(1.0, self.step / r.steps)
+        progress = min(1.0, self.step / r.steps) if self.progress is None else self.progress
         factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for optimizer, rate in ((self.optimizer, r.rate), (self.judge_optimizer, r.judge_rate)):
             for group in optimizer.param_groups:
@@ -147,8 +153,8 @@ class CodecTrainer:
         """Writes the whole state, or leaves the file as it was."""
         data = io.BytesIO()
         modules = {name: getattr(self, name).state_dict() for name in _SAVED}
-        progress = {"step": self.step, "seconds": self.seconds, "curves": self.curves}
-        torch.save(modules | progress | {"recipe": asdict(self.recipe), "sizes": asdict(self.codec.sizes)}, data)
+        place = {"step": self.step, "seconds": self.seconds, "decoder_only": self.decoder_only, "curves": self.curves}
+        torch.save(modules | place | {"recipe": asdict(self.recipe), "sizes": asdict(self.codec.sizes)}, data)
         write_whole(path, data.getvalue())
 
     def load(self, path: Path) -> None:
@@ -164,6 +170,7 @@ class CodecTrainer:
         for name in _SAVED:
             getattr(self, name).load_state_dict(state[name])
         self.step, self.seconds, self.curves = state["step"], state["seconds"], state["curves"]
+        self.decoder_only = state["decoder_only"]
 
 
 def load_codec(path: Path, device: torch.device | str = "cpu") -> Codec:

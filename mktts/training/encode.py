@@ -60,9 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
     parser.add_argument("--out", type=Path, required=True, help="folder for codes shards; those there are kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth shard from the Ith, for N devices at once")
     options = parser.parse_args(arguments)
+    part, parts = map(int, options.part.split("/"))
     codec = load_codec(options.codec, options.device)
-    for path in shard_paths(options.data):
+    for path in shard_paths(options.data)[part - 1 :: parts]:
         target = options.out / path.name
         if not target.exists():
             print(f"{path.name}: {encode_shard(codec, path, target)} frames", flush=True)

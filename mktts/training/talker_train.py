@@ -2,8 +2,9 @@
 
 A run can be cut anywhere and go on with `--resume`: `talker.pt` holds everything the next step depends on; batches,
 noise and dropout follow from the seed and the step. The learning rate falls with the step (`--steps`), so that slices
-of any length give one schedule. `talker_curves.json` holds the printed lines, `prepared/` the tokenizer and JSON
-files. With `--codec` (a speech_tokenizer folder) the whole checkpoint is written to `voice/` at the end of a slice.
+of any length give one schedule (`--by-clock` ends it within the slice instead). `talker_curves.json` holds the printed
+lines, `prepared/` the tokenizer and JSON files. With `--codec` (a speech_tokenizer folder) the whole checkpoint is
+written to `voice/` at the end of a slice.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class TalkerTrainer:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.step = self.epoch = self.position = 0
+        self.progress: float | None = None  # of the schedule; None: step over steps
         self.curves: list[dict[str, float]] = []
         numbers = range(len(data.frames))
         usable = [i for i in numbers if data.frames[i] and len(data.ids[i])]
@@ -115,7 +117,7 @@ class TalkerTrainer:
     def learning_rate(self) -> float:
         """Linear warm-up, then a cosine down to a twentieth."""
         recipe = self.recipe
-        done = min(1.0, self.step / recipe.steps)
+        done = min(1.0, self.step / recipe.steps) if self.progress is None else self.progress
         warm = min(1.0, (self.step + 1) / recipe.warmup_steps)
         return recipe.learning_rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -188,11 +190,17 @@ def open_data(clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device 
     return Sequences(clips, config, TextTokenizer.load(folder), device)
 
 
-def train(trainer: TalkerTrainer, out: Path, minutes: float, every: int = 100) -> None:
-    """Trains until the clock or the recipe's steps end; saves, reports and evaluates every so often."""
+def train(trainer: TalkerTrainer, out: Path, minutes: float, every: int = 100, by_clock: bool = False) -> None:
+    """Trains until the clock or the recipe's steps end; saves, reports and evaluates every so often.
+
+    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold.
+    """
     started, reported = time.monotonic(), time.monotonic()
     recipe = trainer.recipe
-    while trainer.step < recipe.steps and time.monotonic() - started < 60 * minutes:
+    begun, last = min(1.0, trainer.step / recipe.steps), math.inf if by_clock else recipe.steps
+    while trainer.step < last and (passed := (time.monotonic() - started) / (60 * minutes)) < 1:
+        if by_clock:
+            trainer.progress = begun + (1 - begun) * passed
         losses = trainer.train_step()
         if trainer.step % every == 0:
             line = {"step": trainer.step, "epoch": trainer.epoch, "lr": trainer.learning_rate()}
@@ -216,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
+    parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
     parser.add_argument("--size", choices=("voice", "tiny"), default="voice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -227,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = TalkerTrainer(open_data(read_clips(options.codes), options.out, sizes, options.device), recipe)
     if options.resume and (options.out / STATE).is_file():
         trainer.load(options.out / STATE)
-    train(trainer, options.out, options.minutes)
+    train(trainer, options.out, options.minutes, by_clock=options.by_clock)
     if options.codec:
         shutil.rmtree(options.out / VOICE_FOLDER, ignore_errors=True)
         write_checkpoint(options.out / VOICE_FOLDER, options.out / PREPARED, trainer.average, options.codec)
