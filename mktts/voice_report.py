@@ -156,7 +156,9 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path,
     stages = [stage for stage in shown if curves.get(stage)] or ["codec"]
     figure, panels = new(2.9 * len(stages), rows=len(stages))
     for axes, stage in zip(panels, stages, strict=True):
-        for colour, (key, label) in zip(SERIES, shown[stage].items(), strict=False):
+        families = list(dict.fromkeys(key.removeprefix("held_out_") for key in shown[stage]))
+        for key, label in shown[stage].items():
+            colour = SERIES[families.index(key.removeprefix("held_out_"))]
             points = [(line["step"], line[key]) for line in curves.get(stage, ()) if key in line]
             if points:
                 style = {"marker": ".", "linestyle": "--"} if key.startswith("held_out") else {}

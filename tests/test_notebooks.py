@@ -215,7 +215,7 @@ def test_notebook_runs_headless_and_records(stem, run_notebook):
     assert set(recorded) <= set(found)
     assert {path.name for path in folder.iterdir()} >= {"executed.ipynb", "metrics.json", *files}
     executed = folder / "executed.ipynb"
-    assert executed.stat().st_size < 2_000_000
+    assert executed.stat().st_size < (4_000_000 if stem == "07_voice" else 2_000_000)  # the voice is there to be heard
     outputs = json.dumps([cell.get("outputs", []) for cell in read(executed).cells])
     assert "Figure(" not in outputs, "a figure was shown as text"
     assert COMPILING.sub("", stderr_of(executed)) == "", "the notebook writes warnings"
