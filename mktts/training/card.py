@@ -41,9 +41,9 @@ Teacher: the synthesizer flite 2.2 with its voices slt, rms and awb, resampled f
 voices (clustergen) that Carnegie Mellon University built from its own CMU ARCTIC recordings of two American speakers
 and one Scottish. No other audio was used, and no output of another text-to-speech model.
 
-Texts: English sentences of a grammar in this repository, and sentences taken from freely licensed Debian packages
-(`mktts/training/corpora.py` names them). The held-out sentences are a file of the repository, apart from all training
-texts.
+Texts: English sentences of a grammar in this repository, and sentences and words of freely licensed Debian packages:
+WordNet 3.0, SCOWL and the King James text (NOTICE has their terms). The held-out sentences are a file of the
+repository, mktts/training/held_out.txt, apart from all training texts.
 
 ## How it was made
 
