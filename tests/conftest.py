@@ -5,12 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.metrics import environment, write_json
 from mktts.text_tokens import TextVocabulary
 from mktts.tokenizer import TextTokenizer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="write outcomes, durations and this machine as JSON")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With --record, every case that ran: its outcome and seconds. What was deselected or skipped is counted."""
+    if not (path := config.getoption("--record")):
+        return
+    stats = terminalreporter.stats
+    cases = {
+        report.nodeid: {"outcome": outcome, "seconds": round(report.duration, 2)}
+        for outcome in ("passed", "failed", "error")
+        for report in stats.get(outcome, [])
+    }
+    counts = {
+        outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped", "deselected")
+    }
+    write_json(path, {"environment": environment(), "arguments": list(config.args), "counts": counts, "cases": cases})
 
 
 @pytest.fixture(scope="session", autouse=True)
