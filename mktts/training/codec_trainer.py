@@ -107,7 +107,7 @@ class CodecTrainer:
         if self.decoder_only:
             with torch.no_grad():
                 latent, codes, commitment = quantizer.eval()(self.codec.encoder(pcm))
-            return latent, codes, commitment
+            return latent.requires_grad_(), codes, commitment  # as before, or a compiled decoder is compiled again
         encoded = self.codec.encoder(pcm)
         if quantised_steps < 0:
             shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
