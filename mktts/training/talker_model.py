@@ -16,6 +16,13 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 _INIT_STD = 0.02
 
 
+class Norm(nn.RMSNorm):
+    """The fused kernel wants weights of the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with q/k norms. Right padding needs no mask: nothing before it sees it."""
 
@@ -26,8 +33,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.q_norm = Norm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = Norm(c.head_dim, c.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, T, H) -> (B, T, H)."""
@@ -57,8 +64,8 @@ class Layer(nn.Module):
     def __init__(self, c: StackConfig, dropout: float) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(c), Mlp(c)
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,7 +79,7 @@ class Stack(nn.Module):
     def __init__(self, c: StackConfig, dropout: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(c, dropout) for _ in range(c.num_hidden_layers))
-        self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.register_buffer("frequency", inverse_frequency(c.head_dim, c.rope_theta), persistent=False)
 
     def run(self, x: Tensor) -> Tensor:
