@@ -4,6 +4,7 @@
 
 * forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows, the kernel
   choosing the codes. `ratio` is the kernel's relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes.
+  Rows beyond what the kernel's prefill takes go through the kernel one by one (`prompt_rows_one_by_one`).
 * distributions: total variation distance to fp32's sampling distributions, of the kernel and of the bf16 oracle.
 * divergence: the first greedy choice that differs from fp32's on ordinary random weights. It is explained where fp32's
   own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and frame.
@@ -100,7 +101,7 @@ class Sides:
             prompt = random_rows(self.fp32, rows, seed)
             text = random_rows(self.fp32, frames, 1_000 + seed)
             room = frames - made
-            tested, bf16, fp32 = (b.start(prompt, sampling, seed, room) for b in self._backends())
+            tested, bf16, fp32 = (b.start(prompt, sampling, seed, room) for b in (self.kernel, self.bf16, self.fp32))
             for index in range(room):
                 row = text[index] if index else None
                 ours = self.kernel.step(tested, row)
@@ -113,8 +114,9 @@ class Sides:
                     return made
         return made
 
-    def _backends(self) -> tuple[Backend, ...]:
-        return self.kernel.backend, self.bf16, self.fp32
+    def rows_one_by_one(self, rows: int) -> int:
+        """How many of a prompt's rows the kernel takes one by one."""
+        return max(0, rows - (self.kernel.rows_at_once or rows))
 
 
 @torch.inference_mode()
@@ -155,6 +157,7 @@ def forced_errors(sides: Sides, contexts: Sequence[int], frames: int, sampling: 
     }
     return {
         "frames": made,
+        "prompt_rows_one_by_one": {str(context): sides.rows_one_by_one(context) for context in contexts},
         "pooled": pooled,
         "by_head": numbered("head"),
         "by_layer": numbered("layer"),

@@ -39,6 +39,11 @@ class KernelPrefill:
         self._prefill.warm_up()  # a graph captured while a stream waits would cost it tens of ms
         self._prefixes = PrefixCache(self._prefill)
 
+    @property
+    def capacity(self) -> int:
+        """Rows of a prompt that the graphs take."""
+        return self._prefill.capacity
+
     @torch.inference_mode()
     def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
         """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
@@ -52,7 +57,7 @@ class KernelPrefill:
         A prompt beyond the graphs' capacity goes through eager PyTorch, without a kept prefix, where the stack has
         matrices of its own (a Qwen3Stack). Raises CapacityError where it has not.
         """
-        capacity = self._prefill.capacity
+        capacity = self.capacity
         if len(rows) > capacity and not isinstance(self.stack, Qwen3Stack):
             raise CapacityError(
                 f"a prompt may have {capacity} rows with the megakernel, this one has {len(rows)}: shorten it "

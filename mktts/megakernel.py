@@ -138,11 +138,15 @@ class MegakernelBackend:
             return state
         if prefix_rows:
             self._prefill.prefix(prompt[:prefix_rows], prefix_key, state.kv)
-        rest = prompt[prefix_rows:]
-        params = self._params(state, rest)
-        params.prefill, params.frames, params.stream[0].position = 1, len(rest), prefix_rows
-        self._launcher.launch(params, len(rest) * talker.num_hidden_layers * _EXCHANGES)
+        self.put_rows(state, prompt[prefix_rows:], prefix_rows)
         return state
+
+    def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
+        """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
+        its end. The launch's exchanges, n times 5 times the layers, must stay below the 2^16 of their tags."""
+        params = self._params(state, rows)
+        params.prefill, params.frames, params.stream[0].position = 1, len(rows), position
+        return self._launcher.launch(params, len(rows) * self.config.talker.num_hidden_layers * _EXCHANGES)
 
     def step(self, state: MegakernelStream, text: Tensor | None, debug: Debug | None = None) -> Frame:
         """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""

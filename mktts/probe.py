@@ -25,6 +25,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.torch_backend import TorchBackend, TorchStream
 
 _TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
+_ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags begin anew at 65 536
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Probe(Protocol):
     """A backend that shows what it does."""
 
     backend: Backend
+    rows_at_once: int | None  # of a prompt, at most; None: any number
+
+    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
+        """As `Backend.start`; rows beyond `rows_at_once` go through the model one by one."""
 
     def step(self, state: StreamState, text: Tensor | None) -> Observed | None:
         """As `Backend.step`; None at end-of-speech."""
@@ -50,7 +55,20 @@ class KernelProbe:
 
     def __init__(self, backend: MegakernelBackend) -> None:
         self.backend = backend
+        self.rows_at_once = backend._prefill.capacity
         self._debug = backend.new_debug()
+
+    @torch.inference_mode()
+    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
+        """A prompt of any length: what prefill does not take goes the way of the few rows after a kept prefix."""
+        first, rest = prompt[: self.rows_at_once], prompt[self.rows_at_once :]
+        state = self.backend.start(first, sampling, seed, len(rest) + max_frames)  # with room for the rest in its cache
+        if len(rest):
+            for rows in rest.to(self.backend.device, self.backend.dtype).contiguous().split(_ROWS_A_LAUNCH):
+                self.backend.put_rows(state, rows, state.prompt_rows).synchronize()
+                state.prompt_rows += len(rows)
+        state.max_frames = max_frames
+        return state
 
     def step(self, state: StreamState, text: Tensor | None) -> Observed | None:
         frame = self.backend.step(state, text, self._debug)
@@ -64,8 +82,13 @@ class KernelProbe:
 class TorchProbe:
     """The torch backend in the kernel's place: what runs where there is no GPU, and the bf16 oracle free-running."""
 
+    rows_at_once: int | None = None
+
     def __init__(self, backend: TorchBackend) -> None:
         self.backend = backend
+
+    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
+        return self.backend.start(prompt, sampling, seed, max_frames)
 
     def step(self, state: TorchStream, text: Tensor | None) -> Observed | None:
         codes = self.backend.step(state.copy(), text).codes

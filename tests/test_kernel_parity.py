@@ -11,7 +11,11 @@ import torch
 
 from mktts import text_parity
 from mktts.checkpoint import Checkpoint
+from mktts.errors import CapacityError
+from mktts.kernel_launch import _TAG_LIMIT
+from mktts.kernel_params import Params
 from mktts.kernel_parity import Sides, exact_frames, first_divergence, forced_errors, main
+from mktts.megakernel import MegakernelBackend
 from mktts.probe import KernelProbe, TorchProbe, forced, random_rows, scores, vocabularies
 from mktts.relative import Errors, compare
 from mktts.sampling import Sampling
@@ -122,13 +126,105 @@ def test_the_kernels_inside_is_cut_to_each_heads_vocabulary(tiny):
     debug = SimpleNamespace(logits=rows, hidden=torch.ones(config.talker.num_hidden_layers, 4, dtype=torch.bfloat16))
     codes = torch.zeros(NUM_CODEBOOKS, dtype=torch.int64)
     fake = SimpleNamespace(
-        config=config, new_debug=lambda: debug, step=lambda state, text, shown: SimpleNamespace(codes=codes)
+        config=config,
+        new_debug=lambda: debug,
+        step=lambda state, text, shown: SimpleNamespace(codes=codes),
+        _prefill=SimpleNamespace(capacity=16),
     )
     probe = KernelProbe(fake)
     first, later = probe.step(None, None), probe.step(None, torch.zeros(4))
     assert first.hidden is None and later.hidden.shape == (config.talker.num_hidden_layers, 4)
     assert [len(logits) for logits in later.logits] == [talker] + [predictor] * (NUM_CODEBOOKS - 1)
     assert [float(logits[0]) for logits in later.logits] == list(range(NUM_CODEBOOKS))
+
+
+class Limited:
+    """A kernel on the CPU: the oracle, with a prefill of at most `capacity` rows and row by row after that."""
+
+    def __init__(self, oracle: TorchBackend, capacity: int) -> None:
+        self.oracle, self.config, self.device, self.dtype = oracle, oracle.config, oracle.device, oracle.dtype
+        self._prefill = SimpleNamespace(capacity=capacity)
+        self.put: list[int] = []
+
+    def new_debug(self) -> SimpleNamespace:
+        talker = self.config.talker
+        return SimpleNamespace(
+            logits=torch.zeros(NUM_CODEBOOKS, talker.vocab_size),
+            hidden=torch.zeros(talker.num_hidden_layers, talker.hidden_size),
+        )
+
+    def start(self, prompt: torch.Tensor, sampling: Sampling, seed: int, max_frames: int):
+        if len(prompt) > self._prefill.capacity:
+            raise CapacityError(f"{len(prompt)} rows")
+        state = self.oracle.start(prompt, sampling, seed, max_frames)
+        state.prompt_rows = len(prompt)
+        return state
+
+    def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
+        assert position == state.cache.length and rows.is_contiguous() and rows.dtype == self.dtype
+        for row in rows:
+            state.hidden = state.head_rows = self.oracle.talker.forward(row[None, None], state.cache)
+        self.put.append(len(rows))
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def step(self, state, text: torch.Tensor | None, debug: SimpleNamespace):
+        assert state.prompt_rows + max(0, state.frames - 1) == state.cache.length
+        if state.frames >= state.max_frames:
+            raise CapacityError("no more frames")
+        frame = self.oracle.step(state.copy(), text)
+        if frame.codes is not None:
+            observed = forced(self.oracle, state, text, frame.codes)
+            for room, logits in zip(debug.logits, observed.logits, strict=True):
+                room[: len(logits)] = logits
+            if observed.hidden is not None:
+                debug.hidden.copy_(observed.hidden)
+        return frame
+
+
+@pytest.mark.parametrize("context", [16, 17, 90])
+def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_oracles_rows(tiny_projected, context):
+    bf16, fp32 = (backend_of(tiny_projected, dtype) for dtype in (torch.bfloat16, torch.float32))
+    kernel = Limited(fp32, 16)
+    sides = Sides(tiny_projected, KernelProbe(kernel), bf16, fp32)
+    found = forced_errors(sides, (context,), 5, Sampling())
+    assert found["frames"] == {str(context): 5} and found["passed"]
+    assert found["prompt_rows_one_by_one"] == {str(context): context - 16}
+    assert sum(kernel.put) == context - 16 and max(kernel.put, default=0) <= 32
+    for value in (*found["by_head"], *found["by_layer"]):
+        assert value["kernel"] < 1e-4 < value["bf16"]
+
+
+def test_rows_beyond_the_kernels_prefill_that_come_in_another_order_are_caught(tiny):
+    bf16, fp32 = (backend_of(tiny, dtype) for dtype in (torch.bfloat16, torch.float32))
+    kernel = Limited(bf16, 16)
+    sides = Sides(tiny, KernelProbe(kernel), bf16, fp32)
+    assert forced_errors(sides, (40,), 3, Sampling())["passed"]
+    kernel.put_rows = lambda state, rows, position: Limited.put_rows(kernel, state, rows.flip(0), position)
+    assert not forced_errors(sides, (40,), 3, Sampling())["passed"]
+
+
+def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
+    kernel = Limited(backend_of(tiny, torch.float32), 8)
+    probe = KernelProbe(kernel)
+    state = probe.start(random_rows(kernel.oracle, 50, 0), GREEDY, 0, 2)
+    assert kernel.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
+    probe.step(state, None)
+    probe.step(state, torch.zeros(tiny.config.talker.hidden_size))
+    with pytest.raises(CapacityError):
+        probe.step(state, torch.zeros(tiny.config.talker.hidden_size))
+
+
+def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_tags(tiny):
+    launches = []
+    backend = SimpleNamespace(
+        config=tiny.config,
+        _params=lambda state, rows: Params(),
+        _launcher=SimpleNamespace(launch=lambda params, tags: launches.append((params, tags))),
+    )
+    MegakernelBackend.put_rows(backend, SimpleNamespace(frames=0), torch.zeros(32, 4), 1_024)
+    ((params, tags),) = launches
+    assert (params.prefill, params.frames, params.stream[0].position) == (1, 32, 1_024)
+    assert tags == 32 * 5 * tiny.config.talker.num_hidden_layers < _TAG_LIMIT
 
 
 def test_the_command_writes_what_it_prints_and_a_part_that_fails_is_named(tmp_path, capsys, monkeypatch, tiny):
@@ -151,6 +247,15 @@ def test_the_command_writes_what_it_prints_and_a_part_that_fails_is_named(tmp_pa
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     (result,) = document["checkpoints"].values()
     assert "absent" in result["errors"]["checkpoint"] and not document["passed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tiny", "tiny_projected"])
+def test_the_megakernels_errors_stay_upstreams_beyond_the_rows_its_prefill_takes(name, request):
+    sides = Sides.load(request.getfixturevalue(name), "megakernel", "cuda")
+    found = forced_errors(sides, (1_100,), 20, Sampling())
+    assert found["passed"] and found["prompt_rows_one_by_one"] == {"1100": 76}, found["pooled"]
 
 
 @pytest.mark.gpu
