@@ -24,7 +24,7 @@ from mktts.tokenizer import TextTokenizer
 from mktts.torch_backend import TorchBackend
 from mktts.training import codec_sizes, sizes
 from mktts.training.checkpoint import prepare, write_checkpoint
-from mktts.training.talker_data import Clips, Sequences, held_out, read_clips
+from mktts.training.talker_data import NO_TARGET, Clips, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
 from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, main, open_data
 from mktts.upstream import generate_codes, load_upstream
@@ -94,8 +94,10 @@ def test_training_logits_are_those_of_inference(tmp_path, layout, language, pred
     words, control = data.rows(clip, layout == "whole", language == "english")
     codes = data.codes[data.clips.starts[clip] : data.clips.starts[clip + 1]].long()
     rows = torch.arange(len(words) - len(codes), len(words))
+    previous = torch.full((1, len(words), NUM_CODEBOOKS), -1)
+    previous[0, rows] = codes
     with torch.no_grad():
-        hidden = model.hidden(torch.tensor([words]), torch.tensor([control]), rows, codes)[0]
+        hidden = model.hidden(torch.tensor([words]), torch.tensor([control]), previous)[0]
         first = model.code0_logits(hidden[rows[0] - 1 :])
         rest = model.predictor_logits(hidden[rows - 1], codes)
 
@@ -127,20 +129,31 @@ def test_padding_changes_no_loss_and_targets_are_the_next_codes(prepared):
     data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
     model = peaked(TalkerModel(config)).eval()
     both = data.batch(np.array([0, 1]), np.random.default_rng(0), whole=True)
-    assert torch.equal(both.target_rows, both.frame_rows - 1)
-    assert [int(n) for n in both.end_rows] == [int(both.frame_rows[data.frames[0] - 1]), int(both.frame_rows[-1])]
+    longest = both.text.shape[1]
+    targets = both.target.view(2, longest)
     with torch.no_grad():
-        together = model.hidden(both.text, both.control, both.frame_rows, both.codes)
+        together = model.hidden(both.text, both.control, both.previous)
         for i in (0, 1):
-            own = (both.frame_rows // both.text.shape[1]) == i
-            length = int(both.end_rows[i]) % both.text.shape[1] + 1
-            alone = model.hidden(
-                both.text[i : i + 1, :length],
-                both.control[i : i + 1, :length],
-                both.frame_rows[own] % both.text.shape[1],
-                both.codes[own],
-            )
+            codes = data.codes[data.clips.starts[i] : data.clips.starts[i + 1]].long()
+            carrying = torch.nonzero(both.previous[i, :, 0] >= 0)[:, 0]
+            assert torch.equal(both.previous[i, carrying], codes)
+            assert torch.equal(targets[i, carrying - 1], codes[:, 0])
+            assert targets[i, carrying[-1]] == config.codec_ids.eos
+            assert int((targets[i] != NO_TARGET).sum()) == len(codes) + 1
+            length = int(carrying[-1]) + 1
+            rows = (slice(i, i + 1), slice(length))
+            alone = model.hidden(both.text[rows], both.control[rows], both.previous[rows])
             assert torch.allclose(together[i, :length], alone[0], atol=1e-5)
+    assert torch.equal(both.previous.flatten(0, 1)[both.rows + 1], both.codes)
+
+
+def test_batches_have_few_shapes_and_every_clip_once(prepared):
+    config, tokenizer = ModelConfig.load(prepared), TextTokenizer.load(prepared)
+    data = Sequences(synthetic_clips(TEXTS * 20), config, tokenizer, "cpu")
+    dealt = data.epoch(np.arange(120), 200, np.random.default_rng(0))
+    assert sorted(np.concatenate(dealt)) == list(range(120))
+    shapes = {data.batch(clips, np.random.default_rng(0)).text.shape for clips in dealt}
+    assert all(rows * longest <= 200 for rows, longest in shapes) and len(shapes) <= 4
 
 
 def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path):

@@ -21,6 +21,9 @@ from mktts.training.codec_data import shard_paths
 from mktts.training.sizes import LANGUAGE, SPEAKERS
 from mktts.training.texts import is_held_out, normal
 
+NO_TARGET = -100  # what cross_entropy ignores
+_PROMPT_ROWS = 12  # at most, beside text and frames
+_STEP = 16  # batches are padded to multiples of it
 _HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words: all clips of a text are on one side
 
 
@@ -36,14 +39,17 @@ class Clips:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded on the right, on one device; see `TalkerModel.hidden`. Targets are flat rows of (B, T)."""
+    """Sequences padded on the right, on one device; see `TalkerModel.hidden`.
+
+    Shapes depend on the number and the longest of the clips only, so that few different ones occur (`epoch`).
+    """
 
     text: Tensor  # (B, T) int64
     control: Tensor  # (B, T) int64, -1 for none
-    frame_rows: Tensor  # (N,) int64: flat rows that carry the previous frame
-    codes: Tensor  # (N, 16) int64: all frames, in the order of frame_rows
-    target_rows: Tensor  # (N,) int64: the flat row that predicts each frame
-    end_rows: Tensor  # (B,) int64: the flat row that predicts end of speech
+    previous: Tensor  # (B, T, 16) int64: the frame that a row carries, -1 for none
+    target: Tensor  # (B * T,) int64: code 0 that comes after a row, or end of speech; NO_TARGET for none
+    rows: Tensor  # (P,) int64: rows of (B * T) whose next frame the predictor is trained on, drawn at random
+    codes: Tensor  # (P, 16) int64: those frames
 
 
 def read_clips(folder: Path) -> Clips:
@@ -98,40 +104,55 @@ class Sequences:
             control += [codec.bos]
         return words, control + [-1] * frames
 
-    def batch(self, clips: np.ndarray, generator: np.random.Generator, whole: bool | None = None) -> Batch:
-        """Layout (unless `whole` says) and language tag of every clip are drawn evenly."""
+    def batch(
+        self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5, whole: bool | None = None
+    ) -> Batch:
+        """Layout (unless `whole` says) and language tag of every clip are drawn evenly.
+
+        share: of the batch's padded rows, that many frames for the predictor; less than a third of them are prompt or
+        padding as a rule, so 0.5 is most frames.
+        """
         rows = [
             self.rows(int(c), bool(w) if whole is None else whole, bool(tag))
             for c, (w, tag) in zip(clips, generator.integers(0, 2, (len(clips), 2)), strict=True)
         ]
-        longest = max(len(words) for words, _ in rows)
+        longest = -(-max(len(words) for words, _ in rows) // _STEP) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
         control = np.full((len(rows), longest), -1, np.int64)
-        inputs, flat, ends = [], [], []
+        frame = np.full((len(rows), longest), -1, np.int64)  # which frame a row carries
+        ends = []
         for i, (words, tags) in enumerate(rows):
-            clip, frames = clips[i], int(self.frames[clips[i]])
             text[i, : len(words)], control[i, : len(words)] = words, tags
-            last = i * longest + len(words) - 1
-            flat.append(np.arange(last - frames + 1, last + 1))
-            inputs.append(np.arange(self.clips.starts[clip], self.clips.starts[clip + 1]))
-            ends.append(last)
-        frame_rows = self._put(np.concatenate(flat))
-        codes = self.codes[self._put(np.concatenate(inputs))].long()
-        return Batch(self._put(text), self._put(control), frame_rows, codes, frame_rows - 1, self._put(np.array(ends)))
+            first, last = self.clips.starts[clips[i]], len(words) - 1
+            frames = int(self.frames[clips[i]])
+            frame[i, last - frames + 1 : last + 1] = np.arange(first, first + frames)
+            ends.append(i * longest + last)
+        flat = frame.reshape(-1)
+        carrying = np.flatnonzero(flat >= 0)
+        drawn = generator.choice(carrying, max(1, int(share * len(flat))), replace=True)
+        frames_at, chosen = self._put(frame), self._put(drawn)
+        previous = torch.where(frames_at[..., None] >= 0, self.codes[frames_at.clamp(min=0)].long(), -1)
+        target = torch.full((len(flat),), NO_TARGET, device=self.device)
+        at = self._put(carrying)
+        target[at - 1] = previous.flatten(0, 1)[at, 0]
+        target[self._put(np.array(ends))] = self.config.codec_ids.eos
+        codes = self.codes[frames_at.flatten()[chosen]].long()
+        return Batch(self._put(text), self._put(control), previous, target, chosen - 1, codes)
 
     def epoch(self, clips: np.ndarray, rows: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """`clips` dealt out to batches of like lengths, each at most `rows` padded rows, in random order."""
-        lengths = np.array([len(self.ids[c]) + self.frames[c] + 12 for c in clips])
-        order = np.argsort(lengths * generator.uniform(0.9, 1.1, len(clips)), kind="stable")
-        batches: list[list[int]] = [[]]
-        longest = 0
-        for i in order:
-            longest = max(longest, lengths[i])
-            if batches[-1] and longest * (len(batches[-1]) + 1) > rows:
-                batches.append([])
-                longest = lengths[i]
-            batches[-1].append(int(clips[i]))
-        return [np.array(batches[i]) for i in generator.permutation(len(batches))]
+        """`clips` dealt out to batches of like lengths, in random order.
+
+        A batch has as many clips as fit `rows` padded rows at its length, but for the last one of a length: there are
+        about as many shapes as lengths in steps of 16.
+        """
+        lengths = np.array([len(self.ids[c]) + self.frames[c] + _PROMPT_ROWS for c in clips])
+        steps = -(-lengths // _STEP)
+        batches = []
+        for step in np.unique(steps):
+            members = generator.permutation(clips[steps == step])
+            size = max(1, rows // int(step * _STEP))
+            batches += [members[i : i + size] for i in range(0, len(members), size)]
+        return [batches[i] for i in generator.permutation(len(batches))]
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

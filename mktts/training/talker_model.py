@@ -131,6 +131,7 @@ class TalkerModel(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
+        self.codebook_size = config.predictor.vocab_size
         self.talker = Talker(config, dropout)
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
@@ -144,22 +145,25 @@ class TalkerModel(nn.Module):
             nn.init.normal_(linear.weight, 0, std, generator=generator)
 
     def code_rows(self, codes: Tensor) -> Tensor:
-        """Sum of the sixteen embeddings: codes (N, 16) -> (N, H)."""
-        tables = (self.talker.model.codec_embedding, *self.talker.code_predictor.model.codec_embedding)
-        return torch.stack([table(codes[:, g]) for g, table in enumerate(tables)]).sum(0)
+        """Sum of the sixteen embeddings: codes (N, 16), -1 for none, -> (N, H).
 
-    def hidden(self, text: Tensor, control: Tensor, frame_rows: Tensor, codes: Tensor) -> Tensor:
+        As one product with a row of zeros and ones: gradients of sixteen look-ups would be sorted sixteen times.
+        """
+        tables = torch.cat([table[: self.codebook_size] for table in self._tables()])
+        index = torch.where(codes >= 0, codes + self._offsets(codes), len(tables))
+        chosen = torch.zeros(len(codes), len(tables) + 1, dtype=tables.dtype, device=codes.device)
+        return chosen.scatter_(1, index, 1.0)[:, :-1] @ tables
+
+    def hidden(self, text: Tensor, control: Tensor, previous: Tensor) -> Tensor:
         """Normed hidden states (B, T, H) of whole sequences.
 
-        text (B, T): text id of every row. control (B, T): codec id, or -1 for none. frame_rows (N,): the flat rows
-        that carry a previous frame; codes (N, 16): that frame.
+        text (B, T): text id of every row. control (B, T): codec id, or -1 for none. previous (B, T, 16): the frame that
+        the row carries, or -1 for none.
         """
         x = self.talker.text_projection(self.talker.model.text_embedding(text))
         control_rows = self.talker.model.codec_embedding(control.clamp(min=0))
         x = x + control_rows * (control >= 0).unsqueeze(-1)
-        flat = x.flatten(0, 1)
-        flat = flat.index_add(0, frame_rows, self.code_rows(codes).to(flat.dtype))
-        return self.talker.model.run(flat.view_as(x))
+        return self.talker.model.run(x + self.code_rows(previous.flatten(0, 1)).view_as(x))
 
     def code0_logits(self, hidden: Tensor) -> Tensor:
         """(N, H) -> (N, talker vocabulary)."""
@@ -168,9 +172,18 @@ class TalkerModel(nn.Module):
     def predictor_logits(self, hidden: Tensor, codes: Tensor) -> Tensor:
         """Logits (N, 15, codebook) of codes 1-15, given the talker's hidden (N, H) and codes (N, 16)."""
         predictor = self.talker.code_predictor
-        tables = (self.talker.model.codec_embedding, *predictor.model.codec_embedding[:-1])
-        x = torch.stack((hidden, *(table(codes[:, g]).to(hidden.dtype) for g, table in enumerate(tables))), 1)
+        tables = torch.cat([table[: self.codebook_size] for table in self._tables()[:-1]])
+        known = F.embedding(codes[:, :-1] + self._offsets(codes)[:-1], tables)
+        x = torch.cat((hidden.unsqueeze(1), known.to(hidden.dtype)), 1)
         if hasattr(predictor, "small_to_mtp_projection"):
             x = predictor.small_to_mtp_projection(x)
         rows = predictor.model.run(x)[:, 1:]
-        return torch.stack([head(rows[:, g]) for g, head in enumerate(predictor.lm_head)], 1)
+        heads = torch.stack([head.weight for head in predictor.lm_head])
+        return torch.bmm(rows.transpose(0, 1), heads.transpose(1, 2).to(rows.dtype)).transpose(0, 1)
+
+    def _tables(self) -> list[Tensor]:
+        predictor = self.talker.code_predictor.model
+        return [self.talker.model.codec_embedding.weight, *(table.weight for table in predictor.codec_embedding)]
+
+    def _offsets(self, codes: Tensor) -> Tensor:
+        return torch.arange(NUM_CODEBOOKS, device=codes.device) * self.codebook_size

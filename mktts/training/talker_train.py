@@ -29,7 +29,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.tokenizer import TextTokenizer
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.sizes import TINY, VOICE, TalkerSizes
-from mktts.training.talker_data import Batch, Clips, Sequences, held_out, read_clips
+from mktts.training.talker_data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
 
 STATE, CURVES, PREPARED, VOICE_FOLDER = "talker.pt", "talker_curves.json", "prepared", "voice"
@@ -45,7 +45,7 @@ class TalkerRecipe:
     learning_rate: float = 1.5e-3
     weight_decay: float = 0.02
     batch_rows: int = 16_384  # padded
-    predictor_share: float = 0.5  # of the frames, that the predictor is trained on in a step
+    predictor_share: float = 0.375  # of the padded rows: so many frames the predictor is trained on in a step
     predictor_weight: float = 1.0
     label_smoothing: float = 0.0
     dropout: float = 0.05
@@ -78,28 +78,25 @@ class TalkerTrainer:
 
     def losses(self, batch: Batch, noisy: bool) -> tuple[Tensor, Tensor]:
         """Cross entropy of code 0 (end of speech included), and mean of codes 1-15."""
-        recipe, c = self.recipe, self.data.config
-        codes = self._noise(batch.codes) if noisy else batch.codes
-        autocast = torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.data.device.type == "cuda")
-        with autocast:
-            hidden = self.model.hidden(batch.text, batch.control, batch.frame_rows, codes).flatten(0, 1)
-            logits = self.model.code0_logits(hidden[torch.cat((batch.target_rows, batch.end_rows))])
-            ends = torch.full_like(batch.end_rows, c.codec_ids.eos)
-            smoothing = recipe.label_smoothing if noisy else 0.0
-            first = F.cross_entropy(logits.float(), torch.cat((batch.codes[:, 0], ends)), label_smoothing=smoothing)
-            rows, targets = batch.target_rows, batch.codes
-            if noisy and recipe.predictor_share < 1:
-                count = max(1, int(recipe.predictor_share * len(rows)))
-                some = torch.randperm(len(rows), device=rows.device)[:count]
-                rows, targets = rows[some], targets[some]
-            rest = self.model.predictor_logits(hidden[rows], targets).float()
-        flat = rest.flatten(0, 1), targets[:, 1:].flatten()
-        return first, F.cross_entropy(*flat, label_smoothing=smoothing)
+        recipe = self.recipe
+        previous = self._noise(batch.previous) if noisy else batch.previous
+        smoothing = recipe.label_smoothing if noisy else 0.0
+        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.data.device.type == "cuda"):
+            hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
+            first = self.model.code0_logits(hidden)
+            # not hidden[rows], whose gradient is sorted
+            rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
+        return (
+            F.cross_entropy(first.float(), batch.target, label_smoothing=smoothing, ignore_index=NO_TARGET),
+            F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten(), label_smoothing=smoothing),
+        )
 
     def train_step(self) -> dict[str, Tensor]:
         """One optimizer step; the losses, on the device (nothing here waits for it)."""
         recipe = self.recipe
-        batch = self.data.batch(self._next(), np.random.default_rng((recipe.seed, 1, self.step)))
+        batch = self.data.batch(
+            self._next(), np.random.default_rng((recipe.seed, 1, self.step)), recipe.predictor_share
+        )
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)
         self.model.train()
         first, rest = self.losses(batch, noisy=True)
@@ -162,9 +159,10 @@ class TalkerTrainer:
 
     def _noise(self, codes: Tensor) -> Tensor:
         recipe = self.recipe
-        odds = torch.rand(len(codes), NUM_CODEBOOKS + 1, device=codes.device)
-        replaced = (odds[:, 1:] < recipe.code_noise) | (odds[:, :1] < recipe.frame_noise)
-        return torch.where(replaced, torch.randint_like(codes, self.data.config.predictor.vocab_size), codes)
+        odds = torch.rand(*codes.shape[:-1], NUM_CODEBOOKS + 1, device=codes.device)
+        replaced = (odds[..., 1:] < recipe.code_noise) | (odds[..., :1] < recipe.frame_noise)
+        other = torch.randint_like(codes, self.data.config.predictor.vocab_size)
+        return torch.where(replaced & (codes >= 0), other, codes)
 
     def _deal(self) -> None:
         generator = np.random.default_rng((self.recipe.seed, 0, self.epoch))
