@@ -70,23 +70,42 @@ def write_shard(path: Path, clips: list[np.ndarray], speakers: list, texts: list
     return write_whole(path, data.getvalue())
 
 
-class Crops:
-    """All audio of a folder in RAM; batches of crops that depend on the seed and the step only."""
+def padded(clip: np.ndarray) -> np.ndarray:
+    """A clip (n,) with zeros up to a whole number of frames."""
+    return np.pad(clip, (0, -len(clip) % SAMPLES_PER_FRAME))
 
-    def __init__(self, folder: Path, frames: int, seed: int) -> None:
-        """frames: length of a crop in codec frames. Raises AudioError where the audio is shorter than one crop."""
-        parts = [read_shard(path).audio for path in shard_paths(folder)]
-        self.audio = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.samples = frames * SAMPLES_PER_FRAME
-        self.seed = seed
-        if len(self.audio) <= self.samples:
-            raise AudioError(f"{folder}: expected more than {self.samples} samples in all, found {len(self.audio)}")
+
+class Crops:
+    """Audio and codes of two folders in RAM; batches of crops that depend on the seed and the step only."""
+
+    def __init__(self, audio: Path, codes: Path, frames: int, seed: int) -> None:
+        """codes: shards of `mktts.training.encode` named like those of `audio`; audio without codes is left out.
+
+        frames: length of a crop. Raises AudioError where all is shorter than one crop, or codes are of other audio.
+        """
+        pcm, found = [], []
+        for path in shard_paths(codes):
+            shard = read_shard(Path(audio) / path.name)
+            clips = [padded(shard.clip(i)) for i in range(len(shard))]
+            with np.load(path, allow_pickle=False) as file:
+                found.append(file["codes"])
+                lengths = [int(n) for n in file["frames"]]
+            if lengths != [len(clip) // SAMPLES_PER_FRAME for clip in clips]:
+                got = (
+                    f"{sum(lengths)} frames in {len(lengths)} clips, but {len(clips)} clips of other lengths in {audio}"
+                )
+                raise AudioError(f"{path}: expected the codes of the audio shard of its name, found {got}: encode it")
+            pcm += clips
+        self.pcm, self.codes = np.concatenate(pcm), np.concatenate(found)
+        self.frames, self.seed = frames, seed
+        if len(self.codes) <= frames:
+            raise AudioError(f"{codes}: expected more than {frames} frames, as long as a crop, found {len(self.codes)}")
 
     @property
     def hours(self) -> float:
-        return len(self.audio) / SAMPLE_RATE_HZ / 3600
+        return len(self.pcm) / SAMPLE_RATE_HZ / 3600
 
-    def batches(self, step: int, size: int) -> Iterator[Tensor]:
+    def batches(self, step: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """`batch` of `step` and all after it, each made while the one before it is used."""
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self.batch, step, size)
@@ -95,17 +114,24 @@ class Crops:
                 made, ahead = ahead.result(), pool.submit(self.batch, step, size)
                 yield made
 
-    def batch(self, step: int, size: int) -> Tensor:
-        """float32 (size, samples) in [-1, 1). A crop may span two clips: they begin and end in silence."""
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """PCM float32 (size, frames * samples per frame) in [-1, 1) and codes int64 (size, frames, 16).
+
+        A crop may span two clips: they begin and end in silence. Of up to eight draws, the first that is not all quiet.
+        """
         generator = np.random.default_rng((self.seed, step))
-        rows = np.empty((size, self.samples), np.float32)
-        for row in rows:
+        starts = np.empty(size, np.int64)
+        for i in range(size):
             for _ in range(8):
-                start = generator.integers(len(self.audio) - self.samples)
-                row[:] = self.audio[start : start + self.samples]
-                if np.abs(row).max() > _QUIET * _FULL_SCALE:
+                starts[i] = generator.integers(len(self.codes) - self.frames)
+                if np.abs(self._pcm(starts[i])[::16]).max() > _QUIET * _FULL_SCALE:
                     break
-        return torch.from_numpy(rows / _FULL_SCALE)
+        pcm = np.stack([self._pcm(start) for start in starts]).astype(np.float32) / np.float32(_FULL_SCALE)
+        codes = np.stack([self.codes[start : start + self.frames] for start in starts]).astype(np.int64)
+        return torch.from_numpy(pcm), torch.from_numpy(codes)
+
+    def _pcm(self, frame: int) -> np.ndarray:
+        return self.pcm[frame * SAMPLES_PER_FRAME : (frame + self.frames) * SAMPLES_PER_FRAME]
 
 
 def vowels(seconds: float, seed: int = 0) -> np.ndarray:

@@ -24,7 +24,7 @@ def magnitudes(pcm: Tensor, window: int) -> Tensor:
 
 def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> Tensor:
     """Mean |difference| of natural-log mel magnitudes of PCM (B, n)."""
-    mel = _mel(window, bands).to(a.device)
+    mel = mel_filters(window, bands).to(a.device)
     x, y = (torch.log((mel @ magnitudes(pcm, window)).clamp(min=_FLOOR)) for pcm in (a, b))
     return (x - y).abs().mean()
 
@@ -100,7 +100,8 @@ def _spectrum(pcm: Tensor, window: int) -> Tensor:
 
 
 @cache
-def _mel(window: int, bands: int) -> Tensor:
+@torch.inference_mode(False)  # kept for training, even where an analysis asks first
+def mel_filters(window: int, bands: int) -> Tensor:
     """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1)."""
 
     def mel(hz: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainable codec: encoder, quantiser, decoder, and their tensors under the Hub's names."""
+"""The codec: fixed analysis, quantiser, a decoder that learns, and its tensors under the Hub's names."""
 
 from __future__ import annotations
 
@@ -12,85 +12,52 @@ from mktts.errors import CheckpointError
 from mktts.random_checkpoint import write_json, write_weights
 from mktts.random_configs import small_files
 from mktts.spec import NUM_CODEBOOKS
+from mktts.training.analysis import Analysis
 from mktts.training.codec_decoder import Decoder
-from mktts.training.codec_encoder import Encoder
 from mktts.training.codec_quantizer import SplitQuantizer
 from mktts.training.codec_sizes import VOICE, CodecSizes, config_json, decoder_config
 
-_LAST_BIAS = "encoder.encoder.layers.{}.conv.bias"
-
 
 class Codec(nn.Module):
-    """Audio to 16 codes per frame and back."""
+    """Audio to 16 codes per frame by a fixed analysis, and back by the decoder, which learns."""
 
     def __init__(self, sizes: CodecSizes = VOICE) -> None:
         super().__init__()
         self.sizes = sizes
-        self.encoder = Encoder(config_json(sizes)["encoder_config"])
+        self.analysis = Analysis(sizes.vector)
         self.quantizer = SplitQuantizer(NUM_CODEBOOKS, sizes.codebook_size, sizes.vector)
         self.decoder = Decoder(decoder_config(sizes))
 
-    def forward(self, pcm: Tensor, kept: Tensor | None = None, start: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """PCM (B, T * samples per frame) in [-1, 1] -> PCM, codes (B, T, 16), commitment loss ().
-
-        kept (B,): how many of the fifteen later books each example may use (quantiser dropout); all where None.
-        start: set the codebooks from this batch first.
-        """
-        with torch.autocast(pcm.device.type, enabled=False):
-            latent, codes, commitment = self.quantizer(self.encoder(pcm).float(), kept, start)
-        return self.decoder(latent), codes, commitment
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes (B, T, 16) -> PCM (B, T * samples per frame), not clamped."""
+        return self.decoder(self.quantizer(codes))
 
     @torch.inference_mode()
     def encode(self, pcm: Tensor) -> Tensor:
         """PCM (B, T * samples per frame) -> codes (B, T, 16)."""
-        return self.quantizer(self.encoder(pcm))[1]
+        return self.quantizer.encode(self.analysis(pcm))
 
     @torch.inference_mode()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, 16) -> PCM (B, T * samples per frame), clamped to [-1, 1] as in inference."""
-        return self.decoder(self.quantizer.decode(codes)).clamp(-1.0, 1.0)
+        return self(codes).clamp(-1.0, 1.0)
 
 
 def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """speech_tokenizer/model.safetensors of this codec: CPU tensors by Hub name.
+    """The decoder's half of speech_tokenizer/model.safetensors: CPU tensors by Hub name.
 
-    Codebooks are written as vectors with a usage of 1, which is the same codebook, and exact in any dtype. Encoder
-    and decoder each hold the codebooks, as on the Hub; projections that a side never uses are the other side's.
+    Codebooks are written as vectors with a usage of 1, which is the same codebook, and exact in any dtype. The layout's
+    input projections serve encoding only: they are zero, and there is no encoder.
     """
-    tensors = {f"encoder.{name}": tensor for name, tensor in codec.encoder.state_dict().items()}
-    tensors[_LAST_BIAS.format(len(codec.encoder.encoder.layers) - 1)] = _centred_bias(codec)
-    tensors |= {f"decoder.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
-    for chain, decoder_name, encoder_name in (
-        (codec.quantizer.first, "rvq_first", "semantic"),
-        (codec.quantizer.rest, "rvq_rest", "acoustic"),
-    ):
-        ours = f"decoder.quantizer.{decoder_name}."
-        mimi = f"encoder.quantizer.{encoder_name}_residual_vector_quantizer."
-        for prefix in (ours, mimi):
-            tensors[prefix + "input_proj.weight"] = chain.input_proj.weight / chain.deviation
-            tensors[prefix + "output_proj.weight"] = chain.output_proj.weight
+    tensors = {f"decoder.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
+    for chain, name in ((codec.quantizer.first, "rvq_first"), (codec.quantizer.rest, "rvq_rest")):
+        prefix = f"decoder.quantizer.{name}."
+        tensors[prefix + "output_proj.weight"] = chain.output_proj.weight
+        tensors[prefix + "input_proj.weight"] = torch.zeros(chain.output_proj.weight.transpose(0, 1).shape)
         for i, book in enumerate(chain.books):
-            one = torch.ones_like(book.usage)
-            tensors[f"{ours}vq.layers.{i}._codebook.cluster_usage"] = one
-            tensors[f"{ours}vq.layers.{i}._codebook.embedding_sum"] = book.vectors
-            tensors[f"{mimi}layers.{i}.codebook.initialized"] = one[:1]
-            tensors[f"{mimi}layers.{i}.codebook.cluster_usage"] = one
-            tensors[f"{mimi}layers.{i}.codebook.embed_sum"] = book.vectors
+            tensors[f"{prefix}vq.layers.{i}._codebook.cluster_usage"] = torch.ones(len(book))
+            tensors[f"{prefix}vq.layers.{i}._codebook.embedding_sum"] = book
     return {name: tensor.detach().to("cpu", dtype).clone() for name, tensor in sorted(tensors.items())}
-
-
-def _centred_bias(codec: Codec) -> Tensor:
-    """Bias of the encoder's last convolution that makes up for the means which `Chain.normed` takes away.
-
-    Constants pass the down-sampling as the sum of its taps, so this is one linear system; the Hub's projections have no
-    bias of their own.
-    """
-    chains = (codec.quantizer.first, codec.quantizer.rest)
-    taps = codec.encoder.downsample.conv.weight.detach().double().sum(2)
-    projections = torch.cat([chain.input_proj.weight.detach()[..., 0] for chain in chains]).double()
-    means = torch.cat([chain.mean for chain in chains]).double()
-    bias = codec.encoder.encoder.layers[-1].conv.bias.detach()
-    return bias - torch.linalg.solve(projections @ taps, means).to(bias.dtype)
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:

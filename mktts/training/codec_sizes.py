@@ -10,10 +10,10 @@ from mktts.spec import NUM_CODEBOOKS, CodecConfig
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """Widths and depths. Strides, kernels and layer kinds are those of the released codec."""
+    """Widths and depths of the decoder. Strides, kernels and layer kinds are those of the released codec."""
 
     codebook_size: int = 256
-    vector: int = 64  # dimensions of one codebook entry; latents between encoder and decoder are twice as wide
+    vector: int = 64  # dimensions of one codebook entry, components of the analysis; the decoder takes twice as many
     latent: int = 96
     hidden: int = 128  # decoder transformer
     feed_forward: int = 256
@@ -22,11 +22,11 @@ class CodecSizes:
     layers: int = 2
     window: int = 24  # frames; shorter than a training crop, so that no distance is first met at inference
     decoder: int = 192  # channels at 50 Hz, halved by each of the four up-sampling blocks
-    filters: int = 32  # encoder channels at 24 kHz, doubled by each of its four strides
+    filters: int = 2  # channels of an encoder that is neither trained nor written, but upstream builds one
 
     @property
     def encoded(self) -> int:
-        """Channels of the encoder's output and of the decoder's input."""
+        """Channels of the decoder's input."""
         return 2 * self.vector
 
 
@@ -37,8 +37,8 @@ TINY = CodecSizes(32, 8, 16, 16, 32, 2, 8, 1, 6, 32, 2)  # for tests
 def config_json(sizes: CodecSizes) -> Json:
     """speech_tokenizer/config.json: the released one with these sizes.
 
-    The encoder keeps its convolutions only: upstream's attention there has no window, so a transformer trained on
-    crops would meet unknown distances in whole utterances.
+    Codes are made by the analysis (`mktts.training.analysis`), so that there is no encoder; upstream's class needs the
+    sizes of one, and builds it. They are as small as they can be beside the decoder's.
     """
     released = codec_config(full=True)
     released["decoder_config"] |= {

@@ -1,10 +1,12 @@
-"""Trains the codec: `python -m mktts.training.codec_train --data FOLDER --out FOLDER --minutes M [--resume]`.
+"""Trains the codec's decoder.
 
-A run can be cut anywhere: `state.pt` holds everything the next step depends on, and crops, codebook moves and
-quantiser dropout depend on the seed and the step only. `curves.json` holds the printed lines.
-Learning rates fall with the step (`--steps`), not with the clock, so that slices of any length give one schedule; the
-last slice can be told to bring the schedule to its end in its own time (`--by-clock`), which no second run repeats.
-Once the codes have been made (`mktts.training.encode`), `--decoder-only` goes on with the decoder alone.
+`python -m mktts.training.codec_train --codec FILE --data FOLDER --codes FOLDER --out FOLDER --minutes M [--resume]`
+
+with the file of `mktts.training.codec_fit` and the codes of `mktts.training.encode`. A run can be cut anywhere:
+`state.pt` holds everything the next step depends on, and crops depend on the seed and the step only. `curves.json`
+holds the printed lines. Learning rates fall with the step (`--steps`), not with the clock, so that slices of any length
+give one schedule; the last slice can be told to bring it to its end in its own time (`--by-clock`), which no second
+run repeats.
 """
 
 from __future__ import annotations
@@ -24,28 +26,15 @@ from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec_data import Crops
 from mktts.training.codec_losses import mel_distance
 from mktts.training.codec_model import Codec, write_codec
-from mktts.training.codec_trainer import CodecRecipe, CodecTrainer
+from mktts.training.codec_trainer import CodecRecipe, CodecTrainer, load_codec
 
 STATE, CURVES, TOKENIZER = "state.pt", "curves.json", "speech_tokenizer"
 
 
-def perplexities(codes: Tensor, size: int) -> list[float]:
-    """Per book, exp(entropy) of its codes (B, T, 16): how many entries it really uses, at most `size`."""
-    found = []
-    for book in codes.flatten(0, 1).T:
-        share = torch.bincount(book, minlength=size).double() / len(book)
-        found.append(float(torch.exp(-torch.xlogy(share, share).sum())))
-    return found
-
-
 @torch.no_grad()
-def measured_mel(codec: Codec, pcm: Tensor) -> float:
-    """Log-mel distance (natural log, 80 bands) of what the codec gives back of PCM (B, samples), all books in use."""
-    training = codec.training
-    codec.eval()
-    distance = mel_distance(codec(pcm)[0].clamp(-1.0, 1.0), pcm)
-    codec.train(training)
-    return float(distance)
+def measured_mel(codec: Codec, pcm: Tensor, codes: Tensor) -> float:
+    """Log-mel distance (natural log, 80 bands) of what the codec makes of codes (B, T, 16) to PCM (B, samples)."""
+    return float(mel_distance(codec(codes).clamp(-1.0, 1.0), pcm))
 
 
 def train(
@@ -65,22 +54,18 @@ def train(
     last, begun = stop_at or trainer.recipe.steps, min(1.0, trainer.step / trainer.recipe.steps)
     if by_clock:
         last = stop_at or math.inf
-    before_s, always = trainer.seconds, crops.batch(-1 & 0x7FFF_FFFF, 16).to(trainer.device)
+    before_s, always = trainer.seconds, [part.to(trainer.device) for part in crops.batch(0x7FFF_FFFF, 16)]
     # `always`: the same crops each time, so that lines compare; they are training audio
-    usage: list[Tensor] = []
     batches = crops.batches(trainer.step, trainer.recipe.batch)
     while trainer.step < last and (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
         if by_clock:
             trainer.progress = begun + (1 - begun) * passed
-        found = trainer.train_step(next(batches).to(trainer.device, non_blocking=True))
-        usage = [*usage[-15:], found.pop("codes").to(trainer.device)]
+        found = trainer.train_step(*(part.to(trainer.device, non_blocking=True) for part in next(batches)))
         if trainer.step % every == 0 or trainer.step == 1:
             now_s = time.monotonic()
             trainer.seconds = before_s + now_s - start
             line = {name: round(float(value), 4) for name, value in found.items()}
-            if trainer.step > trainer.recipe.quantise_from:
-                books = perplexities(torch.cat(usage), trainer.codec.sizes.codebook_size)
-                line |= {"books": [round(book, 1) for book in books], "fixed_mel": measured_mel(trainer.codec, always)}
+            line["fixed_mel"] = measured_mel(trainer.codec, *always)
             rate = (trainer.step - last_step) / (now_s - last_s)
             line |= {"step": trainer.step, "seconds": round(trainer.seconds, 1), "steps_per_s": round(rate, 2)}
             trainer.curves.append(line)
@@ -98,20 +83,19 @@ def train(
 def _shown(line: Mapping) -> str:
     parts = [f"{line['step']:6d}  {line['seconds']:7.1f} s  {line['steps_per_s']:5.1f} steps/s"]
     parts += [f"{name} {line[name]:.3f}" for name in ("loss", "mel", "fixed_mel", "judges", "features") if name in line]
-    if books := line.get("books"):
-        parts.append(f"books {books[0]:.0f} | {min(books[1:]):.0f}..{max(books[1:]):.0f}")
     return "  ".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mktts.training.codec_train", description=__doc__)
+    parser.add_argument("--codec", type=Path, required=True, help="file of the fitted codec, or a state to begin from")
     parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
+    parser.add_argument("--codes", type=Path, required=True, help="folder of their codes")
     parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the trained codec")
     parser.add_argument("--minutes", type=float, default=5.0, help="stop after this time")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
     parser.add_argument("--stop-at", type=int, help="stop at this step, of a schedule that goes on")
     parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
-    parser.add_argument("--decoder-only", action="store_true", help="from here on, the codes stay as they are")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder")
@@ -120,9 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=CodecRecipe.batch)
     parser.add_argument("--crop-frames", type=int, default=CodecRecipe.crop_frames)
     parser.add_argument("--steps", type=int, default=CodecRecipe.steps, help="length of the schedule")
-    parser.add_argument("--quantise-from", type=int, default=CodecRecipe.quantise_from, help="step; before: no codes")
     parser.add_argument("--rate", type=float, default=CodecRecipe.rate)
-    parser.add_argument("--commitment", type=float, default=CodecRecipe.commitment, help="its weight")
     parser.add_argument("--adversarial-from", type=int, default=CodecRecipe.adversarial_from, help="step; -1: never")
     options = parser.parse_args(arguments)
     recipe = CodecRecipe(
@@ -130,17 +112,16 @@ def main(arguments: list[str] | None = None) -> None:
         batch=options.batch,
         crop_frames=options.crop_frames,
         steps=options.steps,
-        quantise_from=options.quantise_from,
         rate=options.rate,
-        commitment=options.commitment,
         adversarial_from=options.adversarial_from if options.adversarial_from >= 0 else None,
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    trainer = CodecTrainer(recipe, device=options.device, autocast=options.autocast, compile_codec=options.compile)
+    trainer = CodecTrainer(
+        recipe, load_codec(options.codec), options.device, autocast=options.autocast, compile_codec=options.compile
+    )
     if options.resume and (options.out / STATE).exists():
         trainer.load(options.out / STATE)
-    trainer.decoder_only |= options.decoder_only
-    crops = Crops(options.data, recipe.crop_frames, recipe.seed)
+    crops = Crops(options.data, options.codes, recipe.crop_frames, recipe.seed)
     audio_s = recipe.batch * recipe.crop_frames * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
     print(f"{crops.hours:.2f} h of audio, {audio_s:.0f} s a step, from step {trainer.step}", flush=True)
     train(trainer, crops, options.out, options.minutes, options.every, options.stop_at, options.by_clock)

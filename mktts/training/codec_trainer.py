@@ -13,13 +13,11 @@ from torch import Tensor
 
 from mktts.errors import CheckpointError
 from mktts.files import write_whole
-from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec_losses import Discriminators, deceiving_losses, judges_loss, spectral_losses
 from mktts.training.codec_model import Codec
-from mktts.training.codec_sizes import VOICE, CodecSizes
+from mktts.training.codec_sizes import CodecSizes
 
-# steps of quantisation at which all codebooks are set anew from the batch: the latents jump when it begins
-_STARTS = (0, 20, 50, 100, 200, 400)
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
 
@@ -32,16 +30,13 @@ class CodecRecipe:
     crop_frames: int = 26
     steps: int = 12_000  # the learning rate falls to a tenth over these
     warmup_steps: int = 200
-    quantise_from: int = 400  # before that step the codec is a plain autoencoder, whose latents settle
     rate: float = 1e-3
     judge_rate: float = 3e-4
     adversarial_from: int | None = 6_000  # step at which discriminators join; None: never
     judged_frames: int = 12  # of each crop go to the discriminators, which cost five times the decoder's work
-    dropout: float = 0.3  # share of examples that use a random number of the later books
     mel: float = 15.0
     stft: float = 5.0
     wave: float = 10.0
-    commitment: float = 1.0
     adversarial: float = 1.0
     features: float = 5.0
 
@@ -52,16 +47,16 @@ class CodecTrainer:
     def __init__(
         self,
         recipe: CodecRecipe,
-        sizes: CodecSizes = VOICE,
+        codec: Codec | None = None,
         device: torch.device | str = "cpu",
         *,
         autocast: bool = False,
         compile_codec: bool = False,
     ) -> None:
-        """autocast: bf16 in decoder and discriminators; encoder, codebooks, Snake and spectra stay in fp32."""
+        """codec: fitted (`mktts.training.codec_fit`). autocast: bf16 but in Snake, the last block and the spectra."""
         torch.manual_seed(recipe.seed)
         self.recipe, self.device, self.autocast = recipe, torch.device(device), autocast
-        self.codec = Codec(sizes).to(self.device).train()
+        self.codec = (Codec() if codec is None else codec).to(self.device).train()
         self.judges = Discriminators().to(self.device)
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
@@ -70,24 +65,21 @@ class CodecTrainer:
         self.judge_optimizer = torch.optim.AdamW(
             self.judges.parameters(), recipe.judge_rate, betas=(0.8, 0.99), weight_decay=0.01, fused=fused
         )
-        # only what has no random choices and no state of its own is compiled
-        self._decode = torch.compile(self.codec.decoder) if compile_codec else self.codec.decoder
+        self._decode = torch.compile(self.codec) if compile_codec else self.codec
         self.step = 0
-        self.decoder_only = False  # True: encoder and codebooks stay as they are, so that the codes already made hold
         self.progress: float | None = None  # of the schedule; None: step over steps
         self.seconds = 0.0
         self.curves: list[dict[str, float]] = []
 
-    def train_step(self, pcm: Tensor) -> dict[str, Tensor]:
-        """One step on PCM (B, samples); the losses as scalars on the device, and `codes` (B, T, 16)."""
+    def train_step(self, pcm: Tensor, codes: Tensor) -> dict[str, Tensor]:
+        """One step on PCM (B, T * samples per frame) and its codes (B, T, 16); the losses as scalars on the device."""
         r = self.recipe
         torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
         adversarial = r.adversarial_from is not None and self.step >= r.adversarial_from
         self._set_rates()
-        latent, codes, commitment = self._latent(pcm)
         with self._cast():
-            output = self._decode(latent)
-        losses = spectral_losses(output, pcm) | {"commitment": commitment}
+            output = self._decode(codes)
+        losses = spectral_losses(output, pcm)
         if adversarial:
             judged = self._judged(pcm.shape[1])
             losses["judges"] = self._judge_step(pcm[:, judged], output[:, judged].detach())
@@ -95,24 +87,12 @@ class CodecTrainer:
             with self._cast():
                 real, fake = self.judges(pcm[:, judged]), self.judges(output[:, judged])
             losses |= deceiving_losses(real, fake)
-        parts = ("mel", "stft", "wave", "commitment", "adversarial", "features")
+        parts = ("mel", "stft", "wave", "adversarial", "features")
         losses["loss"] = sum(getattr(r, name) * losses[name] for name in parts if name in losses)
         self._descend(self.optimizer, losses["loss"], self.codec.parameters())
         self.judges.requires_grad_(True)
         self.step += 1
-        return {name: loss.detach() for name, loss in losses.items()} | {"codes": codes}
-
-    def _latent(self, pcm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        quantizer, quantised_steps = self.codec.quantizer, self.step - self.recipe.quantise_from
-        if self.decoder_only:
-            with torch.no_grad():
-                latent, codes, commitment = quantizer.eval()(self.codec.encoder(pcm))
-            return latent.requires_grad_(), codes, commitment  # as before, or a compiled decoder is compiled again
-        encoded = self.codec.encoder(pcm)
-        if quantised_steps < 0:
-            shape = (len(pcm), encoded.shape[-1], NUM_CODEBOOKS)
-            return quantizer.bypass(encoded), torch.zeros(shape, dtype=torch.int64), encoded.new_zeros(())
-        return quantizer(encoded, self._kept(len(pcm)), quantised_steps in _STARTS)
+        return {name: loss.detach() for name, loss in losses.items()}
 
     def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:
         with self._cast():
@@ -134,13 +114,6 @@ class CodecTrainer:
         start = int(torch.randint(samples - length + 1, ()))
         return slice(start, start + length)
 
-    def _kept(self, size: int) -> Tensor:
-        """How many later books each example uses: mostly all, else any number, none included."""
-        later = NUM_CODEBOOKS - 1
-        some = torch.randint(later + 1, (size,), device=self.device)
-        dropped = torch.rand(size, device=self.device) < self.recipe.dropout
-        return torch.where(dropped, some, later)
-
     def _set_rates(self) -> None:
         r = self.recipe
         progress = min(1.0, self.step / r.steps) if self.progress is None else self.progress
@@ -153,7 +126,7 @@ class CodecTrainer:
         """Writes the whole state, or leaves the file as it was."""
         data = io.BytesIO()
         modules = {name: getattr(self, name).state_dict() for name in _SAVED}
-        place = {"step": self.step, "seconds": self.seconds, "decoder_only": self.decoder_only, "curves": self.curves}
+        place = {"step": self.step, "seconds": self.seconds, "curves": self.curves}
         torch.save(modules | place | {"recipe": asdict(self.recipe), "sizes": asdict(self.codec.sizes)}, data)
         write_whole(path, data.getvalue())
 
@@ -170,15 +143,14 @@ class CodecTrainer:
         for name in _SAVED:
             getattr(self, name).load_state_dict(state[name])
         self.step, self.seconds, self.curves = state["step"], state["seconds"], state["curves"]
-        self.decoder_only = state["decoder_only"]
 
 
 def load_codec(path: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec alone out of a training state, in evaluation mode. Raises CheckpointError where there is none."""
+    """The codec alone, fitted or out of a training state, in evaluation mode. Raises CheckpointError without a file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a codec's training state, but: {error}") from None
+        raise CheckpointError(f"{path}: expected a file of codec_fit or codec_train, but: {error}") from None
     codec = Codec(CodecSizes(**state["sizes"]))
     codec.load_state_dict(state["codec"])
     return codec.to(device).eval()

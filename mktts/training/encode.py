@@ -1,4 +1,4 @@
-"""Audio shards to codes: `python -m mktts.training.encode --codec OUT/state.pt --data FOLDER --out FOLDER`.
+"""Audio shards to codes: `python -m mktts.training.encode --codec FILE --data FOLDER --out FOLDER`.
 
 One codes shard (.npz) per audio shard, of the same name: `codes` uint8 (frames, 16), all clips end to end; `frames`
 int (clips,); `speaker` and `text` as they were.
@@ -25,7 +25,7 @@ _SPAN = 32_768  # of int16
 def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[np.ndarray]:
     """int16 clips (n,) -> codes (ceil(n / samples per frame), 16) uint8 each, on the codec's device.
 
-    Clips of like length share a batch. The encoder is causal, so the zeros behind a clip do not change its codes.
+    Clips of like length share a batch. Behind a clip there are zeros, as behind the last window of a clip alone.
     """
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
@@ -56,7 +56,7 @@ def encode_shard(codec: Codec, source: Path, target: Path) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mktts.training.encode", description=__doc__)
-    parser.add_argument("--codec", type=Path, required=True, help="state.pt of the codec's training")
+    parser.add_argument("--codec", type=Path, required=True, help="file of the codec, fitted or trained")
     parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
     parser.add_argument("--out", type=Path, required=True, help="folder for codes shards; those there are kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
