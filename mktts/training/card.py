@@ -33,7 +33,7 @@ python -m mktts say "Good morning." -o morning.wav --checkpoint small --speaker 
 {sizes}
 
 Codes: {books} codebooks of {entries} at {rate_hz:g} Hz, {sample_rate_hz:,} samples a second, mono. Weights in
-bfloat16. The codec's encoder is left out: a CustomVoice never hears a recording.
+bfloat16. The codec has no encoder: its codes were made by a fixed analysis, and a CustomVoice never hears a recording.
 
 ## Data
 
@@ -47,15 +47,18 @@ repository, mktts/training/held_out.txt, apart from all training texts.
 
 ## How it was made
 
-Two stages, each one command, resumable and deterministic by seed. First the codec learns to compress and restore the
-teacher's speech; then talker and code predictor learn its codes from text, with the released prompt layouts mixed and
-the end of speech learnt. To make it again, with flite's program named by $FLITE:
+First codes are fitted to the teacher's speech: a frame's log-mel spectra, pitch and voicing become principal
+components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn,
+resumable and deterministic by seed: the codec's decoder to restore speech from its codes, judged by spectra and
+discriminators; talker and code predictor to say codes from text, with the released prompt layouts mixed and the end
+of speech learnt. To make it again, with flite's program named by $FLITE:
 
 ```sh
 python -m mktts.training.texts --corpora PACKAGES --out texts.xz
 python -m mktts.training.teacher --texts texts.xz --hours H --out AUDIO
-python -m mktts.training.codec_train --data AUDIO --out CODEC --minutes M --resume
-python -m mktts.training.encode --codec CODEC/state.pt --data AUDIO --out CODES
+python -m mktts.training.codec_fit --data AUDIO --out codec.pt
+python -m mktts.training.encode --codec codec.pt --data AUDIO --out CODES
+python -m mktts.training.codec_train --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
 python -m mktts.training.talker_train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
 python -m mktts.training.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
 python -m mktts.training.ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\

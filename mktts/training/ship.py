@@ -3,9 +3,9 @@
     python -m mktts.training.ship --voice OUT/voice --evaluation FILE --listen FOLDER --curves CODEC/curves.json \\
       OUT/talker_curves.json
 
-writes mktts/voices/small anew, whole or not at all: the checkpoint without the codec's encoder (a CustomVoice never
-hears a recording, and the encoder is most of the codec) and with its model card. outputs/reference/voice gets the
-curves, the evaluation, and a pair of teacher and student to listen to for each speaker (`mktts.voice_report`).
+writes mktts/voices/small anew, whole or not at all: the checkpoint with its model card, of the codec the decoder only
+(a CustomVoice never hears a recording). outputs/reference/voice gets the curves, the evaluation, and a pair of teacher
+and student to listen to for each speaker (`mktts.voice_report`).
 """
 
 from __future__ import annotations
