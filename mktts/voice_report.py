@@ -140,8 +140,8 @@ def reported(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path, name: str = "training") -> Figure:
     """Losses over steps, a panel for each stage that has lines; saves `folder`/<name>.png.
 
-    Codec: log-mel distance of the step's crops and of a fixed set. Talker: cross entropy of code 0 and of codes 1 to
-    15, in training and on held-out texts.
+    Codec: log-mel distance of the step's crops and of a fixed set, and where discriminators join. Talker: cross
+    entropy of code 0 and of codes 1 to 15, in training and on held-out texts.
     """
     shown = {
         "codec": {"mel": "training crops", "fixed_mel": "the same crops every time"},
@@ -163,6 +163,9 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path,
             if points:
                 style = {"marker": ".", "linestyle": "--"} if key.startswith("held_out") else {}
                 axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1.2, **style)
+        joined = [line["step"] for line in curves.get(stage, ()) if "judges" in line]
+        if joined:
+            axes.axvline(joined[0], color=COLOURS["other"], linestyle=":", label="discriminators join")
         axes.set(xlabel="step", ylabel=labels[stage])
         axes.set_title(f"Stage {1 + list(shown).index(stage)}: {stage}")
         if axes.get_legend_handles_labels()[0]:

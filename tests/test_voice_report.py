@@ -52,7 +52,7 @@ EVALUATION = {
     ],
 }
 CURVES = {
-    "codec": [{"step": 100 * i, "mel": 2 / (i + 1), "seconds": 1.0} for i in range(1_000)],
+    "codec": [{"step": 100 * i, "mel": 2 / (i + 1), "fixed_mel": 1.0, "seconds": 1.0} for i in range(1_000)],
     "talker": [
         {"step": i, "code0": 3.0, "codes": 4.0, **({"held_out_code0": 3.1} if i == 7 else {})} for i in range(9)
     ],
@@ -159,7 +159,7 @@ def test_the_card_says_what_it_is_even_unmeasured(tiny):
 
 def test_the_cards_commands_are_understood(tiny):
     commands = re.findall(r"python -m (mktts\.training\.\w+) (.*)", card(tiny, None).replace("\\\n", " "))
-    assert len(commands) == 7
+    assert len(commands) == 8
     for module, words in commands:
         source = Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
         assert "__main__" in source
@@ -167,7 +167,14 @@ def test_the_cards_commands_are_understood(tiny):
 
 
 def test_figures_are_saved(tmp_path):
-    voice_report.draw_curves(CURVES, tmp_path)
+    judged = [
+        {"step": i, "mel": 2.0, "fixed_mel": 1.9, "seconds": 1.0, **({"judges": 1.0} if i >= 6 else {})}
+        for i in range(9)
+    ]
+    figure = voice_report.draw_curves({**CURVES, "codec": judged}, tmp_path)
+    lines = {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].get_lines()}
+    assert lines.keys() == {"training crops", "the same crops every time", "discriminators join"}
+    assert lines["discriminators join"] == [6, 6] and len(lines["the same crops every time"]) == 9
     voice_report.draw_durations(EVALUATION, tmp_path)
     for name in ("training.png", "durations.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
