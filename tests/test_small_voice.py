@@ -66,7 +66,10 @@ def untrained(folder: Path) -> Path:
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
     torch.manual_seed(0)
-    write_codec(folder / "codec", Codec())
+    codec = Codec()
+    for chain in (codec.quantizer.first, codec.quantizer.rest):
+        chain.books.normal_()  # so that what is heard depends on the codes
+    write_codec(folder / "codec", codec)
     write_checkpoint(folder / "voice", folder / "prepared", model.state_dict(), folder / "codec")
     return ship(folder / "voice", folder / "small")
 

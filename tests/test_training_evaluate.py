@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from mktts.errors import AudioError, CheckpointError, MetricsError
 from mktts.layout import expected_tensors
 from mktts.random_weights import random_tensors
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.training import codec_sizes, evaluate, quality, sizes
+from mktts.training import codec_fit, codec_sizes, evaluate, quality, sizes
+from mktts.training.analysis import features
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.codec_data import vowels
 from mktts.training.codec_model import Codec, write_codec
@@ -253,12 +253,12 @@ def test_the_teacher_is_asked_once_with_a_cache(tmp_path):
         codec_of(None, tmp_path)("b", "slt", first)
 
 
-def test_the_codec_alone_from_its_training_state(tmp_path):
-    torch.manual_seed(0)
-    codec = Codec(codec_sizes.TINY).eval()
-    torch.save({"sizes": asdict(codec_sizes.TINY), "codec": codec.state_dict()}, tmp_path / "state.pt")
+def test_the_codec_alone_from_its_file(tmp_path):
+    vowels_pcm = torch.from_numpy(vowels(6.0, 0) / np.float32(32_768))
+    codec, _ = codec_fit.fit(features(vowels_pcm[None])[0], codec_sizes.TINY, 0)
+    codec_fit.save(codec, tmp_path / "codec.pt")
     pcm = vowel(120, 0.5)
-    copy = codec_of(tmp_path / "state.pt", None)("a", "slt", pcm)
+    copy = codec_of(tmp_path / "codec.pt", None)("a", "slt", pcm)
     padded = torch.zeros(1, 7 * SAMPLES_PER_FRAME)  # 0.5 s are 6.25 frames
     padded[0, : len(pcm)] = torch.from_numpy(pcm)
     assert np.allclose(copy, codec.decode(codec.encode(padded))[0, : len(pcm)].numpy(), atol=1e-6)
@@ -282,7 +282,10 @@ def untrained(tmp_path_factory):
     tensors = random_tensors(expected_tensors(config), 0, torch.float32)
     tensors["talker.codec_head.weight"].zero_()  # every code as likely as the end, so that it comes within seconds
     torch.manual_seed(0)
-    write_codec(folder / "codec", Codec(codec_sizes.TINY))
+    codec = Codec(codec_sizes.TINY)
+    for chain in (codec.quantizer.first, codec.quantizer.rest):
+        chain.books.normal_()
+    write_codec(folder / "codec", codec)
     return write_checkpoint(folder / "voice", folder / "prepared", tensors, folder / "codec")
 
 

@@ -88,7 +88,7 @@ class Setup:
     device: str = "cpu"
     layout: str | None = None
     teacher_cache: Path | None = None
-    codec_state: Path | None = None  # of the codec's training: its own copy of the teacher is measured too
+    codec_state: Path | None = None  # file of codec_fit or codec_train: its copy of the teacher is measured too
     codec_audio: Path | None = None  # the same from files, named as in the teacher's cache
 
     def judge(self) -> Judge:
@@ -174,7 +174,7 @@ def student_of(checkpoint: str, device: str, layout: str | None) -> Callable[[st
 
 
 def codec_of(state: Path | None, audio: Path | None) -> Callable[[str, str, np.ndarray], np.ndarray] | None:
-    """The codec's copy of the teacher's audio: from its training state, from files, or None without either."""
+    """The codec's copy of the teacher's audio: by a file of `load_codec`, from audio files, or None without either."""
     if state is None:
         return None if audio is None else lambda text, speaker, pcm: _read(cache_path(audio, text, speaker))
     import torch
