@@ -66,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
     parser.add_argument("--teacher-cache", type=Path, help="folder to keep the teacher's audio in")
     codec = parser.add_mutually_exclusive_group()
-    codec.add_argument(
-        "--codec-state", type=Path, help="file of codec_fit or codec_train, to judge the codec alone"
-    )
+    codec.add_argument("--codec-state", type=Path, help="file of codec_fit or codec_train, to judge the codec alone")
     codec.add_argument("--codec-audio", type=Path, help="its copies of the teacher's audio, named as in the cache")
     codec.add_argument("--codec-figures", type=Path, help="JSON with the codec's own figures, copied to the record")
     parser.add_argument("--listen", type=Path, help="folder for WAV files of a few sentences by every speaker")
