@@ -62,6 +62,12 @@ def test_noise_and_a_tone_too_quiet_to_hear_are_unvoiced() -> None:
     assert not parts(1e-3 * tone(150.0))[2].any()  # -66 dBFS
 
 
+@pytest.mark.parametrize(("share", "voiced"), [(0.7, True), (0.3, False)])
+def test_a_tone_in_noise_is_voiced_where_it_has_more_than_half_of_the_power(share: float, voiced: bool) -> None:
+    found = parts(share**0.5 * tone(140.0, 40) / 0.125**0.5 + (1 - share) ** 0.5 * noise(5, 40) / 0.1)[2]
+    assert (found == voiced).float().mean() > 0.9
+
+
 def test_silence_is_the_floor_everywhere() -> None:
     bands, octaves, voicing = parts(torch.zeros(FRAMES * SAMPLES_PER_FRAME))
     assert torch.allclose(bands, torch.full_like(bands, math.log(1e-3)))
@@ -118,6 +124,11 @@ def test_k_means_finds_the_places_of_separate_clusters_however_many_centres_begi
     centres = k_means(rows, 12, generator)
     assert (torch.cdist(places, centres).amin(1) < 0.3).all() and (torch.cdist(rows, centres).amin(1) < 0.6).all()
     assert torch.allclose(k_means(rows, 1, generator)[0], rows.mean(0), atol=1e-3)
+    again = []
+    for _ in range(2):
+        torch.rand(1)  # what else draws makes no difference
+        again.append(k_means(rows, 12, torch.Generator().manual_seed(4)))
+    assert torch.equal(*again)
 
 
 @pytest.fixture(scope="module")

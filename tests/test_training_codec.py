@@ -16,8 +16,9 @@ from mktts.codec_layout import expected_codec_tensors
 from mktts.errors import AudioError, CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training import codec_fit, codec_train, encode
+from mktts.training.analysis import features
 from mktts.training.codec_data import Crops, read_shard, vowels, write_shard
-from mktts.training.codec_losses import magnitudes, mel_distance
+from mktts.training.codec_losses import magnitudes, mel_distance, mel_filters
 from mktts.training.codec_model import Codec, hub_tensors, write_codec
 from mktts.training.codec_sizes import TINY, VOICE, CodecSizes, config_json, decoder_config
 from mktts.training.codec_train import train
@@ -209,12 +210,21 @@ def test_training_brings_the_loss_down_and_leaves_analysis_and_books(
         *("analysis.mean", "analysis.basis", "quantizer.gain", "quantizer.first.books", "quantizer.rest.books")
     }
     trainer.save(tmp_path / "state.pt")
-    straight = [float(found["loss"]) for found in steps(trainer, crops, 2)]
-    resumed = trainer_of(fitted)
-    resumed.load(tmp_path / "state.pt")
-    assert [float(found["loss"]) for found in steps(resumed, crops, 2)] == straight
-    pcm, given = crops.batch(0, 2)  # and the state holds the codec whole: it encodes as the fitted one does
+    pcm, _ = crops.batch(0, 2)  # the state holds the codec whole: it encodes as the fitted one does
     assert torch.equal(load_codec(tmp_path / "state.pt").encode(pcm), load_codec(fitted).encode(pcm))
+
+
+def test_a_resumed_run_takes_the_same_steps(audio: Path, codes: Path, fitted: Path, tmp_path: Path) -> None:
+    crops, recipe = Crops(audio, codes, 6, 0), replace(RECIPE, batch=2, adversarial_from=1, judged_frames=2)
+    trainer, resumed = trainer_of(fitted, recipe), trainer_of(fitted, recipe)
+    steps(trainer, crops, 3)
+    trainer.save(tmp_path / "state.pt")
+    straight = steps(trainer, crops, 2)
+    torch.rand(5)  # which part is judged is drawn, by the step
+    resumed.load(tmp_path / "state.pt")
+    for found, expected in zip(steps(resumed, crops, 2), straight, strict=True):
+        assert {name: float(loss) for name, loss in found.items()} == {n: float(loss) for n, loss in expected.items()}
+    assert resumed.step == 5 and len(straight[0]) == 7
 
 
 def test_a_state_of_another_recipe_is_refused(fitted: Path, tmp_path: Path) -> None:
@@ -280,3 +290,13 @@ def test_mel_distance_of_a_tone_and_its_double_is_the_logarithm_of_two_in_its_ba
     tone = 0.1 * torch.sin(2 * torch.pi * 440 * time)[None] + noise
     assert float(mel_distance(2 * tone, tone)) == pytest.approx(float(np.log(2)), rel=1e-3)
     assert float(magnitudes(torch.sin(2 * torch.pi * 3000 * time)[None], 1024).max()) == pytest.approx(1, rel=1e-2)
+
+
+def test_filters_that_an_analysis_asked_for_first_serve_training() -> None:
+    mel_filters.cache_clear()
+    noise = 0.1 * torch.randn(1, 3 * SAMPLES_PER_FRAME, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        features(noise)
+    output = noise.clone().mul_(0.5).requires_grad_()
+    mel_distance(output, noise).backward()
+    assert output.grad.abs().max() > 0
