@@ -214,6 +214,27 @@ def test_training_brings_the_loss_down_and_leaves_analysis_and_books(
     assert torch.equal(load_codec(tmp_path / "state.pt").encode(pcm), load_codec(fitted).encode(pcm))
 
 
+def test_steps_on_static_tensors_are_the_same_steps(audio: Path, codes: Path, fitted: Path) -> None:
+    crops, recipe = Crops(audio, codes, 6, 0), replace(RECIPE, batch=2, adversarial_from=2, judged_frames=2)
+    plain, static = trainer_of(fitted, recipe), CodecTrainer(recipe, load_codec(fitted), graphs=True)
+    for found, expected in zip(steps(static, crops, 4), steps(plain, crops, 4), strict=True):
+        assert {n: float(v) for n, v in found.items()} == {n: float(v) for n, v in expected.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_steps_learn_what_ordinary_ones_do(audio: Path, codes: Path, fitted: Path) -> None:
+    crops, recipe = Crops(audio, codes, 6, 0), replace(RECIPE, batch=2, adversarial_from=8, judged_frames=2)
+    plain, recorded = (CodecTrainer(recipe, load_codec(fitted), "cuda", graphs=graphs) for graphs in (False, True))
+    mels = [[], []]
+    for step in range(16):
+        pcm, picked = (part.cuda() for part in crops.batch(step, 2))
+        for trainer, found in zip((plain, recorded), mels, strict=True):
+            found.append(float(trainer.train_step(pcm, picked)["mel"]))
+    assert all(step.graph for step in recorded.graphs._recorded.values()) and len(recorded.graphs._recorded) == 2
+    assert np.allclose(*mels, rtol=0.05) and sum(mels[1][-4:]) < sum(mels[1][:4])
+
+
 def test_a_resumed_run_takes_the_same_steps(audio: Path, codes: Path, fitted: Path, tmp_path: Path) -> None:
     crops, recipe = Crops(audio, codes, 6, 0), replace(RECIPE, batch=2, adversarial_from=1, judged_frames=2)
     trainer, resumed = trainer_of(fitted, recipe), trainer_of(fitted, recipe)

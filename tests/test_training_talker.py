@@ -177,6 +177,28 @@ def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path):
     assert after["held_out_codes"] < before["held_out_codes"] - 0.3
 
 
+def test_steps_on_static_tensors_are_the_same_steps(tmp_path):
+    recipe = TalkerRecipe(steps=60, warmup_steps=5, batch_rows=160)
+    data = open_data(synthetic_clips(), tmp_path, sizes.TINY, "cpu")
+    plain, static = TalkerTrainer(data, recipe), TalkerTrainer(data, recipe, graphs=True)
+    for _ in range(6):
+        assert {n: float(v) for n, v in plain.train_step().items()} == {
+            n: float(v) for n, v in static.train_step().items()
+        }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_steps_learn_what_ordinary_ones_do(tmp_path):
+    recipe = TalkerRecipe(steps=60, warmup_steps=5, learning_rate=3e-3, batch_rows=160, dropout=0.0)
+    recipe = dataclasses.replace(recipe, code_noise=0.0, frame_noise=0.0)  # drawn otherwise in a graph
+    data = open_data(synthetic_clips(), tmp_path, sizes.TINY, "cuda")
+    plain, recorded = TalkerTrainer(data, recipe), TalkerTrainer(data, recipe, graphs=True)
+    losses = [[float(trainer.train_step()["code0"]) for _ in range(40)] for trainer in (plain, recorded)]
+    assert any(step.graph for step in recorded.graphs._recorded.values())
+    assert np.allclose(losses[0], losses[1], rtol=0.05) and losses[1][-1] < losses[1][0] - 1
+
+
 def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared):
     config = ModelConfig.load(prepared)
     model = peaked(TalkerModel(config))

@@ -28,7 +28,7 @@ _OCTAVE, _VOICING = 15.0, 3.0
 def features(pcm: Tensor) -> Tensor:
     """PCM (B, T * samples per frame) -> (B, T, 648), fp32: natural-log mel magnitudes by time, pitch, voicing."""
     frames = pcm.shape[1] // SAMPLES_PER_FRAME
-    mel = mel_filters(WINDOW, BANDS).to(pcm.device)
+    mel = mel_filters(WINDOW, BANDS, pcm.device)
     spectra = torch.fft.rfft(_windows(pcm, SPECTRA) * _hann(pcm)).abs() * (4 / WINDOW)  # full-scale sine: 1
     bands = torch.log((spectra @ mel.T).clamp(min=_FLOOR))
     octaves, voicing = _pitch(_windows(pcm, PITCHES))

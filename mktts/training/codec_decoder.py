@@ -156,12 +156,12 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.output_proj = nn.Linear(c.hidden_size, c.latent_dim)
+        self.register_buffer("frequency", inverse_frequency(c.head_dim, c.rope_theta), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, latent, T) -> the same shape."""
         position = torch.arange(x.shape[-1], device=x.device)
-        frequency = inverse_frequency(self.config.head_dim, self.config.rope_theta).to(x.device)
-        angle = torch.outer(position.float(), frequency)
+        angle = torch.outer(position.float(), self.frequency)
         angle = torch.cat((angle, angle), -1)
         ago = position[:, None] - position
         mask = (ago >= 0) & (ago < self.config.sliding_window)

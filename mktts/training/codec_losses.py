@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mktts.spec import SAMPLE_RATE_HZ
 
+_CPU = torch.device("cpu")
 _FLOOR = 1e-4  # of magnitudes before the logarithm: -80 dBFS; what is quieter nobody hears, and 16 bits hardly hold
 _MEL_WINDOWS = ((256, 32), (512, 64), (1024, 80), (2048, 80))  # samples, bands
 _STFT_WINDOWS = (384, 768, 1536)
@@ -24,7 +25,7 @@ def magnitudes(pcm: Tensor, window: int) -> Tensor:
 
 def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> Tensor:
     """Mean |difference| of natural-log mel magnitudes of PCM (B, n)."""
-    mel = mel_filters(window, bands).to(a.device)
+    mel = mel_filters(window, bands, a.device)
     x, y = (torch.log((mel @ magnitudes(pcm, window)).clamp(min=_FLOOR)) for pcm in (a, b))
     return (x - y).abs().mean()
 
@@ -101,8 +102,13 @@ def _spectrum(pcm: Tensor, window: int) -> Tensor:
 
 @cache
 @torch.inference_mode(False)  # kept for training, even where an analysis asks first
-def mel_filters(window: int, bands: int) -> Tensor:
-    """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1)."""
+def mel_filters(window: int, bands: int, device: torch.device = _CPU) -> Tensor:
+    """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1).
+
+    Kept on every device that asks: a copy to the device waits for all that was launched before it.
+    """
+    if device != _CPU:
+        return mel_filters(window, bands).to(device)
 
     def mel(hz: Tensor) -> Tensor:
         return 2595 * torch.log10(1 + hz / 700)

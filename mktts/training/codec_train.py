@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder")
+    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--every", type=int, default=100, help="steps between progress lines")
     parser.add_argument("--seed", type=int, default=CodecRecipe.seed)
     parser.add_argument("--batch", type=int, default=CodecRecipe.batch)
@@ -116,9 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
         adversarial_from=options.adversarial_from if options.adversarial_from >= 0 else None,
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    trainer = CodecTrainer(
-        recipe, load_codec(options.codec), options.device, autocast=options.autocast, compile_codec=options.compile
-    )
+    choices = {"autocast": options.autocast, "compile_codec": options.compile, "graphs": options.graphs}
+    trainer = CodecTrainer(recipe, load_codec(options.codec), options.device, **choices)
     if options.resume and (options.out / STATE).exists():
         trainer.load(options.out / STATE)
     crops = Crops(options.data, options.codes, recipe.crop_frames, recipe.seed)

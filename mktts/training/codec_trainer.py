@@ -17,6 +17,7 @@ from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec_losses import Discriminators, deceiving_losses, judges_loss, spectral_losses
 from mktts.training.codec_model import Codec
 from mktts.training.codec_sizes import CodecSizes
+from mktts.training.step_graph import StepGraphs
 
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
@@ -52,19 +53,19 @@ class CodecTrainer:
         *,
         autocast: bool = False,
         compile_codec: bool = False,
+        graphs: bool = False,
     ) -> None:
-        """codec: fitted (`mktts.training.codec_fit`). autocast: bf16 but in Snake, the last block and the spectra."""
+        """codec: fitted (`mktts.training.codec_fit`). autocast: bf16 but in Snake, the last block and the spectra.
+
+        graphs: steps as CUDA graphs (`StepGraphs`).
+        """
         torch.manual_seed(recipe.seed)
         self.recipe, self.device, self.autocast = recipe, torch.device(device), autocast
         self.codec = (Codec() if codec is None else codec).to(self.device).train()
         self.judges = Discriminators().to(self.device)
-        fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(
-            self.codec.parameters(), recipe.rate, betas=(0.8, 0.99), weight_decay=0.01, fused=fused
-        )
-        self.judge_optimizer = torch.optim.AdamW(
-            self.judges.parameters(), recipe.judge_rate, betas=(0.8, 0.99), weight_decay=0.01, fused=fused
-        )
+        self.graphs = StepGraphs(self.device) if graphs else None
+        self.optimizer = self._adam(self.codec.parameters())
+        self.judge_optimizer = self._adam(self.judges.parameters())
         self._decode = torch.compile(self.codec) if compile_codec else self.codec
         self.step = 0
         self.progress: float | None = None  # of the schedule; None: step over steps
@@ -77,21 +78,37 @@ class CodecTrainer:
         torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
         adversarial = r.adversarial_from is not None and self.step >= r.adversarial_from
         self._set_rates()
-        with self._cast():
-            output = self._decode(codes)
-        losses = spectral_losses(output, pcm)
-        if adversarial:
-            judged = self._judged(pcm.shape[1])
-            losses["judges"] = self._judge_step(pcm[:, judged], output[:, judged].detach())
-            self.judges.requires_grad_(False)
-            with self._cast():
-                real, fake = self.judges(pcm[:, judged]), self.judges(output[:, judged])
-            losses |= deceiving_losses(real, fake)
-        parts = ("mel", "stft", "wave", "adversarial", "features")
-        losses["loss"] = sum(getattr(r, name) * losses[name] for name in parts if name in losses)
-        self._descend(self.optimizer, losses["loss"], self.codec.parameters())
-        self.judges.requires_grad_(True)
+        start = torch.randint(pcm.shape[1] - self._judged_samples(pcm) + 1, (1,)).to(self.device)
+        work = self._adversarial_step if adversarial else self._plain_step
+        losses = self.graphs.run(adversarial, work, pcm, codes, start) if self.graphs else work(pcm, codes, start)
         self.step += 1
+        return losses
+
+    def _plain_step(self, pcm: Tensor, codes: Tensor, start: Tensor) -> dict[str, Tensor]:
+        return self._learn(spectral_losses(self._output(codes), pcm))
+
+    def _adversarial_step(self, pcm: Tensor, codes: Tensor, start: Tensor) -> dict[str, Tensor]:
+        """start (1,): of the samples that the discriminators are shown."""
+        output = self._output(codes)
+        losses = spectral_losses(output, pcm)
+        judged = start + torch.arange(self._judged_samples(pcm), device=self.device)
+        real_pcm, fake_pcm = pcm.index_select(1, judged), output.index_select(1, judged)
+        losses["judges"] = self._judge_step(real_pcm, fake_pcm.detach())
+        self.judges.requires_grad_(False)
+        with self._cast():
+            real, fake = self.judges(real_pcm), self.judges(fake_pcm)
+        losses = self._learn(losses | deceiving_losses(real, fake))
+        self.judges.requires_grad_(True)
+        return losses
+
+    def _output(self, codes: Tensor) -> Tensor:
+        with self._cast():
+            return self._decode(codes)
+
+    def _learn(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = ("mel", "stft", "wave", "adversarial", "features")
+        losses["loss"] = sum(getattr(self.recipe, name) * losses[name] for name in parts if name in losses)
+        self._descend(self.optimizer, losses["loss"], self.codec.parameters())
         return {name: loss.detach() for name, loss in losses.items()}
 
     def _judge_step(self, pcm: Tensor, output: Tensor) -> Tensor:
@@ -107,12 +124,19 @@ class CodecTrainer:
         optimizer.step()
 
     def _cast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
+        # a cache of casts made while recording would not be made again when the graph is replayed
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=self.graphs is None
+        )
 
-    def _judged(self, samples: int) -> slice:
-        length = min(samples, self.recipe.judged_frames * SAMPLES_PER_FRAME)
-        start = int(torch.randint(samples - length + 1, ()))
-        return slice(start, start + length)
+    def _adam(self, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
+        cuda = self.device.type == "cuda"
+        rate = torch.zeros((), device=self.device) if self.graphs and cuda else 0.0  # `_set_rates` sets it every step
+        choices = {"fused": cuda, "capturable": bool(self.graphs) and cuda}
+        return torch.optim.AdamW(parameters, rate, betas=(0.8, 0.99), weight_decay=0.01, **choices)
+
+    def _judged_samples(self, pcm: Tensor) -> int:
+        return min(pcm.shape[1], self.recipe.judged_frames * SAMPLES_PER_FRAME)
 
     def _set_rates(self) -> None:
         r = self.recipe
@@ -120,7 +144,10 @@ class CodecTrainer:
         factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for optimizer, rate in ((self.optimizer, r.rate), (self.judge_optimizer, r.judge_rate)):
             for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * factor)
+                else:
+                    group["lr"] = rate * factor
 
     def save(self, path: Path) -> None:
         """Writes the whole state, or leaves the file as it was."""

@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.tokenizer import TextTokenizer
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.sizes import TINY, VOICE, TalkerSizes
+from mktts.training.step_graph import StepGraphs
 from mktts.training.talker_data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
 
@@ -57,13 +58,18 @@ class TalkerRecipe:
 class TalkerTrainer:
     """Model, moving average, optimizer and place in the data."""
 
-    def __init__(self, data: Sequences, recipe: TalkerRecipe) -> None:
+    def __init__(self, data: Sequences, recipe: TalkerRecipe, *, graphs: bool = False) -> None:
+        """graphs: steps as CUDA graphs (`StepGraphs`)."""
         self.recipe, self.data = recipe, data
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+        self.graphs = StepGraphs(data.device) if graphs else None
+        cuda = data.device.type == "cuda"
+        rate = torch.zeros((), device=data.device) if graphs and cuda else 0.0  # set in every step
+        choices = {"fused": cuda, "capturable": graphs and cuda, "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.98), **choices)
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.step = self.epoch = self.position = 0
         self.progress: float | None = None  # of the schedule; None: step over steps
@@ -81,7 +87,8 @@ class TalkerTrainer:
         recipe = self.recipe
         previous = self._noise(batch.previous) if noisy else batch.previous
         smoothing = recipe.label_smoothing if noisy else 0.0
-        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.data.device.type == "cuda"):
+        cuda, caching = self.data.device.type == "cuda", self.graphs is None  # a graph cannot keep casts for later
+        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=cuda, cache_enabled=caching):
             hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
             first = self.model.code0_logits(hidden)
             # not hidden[rows], whose gradient is sorted
@@ -99,16 +106,25 @@ class TalkerTrainer:
         )
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)
         self.model.train()
-        first, rest = self.losses(batch, noisy=True)
-        self.optimizer.zero_grad(set_to_none=True)
-        (first + recipe.predictor_weight * rest).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
-        self.optimizer.step()
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.learning_rate())
+            else:
+                group["lr"] = self.learning_rate()
+        parts = tuple(getattr(batch, name.name) for name in fields(batch))
+        found = self.graphs.run("step", self._learn, *parts) if self.graphs else self._learn(*parts)
         self.step += 1
         keep = min(recipe.ema, self.step / (self.step + 10))  # a young average forgets the start quickly
         torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in self.model.parameters()], 1 - keep)
+        return found
+
+    def _learn(self, *parts: Tensor) -> dict[str, Tensor]:
+        """Forward, backward and the optimizer's step on the tensors of a `Batch`."""
+        first, rest = self.losses(Batch(*parts), noisy=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        (first + self.recipe.predictor_weight * rest).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
         return {"code0": first.detach(), "codes": rest.detach()}
 
     def learning_rate(self) -> float:
@@ -223,6 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
     parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
+    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
     parser.add_argument("--size", choices=("voice", "tiny"), default="voice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -231,7 +248,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recipe = TalkerRecipe(**{name: getattr(options, name) for name in asdict(TalkerRecipe())})
     sizes = VOICE if options.size == "voice" else TINY
-    trainer = TalkerTrainer(open_data(read_clips(options.codes), options.out, sizes, options.device), recipe)
+    data = open_data(read_clips(options.codes), options.out, sizes, options.device)
+    trainer = TalkerTrainer(data, recipe, graphs=options.graphs)
     if options.resume and (options.out / STATE).is_file():
         trainer.load(options.out / STATE)
     train(trainer, options.out, options.minutes, by_clock=options.by_clock)
