@@ -89,6 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
             studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
             synthesizer.warm_up()
             server = Server(studio, key, arguments.allow_origin)
+            bound.listen()  # before its address is told: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
                 log.info(RANDOM_NOTE)
