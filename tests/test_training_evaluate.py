@@ -289,6 +289,7 @@ def untrained(tmp_path_factory):
     return write_checkpoint(folder / "voice", folder / "prepared", tensors, folder / "codec")
 
 
+@pytest.mark.slow  # two processes each load the recogniser and torch
 def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, capsys):
     program = tmp_path / "flite"
     program.write_text(STAND_IN.format(python=sys.executable))
