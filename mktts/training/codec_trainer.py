@@ -17,7 +17,7 @@ from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec_losses import Discriminators, deceiving_losses, judges_loss, spectral_losses
 from mktts.training.codec_model import Codec
 from mktts.training.codec_sizes import CodecSizes
-from mktts.training.step_graph import StepGraphs
+from mktts.training.step_graph import StepGraphs, set_rate
 
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
@@ -143,11 +143,7 @@ class CodecTrainer:
         progress = min(1.0, self.step / r.steps) if self.progress is None else self.progress
         factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for optimizer, rate in ((self.optimizer, r.rate), (self.judge_optimizer, r.judge_rate)):
-            for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate * factor)
-                else:
-                    group["lr"] = rate * factor
+            set_rate(optimizer, rate * factor)
 
     def save(self, path: Path) -> None:
         """Writes the whole state, or leaves the file as it was."""

@@ -14,6 +14,15 @@ Work = Callable[..., dict[str, Tensor]]
 _ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
 
 
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of all groups; in place where it is a tensor, which a recorded step reads."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 @dataclass
 class _Recorded:
     inputs: tuple[Tensor, ...]

@@ -29,7 +29,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.tokenizer import TextTokenizer
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.sizes import TINY, VOICE, TalkerSizes
-from mktts.training.step_graph import StepGraphs
+from mktts.training.step_graph import StepGraphs, set_rate
 from mktts.training.talker_data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
 
@@ -106,11 +106,7 @@ class TalkerTrainer:
         )
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)
         self.model.train()
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self.learning_rate())
-            else:
-                group["lr"] = self.learning_rate()
+        set_rate(self.optimizer, self.learning_rate())
         parts = tuple(getattr(batch, name.name) for name in fields(batch))
         found = self.graphs.run("step", self._learn, *parts) if self.graphs else self._learn(*parts)
         self.step += 1
