@@ -10,8 +10,8 @@ import numpy as np
 from mktts.agent.latency import TurnLatency
 from mktts.agent.tracks import between
 from mktts.errors import AgentError
-from mktts.training.recognise import Recogniser, vocabulary_of
-from mktts.training.wer import errors_by_sound, words
+from mktts.recognise import Recogniser, vocabulary_of
+from mktts.wer import errors_by_sound, words
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from pathlib import Path
 from mktts.errors import MetricsError, MkttsError
 from mktts.files import write_whole
 from mktts.metrics import environment, percentiles, summarise, write_json
+from mktts.recognise import Recogniser, vocabulary_of
 from mktts.training.quality import Figures, lines, record
-from mktts.training.recognise import Recogniser, vocabulary_of
 from mktts.training.speakers import Centroids
 from mktts.training.teacher import SPEAKERS
 from mktts.training.texts import held_out
 from mktts.training.utterances import Measured, Setup, Task, measure
-from mktts.training.wer import words
+from mktts.wer import words
 
 QUICK_SENTENCES = 30
 CENTROID_CLIPS = 20  # of the teacher, of each speaker

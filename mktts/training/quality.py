@@ -10,10 +10,10 @@ import numpy as np
 
 from mktts.errors import MetricsError
 from mktts.metrics import percentiles
-from mktts.training.recognise import MODES
+from mktts.recognise import MODES
 from mktts.training.speakers import Centroids
 from mktts.training.utterances import Measured
-from mktts.training.wer import rate_ratio
+from mktts.wer import rate_ratio
 
 WORD_ERROR_RATIO = 1.25  # student over teacher, at most
 DURATION_RATIO = (0.8, 1.25)

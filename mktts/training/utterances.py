@@ -19,12 +19,12 @@ import numpy as np
 from mktts.audio import first_audible_sample, write_wav
 from mktts.errors import AudioError
 from mktts.files import write_whole
+from mktts.recognise import MODES, Recogniser
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training import teacher
 from mktts.training.mcd import distortion_db
-from mktts.training.recognise import MODES, Recogniser
 from mktts.training.speakers import embedding, median_f0_hz
-from mktts.training.wer import errors_by_sound, words
+from mktts.wer import errors_by_sound, words
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer

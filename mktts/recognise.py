@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.training.wer import words
+from mktts.wer import words
 
 Mode = Literal["closed", "free"]
 MODES: tuple[Mode, ...] = ("closed", "free")
