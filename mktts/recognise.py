@@ -14,39 +14,26 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mktts.errors import BackendUnavailable, MetricsError
+from mktts.resample import resample
+from mktts.spec import SAMPLE_RATE_HZ
 from mktts.wer import words
 
 Mode = Literal["closed", "free"]
 MODES: tuple[Mode, ...] = ("closed", "free")
 RECOGNISER_RATE_HZ = 16_000
-_UP, _DOWN = 2, 3  # 16 kHz / 24 kHz
-_HALF_TAPS = 96  # of the low pass, at 48 kHz
-_KAISER_BETA = 9.0  # stop band below -90 dB
-_CUTOFF = 0.95  # of 8 kHz
-
-
-@cache
-def _filter() -> np.ndarray:
-    """(2 * half + 1,) low pass at 7.6 kHz for 48 kHz, gain 2."""
-    n = np.arange(-_HALF_TAPS, _HALF_TAPS + 1)
-    cut = _CUTOFF / _DOWN
-    return np.sinc(n * cut) * np.kaiser(len(n), _KAISER_BETA) * cut * _UP
+_HALF_TAPS = 96  # of the low pass
+_CUTOFF = 0.95  # of the recogniser's Nyquist frequency
 
 
 def to_16_khz(pcm: np.ndarray) -> np.ndarray:
-    """float32 (n,) at 24 kHz -> float32 (ceil(2 n / 3),) at 16 kHz: windowed sinc, no delay."""
-    if not len(pcm):
-        return np.zeros(0, np.float32)
-    double = np.zeros(_UP * len(pcm))
-    double[::_UP] = pcm
-    return np.convolve(double, _filter())[_HALF_TAPS : _HALF_TAPS + len(double)][::_DOWN].astype(np.float32)
+    """float32 (n,) at 24 kHz -> float32 (ceil(2 n / 3),) at 16 kHz."""
+    return resample(pcm, SAMPLE_RATE_HZ, RECOGNISER_RATE_HZ, _CUTOFF, _HALF_TAPS)
 
 
 def loop_model(vocabulary: Iterable[str]) -> str:

@@ -15,7 +15,6 @@ import wave
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,15 +22,14 @@ from pathlib import Path
 import numpy as np
 
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
+from mktts.resample import resample
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.codec_data import read_shard, write_shard
 from mktts.training.texts import training_sentences
 
 SPEAKERS = ("slt", "rms", "awb")
 TEACHER_RATE_HZ = 16_000
-_UP, _DOWN = 3, 2  # 24 kHz / 16 kHz
-_TAPS = 96  # of each of the three phases
-_KAISER_BETA = 9.0  # stop band below -90 dB
+_HALF_TAPS = 144  # of the resampler's low pass
 _CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
 _AUDIBLE = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
 _KEPT_MS = 80  # of silence at either end: the student's lead must stay under 200 ms
@@ -67,24 +65,9 @@ def pcm_of(wav: bytes) -> np.ndarray:
     return np.frombuffer(data, "<i2").astype(np.float32) / 32_768
 
 
-@cache
-def _filter() -> np.ndarray:
-    """(3 * taps + 1,) low pass at the teacher's Nyquist frequency, at 48 kHz, gain 3."""
-    n = np.arange(_UP * _TAPS + 1) - _UP * _TAPS / 2
-    return np.sinc(n * _CUTOFF / _UP) * np.kaiser(len(n), _KAISER_BETA) * _CUTOFF
-
-
 def resampled(pcm: np.ndarray) -> np.ndarray:
-    """float32 (n,) at 16 kHz -> float32 (ceil(3 n / 2),) at 24 kHz: windowed sinc, one filter per phase, no delay."""
-    taps, triple = _filter(), np.zeros(_UP * len(pcm), np.float64)
-    centre = _UP * _TAPS // 2
-    for phase in range(_UP):
-        # output 3m + phase sums taps[phase + centre + 3(m - k)] x[k]
-        start = (phase + centre) % _UP
-        lead = (phase + centre) // _UP
-        full = np.convolve(pcm.astype(np.float64), taps[start::_UP])
-        triple[phase::_UP] = full[lead : lead + len(pcm)]
-    return np.clip(triple[::_DOWN], -1, 1).astype(np.float32)
+    """float32 (n,) at 16 kHz -> float32 (ceil(3 n / 2),) at 24 kHz, in [-1, 1]."""
+    return np.clip(resample(pcm, TEACHER_RATE_HZ, SAMPLE_RATE_HZ, _CUTOFF, _HALF_TAPS), -1, 1)
 
 
 def trimmed(pcm: np.ndarray) -> np.ndarray:
