@@ -258,6 +258,40 @@ def test_a_state_of_another_recipe_is_refused(fitted: Path, tmp_path: Path) -> N
         trainer_of(fitted).load(tmp_path / "absent.pt")
 
 
+@pytest.mark.parametrize(
+    "part", ["analysis.mean", "analysis.basis", "quantizer.gain", "quantizer.first.books", "quantizer.rest.books"]
+)
+def test_a_state_of_another_fit_is_refused_before_any_of_it_is_taken(fitted: Path, tmp_path: Path, part: str) -> None:
+    other = load_codec(fitted)
+    other.get_buffer(part).flatten()[-1] += 1e-3
+    CodecTrainer(RECIPE, other).save(tmp_path / "state.pt")
+    trainer = trainer_of(fitted)
+    before = {name: tensor.clone() for name, tensor in trainer.codec.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"in {part}: name the file that the state began with"):
+        trainer.load(tmp_path / "state.pt")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.codec.state_dict().items())
+
+
+def test_the_command_refuses_to_resume_with_another_codec(fitted: Path, audio: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pt"
+    codec_fit.save(codec_fit.fit(codec_fit.frame_rows(audio, 1000, "cpu"), TINY, 1)[0], other)
+    trainer_of(fitted, CodecRecipe()).save(tmp_path / codec_train.STATE)
+    folders = [f"--{name}={tmp_path}" for name in ("data", "codes", "out")]
+    with pytest.raises(CheckpointError, match="--codec"):
+        codec_train.main([*folders, "--codec", str(other), "--resume", "--device", "cpu"])
+
+
+def test_a_trained_state_given_as_the_codec_is_the_same_fit(
+    audio: Path, codes: Path, fitted: Path, tmp_path: Path
+) -> None:
+    trainer, path = trainer_of(fitted), tmp_path / "state.pt"
+    steps(trainer, Crops(audio, codes, 6, 0), 2)
+    trainer.save(path)
+    resumed = CodecTrainer(RECIPE, load_codec(path))
+    resumed.load(path)
+    assert resumed.step == 2
+
+
 def test_discriminators_join_at_their_step_learn_and_teach(audio: Path, codes: Path, fitted: Path) -> None:
     recipe = replace(RECIPE, adversarial_from=1, batch=2)
     found = steps(trainer_of(fitted, recipe, autocast=True), Crops(audio, codes, 6, 0), 6)

@@ -32,6 +32,14 @@ class Codec(nn.Module):
         """Codes (B, T, 16) -> PCM (B, T * samples per frame), not clamped."""
         return self.decoder(self.quantizer(codes))
 
+    def fitted_parts(self) -> dict[str, Tensor]:
+        """What `mktts.training.codec_fit` sets and no training step changes, by its name in the state."""
+        return {
+            name: part
+            for whole in ("analysis", "quantizer")
+            for name, part in getattr(self, whole).named_buffers(whole)
+        }
+
     @torch.inference_mode()
     def encode(self, pcm: Tensor) -> Tensor:
         """PCM (B, T * samples per frame) -> codes (B, T, 16)."""

@@ -154,7 +154,10 @@ class CodecTrainer:
         write_whole(path, data.getvalue())
 
     def load(self, path: Path) -> None:
-        """Goes on where `save` was. Raises CheckpointError for no file, or one of another recipe or other sizes."""
+        """Goes on where `save` was.
+
+        Raises CheckpointError for no file, or one of another recipe, other sizes or another fitted codec.
+        """
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except OSError as error:
@@ -163,6 +166,13 @@ class CodecTrainer:
             if state[name] != ours:
                 found = {key: value for key, value in state[name].items() if ours.get(key) != value}
                 raise CheckpointError(f"{path}: expected the {name} of this run, found {found}: start it alike")
+        ours = self.codec.fitted_parts()
+        others = [name for name in ours if not torch.equal(state["codec"][name], ours[name])]
+        if others:  # the codes would be of the one codec, the decoder of the other
+            raise CheckpointError(
+                f"{path}: expected the fitted codec of this run (--codec), found another in {', '.join(others)}: "
+                "name the file that the state began with, or give the new codec a folder of its own (--out)"
+            )
         for name in _SAVED:
             getattr(self, name).load_state_dict(state[name])
         self.step, self.seconds, self.curves = state["step"], state["seconds"], state["curves"]
