@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -17,21 +17,17 @@ START_LIMIT_S = 60.0
 
 @pytest.fixture
 def running_bot(tmp_path, checkpoint_cache):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", bot.__name__, "--host", "127.0.0.1", "--port", str(port)]
-    with open(tmp_path / "log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    """Its address: the runner takes a free port itself, and its server's log tells which."""
+    command = [sys.executable, "-m", bot.__name__, "--host", "127.0.0.1", "--port", "0"]
+    path = tmp_path / "log"
+    with open(path, "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             end_s = time.monotonic() + START_LIMIT_S
-            while True:
-                try:
-                    assert httpx.get(f"http://127.0.0.1:{port}/status").json()["status"] == "ready"
-                    break
-                except httpx.TransportError:
-                    assert process.poll() is None and time.monotonic() < end_s, (tmp_path / "log").read_text()[-4000:]
-                    time.sleep(0.1)
-            yield f"ws://127.0.0.1:{port}/ws"
+            while not (found := re.search(r"Uvicorn running on http://(\S+) ", path.read_text())):
+                assert process.poll() is None and time.monotonic() < end_s, path.read_text()[-4000:]
+                time.sleep(0.1)
+            assert httpx.get(f"http://{found[1]}/status").json()["status"] == "ready"
+            yield f"ws://{found[1]}/ws"
         finally:
             process.kill()
 
