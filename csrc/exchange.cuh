@@ -8,24 +8,25 @@
 #pragma once
 #include "state.cuh"
 
-__device__ __noinline__ bool give_up_slow(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, u64* since, int what) {
-  if (get32((u32*)&p->status[0])) { s->dead = 1; return true; }
+// By value: a variable whose address is taken lives in local memory, and every poll would go there.
+constexpr u64 GAVE_UP = ~0ull;
+__device__ __noinline__ u64 give_up_slow(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, u64 since, int what) {
+  if (get32((u32*)&p->status[0])) { s->dead = 1; return GAVE_UP; }
   const u64 now = nanoseconds();
-  if (*since == 0) *since = now;
-  else if (now - *since > p->timeout_ns) {
-    s->dead = 1;
-    put32((u32*)&p->status[1], block); put32((u32*)&p->status[2], tid);
-    put32((u32*)&p->status[3], what); put32((u32*)&p->status[4], tag);
-    put32((u32*)&p->status[0], 1);
-    return true;
-  }
-  return false;
+  if (since == 0) return now;
+  if (now - since <= p->timeout_ns) return since;
+  s->dead = 1;
+  put32((u32*)&p->status[1], block); put32((u32*)&p->status[2], tid);
+  put32((u32*)&p->status[3], what); put32((u32*)&p->status[4], tag);
+  put32((u32*)&p->status[0], 1);
+  return GAVE_UP;
 }
 struct Watch { u32 spins; u64 since; };
 DEV bool give_up(Ctx& c, Watch& w, int what) {
   if ((++w.spins & 255u) != 0) return false;
   if (*(volatile u32*)&c.s->dead) return true;
-  return give_up_slow(c.p, c.s, c.block, c.tid, c.tag, &w.since, what);
+  w.since = give_up_slow(c.p, c.s, c.block, c.tid, c.tag, w.since, what);
+  return w.since == GAVE_UP;
 }
 
 DEV void publish(u32* word, u32 tag, float value) { put32(word, (tag << 16) | to_bf16(value)); }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loops
 
 from mktts import kernel_build
 from mktts.errors import BackendUnavailable
@@ -19,7 +21,9 @@ from mktts.spec import ModelConfig
 from mktts.training import sizes
 
 SLOW = pytest.mark.slow
-SPILL_BYTES = 1_300  # of stores and loads together; the report below says how many
+# Bytes of spill stores and loads together, and of the stack: the worst the pinned compiler gives, and a tenth. They
+# are where codes are drawn and between matrices. sm_90a's consumers may have 232 registers, those of others 168.
+SPILL_BYTES, STACK_BYTES = {"sm_90a": 500, "": 1_480}, {"sm_90a": 160, "": 320}
 
 
 def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
@@ -31,6 +35,16 @@ def report(build: Build, what: str, capsys) -> None:
         print(f"\n{what}: {build.registers} registers, {build.spill_bytes} bytes spilled")
 
 
+def assert_registers_suffice(build: Build, arch: str) -> None:
+    stack = sum(map(int, re.findall(r"(\d+) bytes stack frame", build.log)))
+    assert "bytes stack frame" in build.log and 0 < build.registers <= 255
+    assert build.spill_bytes <= SPILL_BYTES.get(arch, SPILL_BYTES[""])
+    assert stack <= STACK_BYTES.get(arch, STACK_BYTES[""])
+    code = code_of(build.cubin)
+    assert len(tight_loops(code, arch)) > 50  # every poll and wait is one
+    assert local_in_tight_loops(code, arch) == []
+
+
 # The source has three branches: below sm_90, sm_90a, above. One target of each is quick enough for every run.
 @pytest.mark.parametrize(
     "arch", [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=SLOW) for name in TARGETS]
@@ -40,7 +54,7 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
     shape = {**choose_text_shape(stack, 132).defines, "RING": 2}
     build = compile_kernel(shape, arch, "text.cu")
     report(build, f"{arch} text", capsys)
-    assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+    assert_registers_suffice(build, arch)
     assert build.constants == compile_kernel(shape, arch, SHARED).constants
 
 
@@ -57,7 +71,7 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     build = compile_kernel(defines(size), arch)
     report(build, f"{arch} {size}", capsys)
     assert build.cubin[:4] == b"\x7fELF"
-    assert 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+    assert_registers_suffice(build, arch)
     assert build.constants == compile_kernel(defines(size), arch, SHARED).constants
 
 
@@ -67,7 +81,8 @@ def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sizes.config_files(sizes.VOICE, text_ids)["config.json"]))
     shape = choose_shape(ModelConfig.load(tmp_path), 132)
     build = compile_kernel({**shape.defines, "RING": 2}, arch)
-    assert shape.blocks >= 32 and 0 < build.registers <= 255 and build.spill_bytes <= SPILL_BYTES
+    assert shape.blocks >= 32
+    assert_registers_suffice(build, arch)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -87,6 +102,19 @@ def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocess
     build = build_for(choose_shape(config_at(size), multiprocessors).defines, arch, SHARED)
     used = build.constants["mktts_shared_bytes"]
     assert TARGETS[arch] - STAGE_BYTES < used <= TARGETS[arch]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_local_memory_is_found_in_machine_code(arch):
+    """A poll that counts in an array, as the kernels' own must not, beside one that counts in a register."""
+    loops = {True: "u32 n[16] = {}; while (v = *word) n[v & 15]++; v = n[word[1] & 15];", False: "while (*word) v++;"}
+    for local, loop in loops.items():
+        source = f"typedef unsigned u32; __global__ void poll(volatile u32* word) {{ u32 v = 0; {loop} word[2] = v; }}"
+        flags = [f"--gpu-architecture={arch}"]
+        code = code_of(kernel_build._compile(kernel_build.nvrtc()[0], source, "poll.cu", flags).cubin)
+        assert tight_loops(code, arch)
+        opcodes = {code[at] & 0xFFF for at in local_in_tight_loops(code, arch)}
+        assert bool(opcodes & LOADS) == bool(opcodes & STORES) == local
 
 
 def test_a_target_without_room_for_two_stages_is_named(monkeypatch):

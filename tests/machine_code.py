@@ -1,0 +1,56 @@
+"""What a kernel's machine code does with local memory, read out of the cubin without a disassembler.
+
+An instruction is 16 bytes, its opcode the low 12 bits. NVIDIA documents neither; the numbers are those that cuobjdump
+shows, the same from sm_80 to sm_120. `tight_loops` refuses a branch that leads out of the code, so that a compiler
+with another encoding is noticed.
+"""
+
+from __future__ import annotations
+
+import struct
+
+LOADS, STORES = {0x983}, {0x387, 0x987}  # LDL and STL, the second with a base in a uniform register: local memory
+BRANCHES = {0x947, 0x547}  # the second on a uniform predicate
+# Instructions from a loop's end back to its start. Polls, waits for the ring and the positions of attention are far
+# below; the loops over layers, codes and frames, in which the matrix products lie unrolled, are thousands.
+TIGHT = 256
+
+
+def code_of(cubin: bytes) -> list[int]:
+    """The first 64 bits of every instruction: an ELF64 file's executable sections, one behind the other."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    words: list[int] = []
+    for i in range(count):
+        _, kind, flags, _, offset, length = struct.unpack_from("<IIQQQQ", cubin, table + i * size)
+        if kind == 1 and flags & 4:  # SHT_PROGBITS, SHF_EXECINSTR
+            words += [first for first, _ in struct.iter_unpack("<QQ", cubin[offset : offset + length])]
+    return words
+
+
+def jump(word: int, arch: str) -> int:
+    """Instructions from a branch's successor to its target. Until sm_89 bytes, then 32-bit words, in two pieces."""
+    if arch in ("sm_80", "sm_86", "sm_89"):
+        value, bits, unit = word >> 32, 32, 16
+    else:
+        value, bits, unit = word >> 34 << 8 | word >> 16 & 0xFF, 38, 4
+    return (value - (value >> bits - 1 << bits)) // unit
+
+
+def tight_loops(code: list[int], arch: str) -> list[range]:
+    """Indices of the instructions of each. A branch to itself is none: it fills up the end of a function."""
+    loops = []
+    for at, word in enumerate(code):
+        if word & 0xFFF not in BRANCHES:
+            continue
+        target = at + 1 + jump(word, arch)
+        assert 0 <= target < len(code), f"{arch}: a branch at {at} leads to {target} of {len(code)}: another encoding?"
+        if at - TIGHT < target < at:
+            loops.append(range(target, at + 1))
+    return loops
+
+
+def local_in_tight_loops(code: list[int], arch: str) -> list[int]:
+    """Indices of loads from and stores to local memory: spilled registers, and variables whose address is taken."""
+    inside = {at for loop in tight_loops(code, arch) for at in loop}
+    return sorted(at for at in inside if code[at] & 0xFFF in LOADS | STORES)
