@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from mktts.checkpoint import open_checkpoint
 from mktts.codec_layout import expected_codec_tensors
@@ -24,7 +25,7 @@ from mktts.tokenizer import TextTokenizer
 from mktts.torch_backend import TorchBackend
 from mktts.training import codec_sizes, sizes
 from mktts.training.checkpoint import prepare, write_checkpoint
-from mktts.training.talker_data import NO_TARGET, Clips, Sequences, held_out, read_clips
+from mktts.training.talker_data import NO_TARGET, Clips, Following, Sequences, held_out, read_clips
 from mktts.training.talker_model import TalkerModel
 from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, main, open_data
 from mktts.upstream import generate_codes, load_upstream
@@ -231,6 +232,39 @@ def test_shards_are_read_and_texts_stay_on_one_side(tmp_path):
     assert torch.equal(found.codes, torch.cat((clips.codes, clips.codes)))
     share = sum(held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000
     assert 0.005 < share < 0.02
+
+
+def test_shards_that_come_meanwhile_join_at_the_next_epoch(tmp_path):
+    clips = synthetic_clips()
+    shard = {"codes": clips.codes, "frames": np.diff(clips.starts), "speaker": clips.speakers, "text": clips.texts}
+    np.savez(tmp_path / "a.npz", **shard)
+    following = Following(tmp_path)
+    data = open_data(following(), tmp_path / "out", sizes.TINY, "cpu")
+    trainer = TalkerTrainer(data, TalkerRecipe(batch_rows=100_000), more=following)
+    trainer.train_step()
+    alone = len(trainer.training)
+    np.savez(tmp_path / "b.npz", **shard)
+    while trainer.epoch == 0:
+        trainer.train_step()
+    both = read_clips(tmp_path)
+    assert trainer.data.clips.texts == both.texts and torch.equal(trainer.data.codes, both.codes)
+    assert np.array_equal(trainer.data.clips.starts, both.starts) and np.array_equal(data.frames, np.diff(both.starts))
+    assert sorted(trainer.training) == sorted([*trainer.training[:alone], *trainer.training[:alone] + len(clips.texts)])
+    assert set(np.concatenate(trainer.batches)) == set(trainer.training)
+    assert len(following().texts) == 0
+
+
+def test_training_can_begin_from_given_weights(tmp_path):
+    data = open_data(synthetic_clips(), tmp_path / "out", sizes.TINY, "cpu")
+    given = TalkerModel(data.config, seed=7).state_dict()
+    save_file(given, tmp_path / "model.safetensors")
+    trainer = TalkerTrainer(data, TalkerRecipe())
+    trainer.begin_from(tmp_path / "model.safetensors")
+    for weights in (trainer.model.state_dict(), trainer.average):
+        assert all(torch.equal(weights[name], given[name]) for name in given)
+    save_file({"talker.codec_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weights of this model"):
+        trainer.begin_from(tmp_path / "model.safetensors")
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path):

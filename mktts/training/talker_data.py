@@ -54,10 +54,27 @@ class Batch:
 
 def read_clips(folder: Path) -> Clips:
     """All shards of a folder. Raises AudioError for none, CheckpointError for one of another shape."""
+    return Following(folder)()
+
+
+class Following:
+    """Clips of the shards that a folder has got since the last call; the first call's are all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._known = folder, set[Path]()
+
+    def __call__(self) -> Clips:
+        """Raises AudioError for an empty folder, CheckpointError for a shard of another shape."""
+        new = [path for path in shard_paths(self.folder) if path not in self._known]
+        self._known.update(new)
+        return _clips(new)
+
+
+def _clips(shards: list[Path]) -> Clips:
     texts: list[str] = []
     speakers: list[str] = []
-    codes, frames = [], []
-    for path in shard_paths(folder):
+    codes, frames = [np.empty((0, NUM_CODEBOOKS), np.uint8)], [np.empty(0, np.int64)]
+    for path in shards:
         with np.load(path, allow_pickle=False) as file:
             missing = {"codes", "frames", "speaker", "text"} - set(file)
             if missing or file["codes"].dtype != np.uint8 or file["codes"].shape[1:] != (NUM_CODEBOOKS,):
@@ -79,12 +96,22 @@ class Sequences:
     """Clips as training sequences; the codes lie on `device`, a batch takes them from there."""
 
     def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
-        self.config, self.clips, self.device = config, clips, torch.device(device)
-        self.codes = clips.codes.to(device)
-        self.ids = [np.array(tokenizer.encode(text.strip()), np.int64) for text in clips.texts]
-        self.frames = np.diff(clips.starts)
+        self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
+        self.clips = Clips([], [], clips.codes[:0], np.zeros(1, np.int64))
+        self.codes, self.ids, self.frames = self.clips.codes.to(device), [], np.empty(0, np.int64)
+        self.add(clips)
         newline = tokenizer.encode("\n")
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
+
+    def add(self, clips: Clips) -> None:
+        """More clips, numbered after those that are there."""
+        ours = self.clips
+        codes = torch.cat((ours.codes, clips.codes))
+        starts = np.concatenate((ours.starts, ours.starts[-1] + clips.starts[1:]))
+        self.clips = Clips(ours.texts + clips.texts, ours.speakers + clips.speakers, codes, starts)
+        self.codes = torch.cat((self.codes, clips.codes.to(self.device)))
+        self.ids += [np.array(self.tokenizer.encode(text.strip()), np.int64) for text in clips.texts]
+        self.frames = np.diff(starts)
 
     def rows(self, clip: int, whole: bool, language: bool) -> tuple[list[int], list[int]]:
         """Text and control ids of the rows of one clip: the prompt, then one row per frame (control -1)."""

@@ -3,8 +3,9 @@
 A run can be cut anywhere and go on with `--resume`: `talker.pt` holds everything the next step depends on; batches,
 noise and dropout follow from the seed and the step. The learning rate falls with the step (`--steps`), so that slices
 of any length give one schedule (`--by-clock` ends it within the slice instead). `talker_curves.json` holds the printed
-lines, `prepared/` the tokenizer and JSON files. With `--codec` (a speech_tokenizer folder) the whole checkpoint is
-written to `voice/` at the end of a slice.
+lines, `prepared/` the tokenizer and JSON files. With `--follow`, shards that come meanwhile join at the next epoch:
+teacher, encoder and training can run side by side (which no second run repeats). With `--codec` (a speech_tokenizer
+folder) the whole checkpoint is written to `voice/` at the end of a slice.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mktts.errors import CheckpointError
@@ -30,7 +33,7 @@ from mktts.tokenizer import TextTokenizer
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.sizes import TINY, VOICE, TalkerSizes
 from mktts.training.step_graph import StepGraphs, set_rate
-from mktts.training.talker_data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
+from mktts.training.talker_data import NO_TARGET, Batch, Clips, Following, Sequences, held_out
 from mktts.training.talker_model import TalkerModel
 
 STATE, CURVES, PREPARED, VOICE_FOLDER = "talker.pt", "talker_curves.json", "prepared", "voice"
@@ -58,9 +61,16 @@ class TalkerRecipe:
 class TalkerTrainer:
     """Model, moving average, optimizer and place in the data."""
 
-    def __init__(self, data: Sequences, recipe: TalkerRecipe, *, graphs: bool = False) -> None:
-        """graphs: steps as CUDA graphs (`StepGraphs`)."""
-        self.recipe, self.data = recipe, data
+    def __init__(
+        self,
+        data: Sequences,
+        recipe: TalkerRecipe,
+        *,
+        graphs: bool = False,
+        more: Callable[[], Clips] | None = None,
+    ) -> None:
+        """graphs: steps as CUDA graphs (`StepGraphs`). more: clips that have come since it was last called."""
+        self.recipe, self.data, self.more = recipe, data, more
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
@@ -74,10 +84,8 @@ class TalkerTrainer:
         self.step = self.epoch = self.position = 0
         self.progress: float | None = None  # of the schedule; None: step over steps
         self.curves: list[dict[str, float]] = []
-        numbers = range(len(data.frames))
-        usable = [i for i in numbers if data.frames[i] and len(data.ids[i])]
-        self.kept = np.array([i for i in usable if held_out(data.clips.texts[i])], np.int64)
-        self.training = np.array([i for i in usable if not held_out(data.clips.texts[i])], np.int64)
+        self.kept = self.training = np.empty(0, np.int64)
+        self._sort(0)
         if not len(self.training):
             raise CheckpointError("expected clips to train on, found none outside the held-out texts")
         self._deal()
@@ -176,6 +184,24 @@ class TalkerTrainer:
         other = torch.randint_like(codes, self.data.config.predictor.vocab_size)
         return torch.where(replaced & (codes >= 0), other, codes)
 
+    def begin_from(self, path: Path) -> None:
+        """Weights of a model.safetensors, instead of random ones. Raises CheckpointError for another model's."""
+        weights = load_file(path)
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: expected the weights of this model: {error}") from None
+        self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def _sort(self, first: int) -> None:
+        """Clips from number `first` on are to train on, or held out."""
+        data = self.data
+        usable = [i for i in range(first, len(data.frames)) if data.frames[i] and len(data.ids[i])]
+        apart = [held_out(data.clips.texts[i]) for i in usable]
+        numbers, kept = np.array(usable, np.int64), np.array(apart, bool)
+        self.kept = np.concatenate((self.kept, numbers[kept]))
+        self.training = np.concatenate((self.training, numbers[~kept]))
+
     def _deal(self) -> None:
         generator = np.random.default_rng((self.recipe.seed, 0, self.epoch))
         self.batches = self.data.epoch(self.training, self.recipe.batch_rows, generator)
@@ -183,6 +209,10 @@ class TalkerTrainer:
     def _next(self) -> np.ndarray:
         if self.position == len(self.batches):
             self.epoch, self.position = self.epoch + 1, 0
+            if self.more is not None:
+                first = len(self.data.frames)
+                self.data.add(self.more())
+                self._sort(first)
             self._deal()
         self.position += 1
         return self.batches[self.position - 1]
@@ -235,6 +265,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
     parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
+    parser.add_argument("--weights", type=Path, help="model.safetensors to begin from, instead of random weights")
+    parser.add_argument("--follow", action="store_true", help="shards that come meanwhile join at the next epoch")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
     parser.add_argument("--size", choices=("voice", "tiny"), default="voice")
@@ -244,8 +276,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recipe = TalkerRecipe(**{name: getattr(options, name) for name in asdict(TalkerRecipe())})
     sizes = VOICE if options.size == "voice" else TINY
-    data = open_data(read_clips(options.codes), options.out, sizes, options.device)
-    trainer = TalkerTrainer(data, recipe, graphs=options.graphs)
+    following = Following(options.codes)
+    data = open_data(following(), options.out, sizes, options.device)
+    trainer = TalkerTrainer(data, recipe, graphs=options.graphs, more=following if options.follow else None)
+    if options.weights:
+        trainer.begin_from(options.weights)
     if options.resume and (options.out / STATE).is_file():
         trainer.load(options.out / STATE)
     train(trainer, options.out, options.minutes, by_clock=options.by_clock)
