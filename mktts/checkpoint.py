@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SMALL = "small"  # the trained voice that comes with the package
 SMALL_FOLDER = Path(__file__).resolve().parent / "voices" / "small"
-DEFAULT_CHECKPOINT = "random:tiny"  # what every command, notebook and service opens where none is named
+DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens where none is named
 SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"

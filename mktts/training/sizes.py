@@ -13,8 +13,8 @@ LANGUAGE = "english"
 
 # Sampling defaults of the checkpoint: a small model's tails are noise, so both draws are cut closer than the released
 # 0.9 / 50. No repetition penalty: silence and sustained vowels repeat codes, and 256 codes a book recur soon anyway.
-TEMPERATURE, TOP_K = 0.7, 20
-PREDICTOR_TEMPERATURE, PREDICTOR_TOP_K = 0.6, 20
+TEMPERATURE, TOP_K = 0.3, 20
+PREDICTOR_TEMPERATURE, PREDICTOR_TOP_K = 0.3, 20
 REPETITION_PENALTY = 1.0
 MAX_NEW_FRAMES = 512  # 41 s, of `max_new_tokens`
 
