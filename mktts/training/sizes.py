@@ -8,7 +8,8 @@ from mktts.random_codec_config import Json
 from mktts.random_configs import LANGUAGES, small_files
 from mktts.spec import CODEBOOK_SIZE, SUPPRESSED_TAIL
 
-SPEAKERS = ("slt", "rms", "awb")
+SPEAKERS = ("slt", "rms", "awb")  # their ids count down from the vocabulary's end
+LISTED = ("rms", "awb", "slt")  # in config.json: programs take the first where none is named, and rms is heard best
 LANGUAGE = "english"
 
 # Sampling defaults of the checkpoint: a small model's tails are noise, so both draws are cut closer than the released
@@ -81,8 +82,8 @@ def config_files(sizes: TalkerSizes, text_ids: dict[str, int]) -> dict[str, Json
         "text_hidden_size": sizes.text_hidden,
         "text_vocab_size": text_ids[""],
         "codec_language_id": {LANGUAGE: LANGUAGES[LANGUAGE] - sizes.shift},
-        "spk_id": {name: vocabulary - 1 - i for i, name in enumerate(SPEAKERS)},
-        "spk_is_dialect": dict.fromkeys(SPEAKERS, False),
+        "spk_id": {name: vocabulary - 1 - SPEAKERS.index(name) for name in LISTED},
+        "spk_is_dialect": dict.fromkeys(LISTED, False),
         "rope_scaling": talker["rope_scaling"] | {"mrope_section": sections},
     }
     talker["code_predictor_config"] |= _stack(sizes.predictor) | {
