@@ -12,6 +12,7 @@ from mktts.errors import OptionsError
 from mktts.sampling import Sampling
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
+MIN_SEGMENT_CHARS = 20
 MAX_SEED = 2**62  # torch takes 64 bits; every segment after the first adds one
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 
@@ -60,14 +61,14 @@ class StreamOptions:
     trim_lead: leave out the silence before the first audible sample (the first frame is silent in practice).
     guard: see `Guard`.
     max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
-        one generation takes too much text.
+        one generation takes too much text. None takes what suits the checkpoint (`Checkpoint.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
     """
 
     schedule: tuple[int, ...] = (1, 1, 2, 4, 8)
     trim_lead: bool = False
     guard: Guard = field(default_factory=Guard)
-    max_chars_per_segment: int = 300
+    max_chars_per_segment: int | None = None
     buffer_frames: int = 500
 
     def __post_init__(self) -> None:
@@ -76,7 +77,8 @@ class StreamOptions:
             raise OptionsError("schedule must name at least one chunk size in frames, got ()")
         for frames in self.schedule:
             _whole("every entry of schedule", frames, at_least=1)
-        _whole("max_chars_per_segment", self.max_chars_per_segment, at_least=20)
+        if self.max_chars_per_segment is not None:
+            _whole("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
         _whole("buffer_frames", self.buffer_frames, at_least=max(self.schedule))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
 import numpy as np
 import torch
 
-from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
+from mktts.checkpoint import DEFAULT_CHECKPOINT, SEGMENT_CHARS, Checkpoint, open_checkpoint
 from mktts.codec_graph import codec_for
 from mktts.engine import Engine
 from mktts.errors import BackendUnavailable, EngineError, PromptError
@@ -132,7 +132,7 @@ class Synthesizer:
         """
         started_s = time.perf_counter()
         options = options or StreamOptions()
-        pieces = split_text(clean_text(text), options.max_chars_per_segment)
+        pieces = split_text(clean_text(text), self._segment_chars(options, fed=False))
         request = self._request(pieces[0], language, speaker, instruct, voice, layout)
         plan = self._plan(sampling, seed, max_frames, options)
         model = self._open_model()
@@ -163,7 +163,7 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request = self._request("", **settings)
         model = self._open_model()
-        script = model.fed_script(request, options.max_chars_per_segment)
+        script = model.fed_script(request, self._segment_chars(options, fed=True))
         job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
         return Session(self._engine, job, plan.seed, script)
 
@@ -203,6 +203,11 @@ class Synthesizer:
     ) -> Plan:
         seed = secrets.randbits(_SEED_BITS) if seed is None else seed
         return Plan(sampling or self.sampling, seed, max_frames, options)
+
+    def _segment_chars(self, options: StreamOptions, fed: bool) -> int:
+        if options.max_chars_per_segment is not None:
+            return options.max_chars_per_segment
+        return self.checkpoint.segment_chars(fed) if self.checkpoint else SEGMENT_CHARS
 
     def _open_model(self) -> StepModel | UpstreamModel:
         if self._model is None:

@@ -98,8 +98,10 @@ class FeedSplitter:
     """Cuts text that arrives in pieces; where it cuts depends on the text alone, not on the pieces.
 
     From `max_chars` on, a segment ends at the next sentence end, from 1.5 times that at the next clause mark, from
-    twice that at the next space, and at 2.5 times that anywhere.
+    twice that at the next space, and at `LONGEST` times that anywhere.
     """
+
+    LONGEST = 2.5
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
@@ -128,7 +130,9 @@ class FeedSplitter:
         over = self._chars / self._max_chars
         if over < 1:
             return False
-        needed = Cut.SENTENCE if over < 1.5 else Cut.CLAUSE if over < 2 else Cut.SPACE if over < 2.5 else Cut.NONE
+        needed = (
+            Cut.SENTENCE if over < 1.5 else Cut.CLAUSE if over < 2 else Cut.SPACE if over < self.LONGEST else Cut.NONE
+        )
         if needed == Cut.NONE and not self._gap:
             return not _inside_character(self._tail[-1], char)
         return boundary(self._tail, self._gap, char) >= needed

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mktts import checkpoint as checkpoint_module
 from mktts import hub, random_checkpoint, upstream
-from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint import SEGMENT_CHARS, Checkpoint, open_checkpoint
 from mktts.codec_layout import expected_codec_tensors
 from mktts.errors import CheckpointError
 from mktts.layout import Layout, expected_tensors
@@ -217,6 +217,11 @@ HEAD = "talker.codec_head.weight"
             id="impossible temperature",
         ),
         pytest.param(
+            lambda f: edit_json(f / "generation_config.json", lambda c: c.update(max_chars_per_segment=49)),
+            ["generation_config.json", "max_chars_per_segment", "at least 50", "49"],
+            id="hardly any text at a time",
+        ),
+        pytest.param(
             lambda f: (f / "generation_config.json").unlink(), ["generation_config.json"], id="no generation settings"
         ),
     ],
@@ -229,6 +234,17 @@ def test_a_broken_checkpoint_is_refused_by_name(
         open_checkpoint(broken)
     for word in named:
         assert word in str(caught.value)
+
+
+def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once(broken: Path) -> None:
+    def chars(**settings: int) -> tuple[int, int]:
+        edit_json(broken / "generation_config.json", lambda c: c.update(settings))
+        found = open_checkpoint(broken)
+        return found.segment_chars(fed=False), found.segment_chars(fed=True)
+
+    assert chars() == (SEGMENT_CHARS, SEGMENT_CHARS)
+    assert chars(max_chars_per_segment=100) == (100, 40)  # fed text is cut at 2.5 times that at the latest
+    assert chars(max_chars_per_segment=10_000) == (SEGMENT_CHARS, SEGMENT_CHARS)
 
 
 @pytest.fixture(scope="module")

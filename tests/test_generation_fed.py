@@ -10,6 +10,7 @@ from fakes import OFF, FakeBackend, fake_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mktts.checkpoint import SEGMENT_CHARS
 from mktts.errors import OptionsError
 from mktts.generation import Generation, StepModel
 from mktts.options import Chunk, Guard, Plan, StreamOptions
@@ -28,7 +29,7 @@ def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
 
 
 def fed(model: StepModel, options: StreamOptions = OFF, max_frames: int | None = None):
-    script = model.fed_script(Request(""), options.max_chars_per_segment)
+    script = model.fed_script(Request(""), options.max_chars_per_segment or SEGMENT_CHARS)
     return Generation(model, script, Plan(Sampling(), 5, max_frames, options)), script
 
 

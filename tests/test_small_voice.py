@@ -22,6 +22,7 @@ from mktts.kernel_pack import choose_shape
 from mktts.kernel_parity import Plan, parity_of
 from mktts.parity import compare_codes, compare_prompts
 from mktts.prompt import Request
+from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 from mktts.training import sizes
 from mktts.training.checkpoint import prepare, write_checkpoint
@@ -162,6 +163,21 @@ def test_it_ends_by_itself(small):
         for i, sentence in enumerate(SENTENCES[:6]):
             stream = synthesizer.stream(sentence, speaker=sizes.SPEAKERS[i % 3], seed=i)
             assert stream.read().size and stream.finish_reason == "eos", sentence
+
+
+@trained
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(small, fed):
+    """In one piece 200 characters took 37 s."""
+    text = " ".join(SENTENCES[:6])
+    assert len(text) > 150
+    with Synthesizer.load(small, device="cpu") as synthesizer:
+        stream = synthesizer.open(speaker="rms", seed=0) if fed else synthesizer.stream(text, speaker="rms", seed=0)
+        if fed:
+            stream.feed(text)
+            stream.finish()
+        seconds = len(stream.read()) / SAMPLE_RATE_HZ
+    assert stream.finish_reason == "eos" and 0.04 < seconds / len(text) < 0.09
 
 
 @trained

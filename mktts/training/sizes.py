@@ -18,6 +18,7 @@ TEMPERATURE, TOP_K = 0.3, 20
 PREDICTOR_TEMPERATURE, PREDICTOR_TOP_K = 0.3, 20
 REPETITION_PENALTY = 1.0
 MAX_NEW_FRAMES = 512  # 41 s, of `max_new_tokens`
+MAX_CHARS_PER_SEGMENT = 120  # hardly a text to learn from is longer, and from 130 on the voice loses its place
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def config_files(sizes: TalkerSizes, text_ids: dict[str, int]) -> dict[str, Json
         "subtalker_top_k": PREDICTOR_TOP_K,
         "repetition_penalty": REPETITION_PENALTY,
         "max_new_tokens": MAX_NEW_FRAMES,
+        "max_chars_per_segment": MAX_CHARS_PER_SEGMENT,
     }
     return files
 
