@@ -30,7 +30,7 @@ def words(teacher, student):
 
 EVALUATION = {
     "environment": {"date_utc": "2026-01-02T03:04:05+00:00"},
-    "settings": {"sentences": 200},
+    "settings": {"sentences": 200, "checkpoint": "a/folder/of/somebody"},
     "lines": {
         "a_new_line": line(1.0, 2.0, True),
         "word_error_ratio_closed": line(1.5, 1.25, False),
@@ -120,7 +120,8 @@ def test_shipping_writes_a_checkpoint_that_opens_its_card_and_the_evidence(run, 
     assert " MB" in capsys.readouterr().out
 
     found = evidence(tmp_path / "reference")
-    assert found.missing == () and found.evaluation == EVALUATION
+    settings = {"sentences": 200, "checkpoint": "small"}
+    assert found.missing == () and found.evaluation == {**EVALUATION, "settings": settings}
     assert [(pair.speaker, pair.text) for pair in found.pairs] == [("slt", "One."), ("rms", "Two."), ("awb", "Three.")]
     assert all(pair.teacher.is_file() and pair.student.is_file() for pair in found.pairs)
     assert len(list((tmp_path / "reference").glob("*.wav"))) == 6

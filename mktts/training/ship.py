@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mktts.checkpoint import CODEC_FOLDER, SMALL_FOLDER, open_checkpoint
+from mktts.checkpoint import CODEC_FOLDER, SMALL, SMALL_FOLDER, open_checkpoint
 from mktts.errors import CheckpointError, MkttsError
 from mktts.metrics import write_json
 from mktts.random_checkpoint import whole_folder, write_weights
@@ -51,14 +51,15 @@ def keep_evidence(
 ) -> None:
     """Replaces in `folder` what is given.
 
-    evaluation: of its single sentences, what was heard is left out.
+    evaluation: of its single sentences, what was heard is left out; its checkpoint is called by the name it now has.
     curves: stage -> lines. listen: a folder of `mktts.training.evaluate --listen`, of which each speaker keeps one
     sentence, another for each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
         rows = [{name: row[name] for name in row if name != "heard"} for row in evaluation["utterances"]]
-        write_json(folder / EVALUATION, {**evaluation, "utterances": rows})
+        settings = {**evaluation["settings"], "checkpoint": SMALL}
+        write_json(folder / EVALUATION, {**evaluation, "settings": settings, "utterances": rows})
     if curves is not None:
         write_json(folder / CURVES, {stage: thinned(lines) for stage, lines in curves.items()})
     if listen is not None:
