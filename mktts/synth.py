@@ -71,6 +71,8 @@ class Synthesizer:
         self.device = torch.device(device)
         self.dtype = dtype
         self.sampling = sampling or Sampling()
+        self._whole_chars = checkpoint.segment_chars(fed=False) if checkpoint else SEGMENT_CHARS
+        self._fed_chars = checkpoint.segment_chars(fed=True) if checkpoint else SEGMENT_CHARS
         self._model: StepModel | UpstreamModel | None = model
         self._engine = Engine(cpu_threads=cpu_threads)
 
@@ -132,7 +134,7 @@ class Synthesizer:
         """
         started_s = time.perf_counter()
         options = options or StreamOptions()
-        pieces = split_text(clean_text(text), self._segment_chars(options, fed=False))
+        pieces = split_text(clean_text(text), options.max_chars_per_segment or self._whole_chars)
         request = self._request(pieces[0], language, speaker, instruct, voice, layout)
         plan = self._plan(sampling, seed, max_frames, options)
         model = self._open_model()
@@ -163,7 +165,7 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request = self._request("", **settings)
         model = self._open_model()
-        script = model.fed_script(request, self._segment_chars(options, fed=True))
+        script = model.fed_script(request, options.max_chars_per_segment or self._fed_chars)
         job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
         return Session(self._engine, job, plan.seed, script)
 
@@ -203,11 +205,6 @@ class Synthesizer:
     ) -> Plan:
         seed = secrets.randbits(_SEED_BITS) if seed is None else seed
         return Plan(sampling or self.sampling, seed, max_frames, options)
-
-    def _segment_chars(self, options: StreamOptions, fed: bool) -> int:
-        if options.max_chars_per_segment is not None:
-            return options.max_chars_per_segment
-        return self.checkpoint.segment_chars(fed) if self.checkpoint else SEGMENT_CHARS
 
     def _open_model(self) -> StepModel | UpstreamModel:
         if self._model is None:
