@@ -25,7 +25,7 @@ from mktts.tokenizer import TextTokenizer
 from mktts.torch_backend import TorchBackend
 from mktts.training import codec_sizes, sizes
 from mktts.training.checkpoint import prepare, write_checkpoint
-from mktts.training.talker_data import NO_TARGET, Clips, Following, Sequences, held_out, read_clips
+from mktts.training.talker_data import NO_TARGET, Clips, Following, Sequences, held_out
 from mktts.training.talker_model import TalkerModel
 from mktts.training.talker_train import TalkerRecipe, TalkerTrainer, main, open_data
 from mktts.upstream import generate_codes, load_upstream
@@ -227,7 +227,7 @@ def test_shards_are_read_and_texts_stay_on_one_side(tmp_path):
     by_id = np.array([sizes.SPEAKERS.index(s) for s in clips.speakers])
     for name, speaker in (("a", np.array(clips.speakers)), ("b", by_id)):
         np.savez(tmp_path / f"{name}.npz", codes=clips.codes, frames=frames, speaker=speaker, text=clips.texts)
-    found = read_clips(tmp_path)
+    found = Following(tmp_path)()
     assert found.speakers == clips.speakers * 2 and found.texts == clips.texts * 2
     assert torch.equal(found.codes, torch.cat((clips.codes, clips.codes)))
     share = sum(held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000
@@ -246,7 +246,7 @@ def test_shards_that_come_meanwhile_join_at_the_next_epoch(tmp_path):
     np.savez(tmp_path / "b.npz", **shard)
     while trainer.epoch == 0:
         trainer.train_step()
-    both = read_clips(tmp_path)
+    both = Following(tmp_path)()
     assert trainer.data.clips.texts == both.texts and torch.equal(trainer.data.codes, both.codes)
     assert np.array_equal(trainer.data.clips.starts, both.starts) and np.array_equal(data.frames, np.diff(both.starts))
     assert sorted(trainer.training) == sorted([*trainer.training[:alone], *trainer.training[:alone] + len(clips.texts)])

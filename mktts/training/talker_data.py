@@ -52,11 +52,6 @@ class Batch:
     codes: Tensor  # (P, 16) int64: those frames
 
 
-def read_clips(folder: Path) -> Clips:
-    """All shards of a folder. Raises AudioError for none, CheckpointError for one of another shape."""
-    return Following(folder)()
-
-
 class Following:
     """Clips of the shards that a folder has got since the last call; the first call's are all."""
 

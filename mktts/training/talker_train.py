@@ -210,9 +210,10 @@ class TalkerTrainer:
         if self.position == len(self.batches):
             self.epoch, self.position = self.epoch + 1, 0
             if self.more is not None:
-                first = len(self.data.frames)
-                self.data.add(self.more())
-                self._sort(first)
+                first, new = len(self.data.frames), self.more()
+                if new.texts:  # adding copies all that is there
+                    self.data.add(new)
+                    self._sort(first)
             self._deal()
         self.position += 1
         return self.batches[self.position - 1]
