@@ -17,7 +17,7 @@ from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec_losses import Discriminators, deceiving_losses, judges_loss, spectral_losses
 from mktts.training.codec_model import Codec
 from mktts.training.codec_sizes import CodecSizes
-from mktts.training.step_graph import StepGraphs, set_rate
+from mktts.training.step_graph import StepGraphs, adam, set_rate
 
 _SAVED = ("codec", "judges", "optimizer", "judge_optimizer")
 
@@ -130,10 +130,7 @@ class CodecTrainer:
         )
 
     def _adam(self, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-        cuda = self.device.type == "cuda"
-        rate = torch.zeros((), device=self.device) if self.graphs and cuda else 0.0  # `_set_rates` sets it every step
-        choices = {"fused": cuda, "capturable": bool(self.graphs) and cuda}
-        return torch.optim.AdamW(parameters, rate, betas=(0.8, 0.99), weight_decay=0.01, **choices)
+        return adam(parameters, self.device, self.graphs is not None, betas=(0.8, 0.99), weight_decay=0.01)
 
     def _judged_samples(self, pcm: Tensor) -> int:
         return min(pcm.shape[1], self.recipe.judged_frames * SAMPLES_PER_FRAME)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def adam(parameters: Iterable, device: torch.device, graphs: bool, **choices: Any) -> torch.optim.AdamW:
+    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold where `graphs`."""
+    cuda = device.type == "cuda"
+    rate = torch.zeros((), device=device) if graphs and cuda else 0.0
+    return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=graphs and cuda, **choices)
 
 
 @dataclass

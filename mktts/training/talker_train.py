@@ -32,7 +32,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.tokenizer import TextTokenizer
 from mktts.training.checkpoint import prepare, write_checkpoint
 from mktts.training.sizes import TINY, VOICE, TalkerSizes
-from mktts.training.step_graph import StepGraphs, set_rate
+from mktts.training.step_graph import StepGraphs, adam, set_rate
 from mktts.training.talker_data import NO_TARGET, Batch, Clips, Following, Sequences, held_out
 from mktts.training.talker_model import TalkerModel
 
@@ -76,10 +76,7 @@ class TalkerTrainer:
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.graphs = StepGraphs(data.device) if graphs else None
-        cuda = data.device.type == "cuda"
-        rate = torch.zeros((), device=data.device) if graphs and cuda else 0.0  # set in every step
-        choices = {"fused": cuda, "capturable": graphs and cuda, "weight_decay": recipe.weight_decay}
-        self.optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.98), **choices)
+        self.optimizer = adam(groups, data.device, graphs, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.step = self.epoch = self.position = 0
         self.progress: float | None = None  # of the schedule; None: step over steps
