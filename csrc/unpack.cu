@@ -1,5 +1,5 @@
 // One layer of the talker's weight tape as plain row-major matrices, which is what a product over many rows takes: the
-// inverse of pack_layer in mktts/kernel_pack.py. Thread blocks in x: one for each tape; in y: they share its fragments.
+// inverse of pack_layer in mktts/kernel/tape.py. Thread blocks in x: one for each tape; in y: they share its fragments.
 #include "config.cuh"
 
 struct Unpack {

@@ -1,6 +1,7 @@
 """Qwen3-TTS 12 Hz speech, streamed frame by frame."""
 
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.synth import Chunk, StreamOptions, Synthesizer
+from mktts.speech.options import Chunk, StreamOptions
+from mktts.synth import Synthesizer
 
 __all__ = ["FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "Chunk", "StreamOptions", "Synthesizer"]

@@ -12,11 +12,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mktts import agent_command, batch, bench, say, text_command
-from mktts.arguments import add_model_arguments
+from mktts.agent import command as agent_command
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
+from mktts.checkpoint.arguments import add_model_arguments
 from mktts.errors import MkttsError
+from mktts.llm import command as text_command
+from mktts.measure.bench import here as bench
+from mktts.notebook import runs as batch
 from mktts.server import command as serve
+from mktts.synth import say
 
 DESCRIPTION = f"Qwen3-TTS speech, streamed frame by frame. A checkpoint is {SOURCES}."
 EXAMPLES = f"""examples:
@@ -96,8 +100,8 @@ INSPECT_EXAMPLES = f"""examples:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from mktts import inspection
     from mktts.checkpoint import open_checkpoint
+    from mktts.measure import inspection
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     print(inspection.describe(checkpoint, bandwidth_gb_s=arguments.bandwidth))

@@ -1,4 +1,6 @@
-"""What mktts.codec_kernels computes, in plain PyTorch: to test the pass without a GPU, and the kernels against."""
+"""What mktts.codec.fused_kernels computes, in plain PyTorch: to test the pass without a GPU, and the kernels
+against.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec_pack import LOW_SCALE, Packed
+from mktts.codec.fused_pack import LOW_SCALE, Packed
 
 
 def weight(packed: Packed) -> Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.metrics import environment, write_json
-from mktts.text_tokens import TextVocabulary
-from mktts.tokenizer import TextTokenizer
+from mktts.common import write_json
+from mktts.llm.tokens import TextVocabulary
+from mktts.measure.metrics import environment
+from mktts.model.tokenizer import TextTokenizer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mktts.backend import Frame
-from mktts.codec_pending import Pending
+from mktts.codec.pending import Pending
 from mktts.errors import PromptError
-from mktts.generation import StepModel
-from mktts.options import Guard, StreamOptions
-from mktts.prompt import Request
+from mktts.model.backend import Frame
+from mktts.model.prompt import Request
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.synth import Stream, Synthesizer
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
+from mktts.speech.stream import Stream
+from mktts.synth import Synthesizer
+from mktts.synth.generation import StepModel
 
 WAIT_S = 30.0  # before a test that hangs fails
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mktts.checkpoint import Checkpoint
-from mktts.options import Guard, StreamOptions
+from mktts.model.voice import Voice
 from mktts.server.limits import Limits
 from mktts.server.process import serving
 from mktts.server.studio import Studio
-from mktts.synth import Stream, Synthesizer
-from mktts.voice import Voice
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
+from mktts.speech.stream import Stream
+from mktts.synth import Synthesizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
 WAIT_S = 60.0

@@ -14,8 +14,8 @@ import wave
 import numpy as np
 import pytest
 
-from mktts.child import python_path
 from mktts.cli import build_parser, main
+from mktts.common import python_path
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAMES = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from mktts.progress import announced
+from mktts.common import announced
 
 
 def test_quick_work_says_nothing(capsys):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mktts.resample import resample
+from mktts.audio import resample
 
 BOTH_WAYS = [
     (16_000, 24_000, 0.96, 144),

@@ -33,9 +33,10 @@ from mktts.agent.mind import make_mind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.options import Guard, StreamOptions
 from mktts.pipecat import LocalSource, MkttsTTSService, SpeechSource, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
 _CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces a word

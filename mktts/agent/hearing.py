@@ -10,8 +10,8 @@ import numpy as np
 from mktts.agent.latency import TurnLatency
 from mktts.agent.tracks import between
 from mktts.errors import AgentError
-from mktts.recognise import Recogniser, vocabulary_of
-from mktts.wer import errors_by_sound, words
+from mktts.measure.recogniser import Recogniser, vocabulary_of
+from mktts.measure.word_errors import errors_by_sound, words
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import urllib.request
 import weakref
 from typing import IO, Any
 
-from mktts.child import python_path
+from mktts.common import python_path
 from mktts.errors import AgentError
 
 START_WAIT_S = 300.0  # a large checkpoint may be read from a slow disk, and kernels compiled

@@ -20,7 +20,7 @@ from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import to_pcm16
-from mktts.files import write_whole
+from mktts.common import write_whole
 from mktts.spec import SAMPLE_RATE_HZ
 
 _PIECE_S = 0.02  # what a microphone hands over at a time

@@ -1,8 +1,8 @@
 """`python -m mktts.agent.measure`: how long the voice takes inside Pipecat, beside what its engine takes alone.
 
-`engine_ttfc_ms` is `mktts.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first byte that
-the service reports to Pipecat for the same sentences, through a pipeline of its own. The last part is the scripted
-conversation of `mktts.agent.scripted`, in real time.
+`engine_ttfc_ms` is `mktts.measure.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first
+byte that the service reports to Pipecat for the same sentences, through a pipeline of its own. The last part is the
+scripted conversation of `mktts.agent.scripted`, in real time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from mktts.agent.conversation import load_voice, make_voice
 from mktts.agent.intents import STORY
 from mktts.agent.scripted import SCRIPT, Talk, converse
 from mktts.agent.settings import AgentSettings
-from mktts.arguments import add_model_arguments, loading
-from mktts.metrics import environment, percentiles, summarise, write_json
-from mktts.options import Guard, StreamOptions
+from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.common import write_json
+from mktts.measure.metrics import environment, percentiles, summarise
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
 _FRAMES = 25  # of an utterance, two seconds: only its beginning is measured

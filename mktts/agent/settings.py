@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
-from mktts.options import StreamOptions
+from mktts.speech.options import StreamOptions
 
 Ears = Literal["pocketsphinx", "deepgram"]
 Mind = Literal["scripted", "openai"]

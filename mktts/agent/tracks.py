@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.figure import COLOURS, legend_below, new, save, styled
+from mktts.notebook.figure import COLOURS, legend_below, new, save, styled
 from mktts.spec import SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:

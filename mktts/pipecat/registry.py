@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from mktts.checkpoint import Checkpoint
-from mktts.synth import BackendName, Synthesizer
+from mktts.synth import Synthesizer
+from mktts.synth.synthesizer import BackendName
 
 _loaded: dict[Hashable, Synthesizer] = {}
 _loading = threading.Lock()  # held while loading: a second caller of the same model waits for the first

@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from mktts.errors import EngineError
-from mktts.options import FinishReason
-from mktts.text import clean_piece
+from mktts.speech.guard import FinishReason
+from mktts.speech.text import clean_piece
 
 if TYPE_CHECKING:
     from mktts.pipecat.connection import Connection

@@ -22,7 +22,6 @@ from pipecat.transcriptions.language import Language
 from pipecat.utils.tracing.service_decorators import traced_tts
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
-from mktts.options import StreamOptions
 from mktts.pipecat.failure import speech_failed
 from mktts.pipecat.heard import HeardWordsTTSService
 from mktts.pipecat.pcm import BYTES_PER_SAMPLE, PcmConverter, silence
@@ -31,7 +30,8 @@ from mktts.pipecat.settings import AUTO, MkttsTTSSettings, language_name
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource
 from mktts.pipecat.utterance import Utterance
 from mktts.pipecat.words import Pace
-from mktts.synth import BackendName
+from mktts.speech.options import StreamOptions
+from mktts.synth.synthesizer import BackendName
 
 _GUARD_S = 0.02  # of silence, for text that makes no sound: an audio context without audio counts as a failure
 _QUIET_S = 10.0  # without audio until a context counts as over; a large model on a CPU may need more than Pipecat's 3

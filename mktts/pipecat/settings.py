@@ -10,8 +10,8 @@ from pipecat.services.settings import TTSSettings
 from pipecat.transcriptions.language import Language
 from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
+from mktts.model.sampling import Sampling
 from mktts.pipecat.source import Style
-from mktts.sampling import Sampling
 
 AUTO = "auto"  # the model tells the language from the text
 _NAMES = {

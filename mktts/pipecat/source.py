@@ -7,12 +7,14 @@ from typing import Protocol, Self
 
 from mktts.audio import to_pcm16
 from mktts.errors import EngineError, TextError
-from mktts.options import FinishReason, StreamOptions
-from mktts.sampling import Sampling
+from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.stream import Session, Stream
-from mktts.synth import Settings, Synthesizer
-from mktts.voice import Voice
+from mktts.speech.guard import FinishReason
+from mktts.speech.options import StreamOptions
+from mktts.speech.stream import Session, Stream
+from mktts.synth import Synthesizer
+from mktts.synth.synthesizer import Settings
 
 _KEPT_VOICES = 8
 

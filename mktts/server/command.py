@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mktts.arguments import loading
+from mktts.checkpoint.arguments import loading
 from mktts.errors import BackendUnavailable, ServerError
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
-    from mktts.voice import Voice
+    from mktts.model.voice import Voice
 
 KEY_VARIABLE = "MKTTS_API_KEY"
 _DEFAULTS = Limits()
@@ -129,7 +129,7 @@ def read_key(file: Path | None) -> str | None:
 
 def read_voices(words: list[str]) -> dict[str, Voice]:
     """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
-    from mktts.voice import Voice
+    from mktts.model.voice import Voice
 
     voices = {}
     for word in words:

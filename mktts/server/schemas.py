@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mktts.options import MAX_SEED
+from mktts.speech.options import MAX_SEED
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
 State = Literal["running", "ended"]
@@ -186,7 +186,7 @@ class Started(Shape):
 
 
 class ChunkTimings(Shape):
-    """Milliseconds, as mktts.options.Timings."""
+    """Milliseconds, as mktts.speech.options.Timings."""
 
     ready_ms: float
     prefill_ms: float

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from mktts.options import StreamOptions
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.problems import RETRY_AFTER_S, Problem, from_error
 from mktts.server.schemas import Health, Manner, ModelInfo, Route, StreamState
 from mktts.server.utterance import Utterance
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
-    from mktts.sampling import Choice, Sampling
-    from mktts.stream import Session
+    from mktts.model.sampling import Choice, Sampling
+    from mktts.model.voice import Voice
+    from mktts.speech.stream import Session
     from mktts.synth import Synthesizer
-    from mktts.voice import Voice
 
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 

@@ -13,8 +13,8 @@ from mktts.server.schemas import Route, StreamState
 from mktts.spec import SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
-    from mktts.options import Chunk
-    from mktts.stream import Stream
+    from mktts.speech.options import Chunk
+    from mktts.speech.stream import Stream
 
 log = logging.getLogger(__name__)
 

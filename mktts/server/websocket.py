@@ -38,8 +38,8 @@ from mktts.server.utterance import Utterance
 from mktts.spec import SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
-    from mktts.options import Chunk
-    from mktts.stream import Session
+    from mktts.speech.options import Chunk
+    from mktts.speech.stream import Session
 
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
 _MAX_WAITING = 8  # utterances started and cancelled while the client has read none of their ends

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mktts.checkpoint import Checkpoint
-from mktts.nb import cell
+from mktts.checkpoint.files import WeightFiles
+from mktts.notebook.nb import cell
+from mktts.notebook.voice_report import quality, reported
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
-from mktts.voice_report import quality, reported
-from mktts.weight_files import WeightFiles
 
 _HEAD = """---
 license: apache-2.0
@@ -54,13 +54,13 @@ discriminators; talker and code predictor to say codes from text, with the relea
 of speech learnt. To make it again, with flite's program named by $FLITE:
 
 ```sh
-python -m mktts.training.texts --corpora PACKAGES --out texts.xz
-python -m mktts.training.teacher --texts texts.xz --hours H --out AUDIO
-python -m mktts.training.codec_fit --data AUDIO --out codec.pt
-python -m mktts.training.encode --codec codec.pt --data AUDIO --out CODES
-python -m mktts.training.codec_train --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
-python -m mktts.training.talker_train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
-python -m mktts.training.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
+python -m mktts.training.data.texts --corpora PACKAGES --out texts.xz
+python -m mktts.training.data.teacher --texts texts.xz --hours H --out AUDIO
+python -m mktts.training.codec.fit --data AUDIO --out codec.pt
+python -m mktts.training.data.encode --codec codec.pt --data AUDIO --out CODES
+python -m mktts.training.codec.train --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
+python -m mktts.training.talker.train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
+python -m mktts.training.judge.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
 python -m mktts.training.ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
   --curves CODEC/curves.json OUT/talker_curves.json
 ```
@@ -88,7 +88,9 @@ voices disclaim all warranties.
 
 
 def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
-    """The whole README.md. evaluation: what `mktts.training.evaluate` wrote; None says that nothing was measured."""
+    """The whole README.md. evaluation: what `mktts.training.judge.evaluate` wrote; None says that nothing was
+    measured.
+    """
     config = checkpoint.config
     total = _params(checkpoint.files)
     predictor = _params(checkpoint.files, "talker.code_predictor.")

@@ -3,9 +3,9 @@
     python -m mktts.training.ship --voice OUT/voice --evaluation FILE --listen FOLDER --curves CODEC/curves.json \\
       OUT/talker_curves.json
 
-writes mktts/voices/small anew, whole or not at all: the checkpoint with its model card, of the codec the decoder only
-(a CustomVoice never hears a recording). outputs/reference/voice gets the curves, the evaluation, and a pair of teacher
-and student to listen to for each speaker (`mktts.voice_report`).
+writes mktts/checkpoint/small anew, whole or not at all: the checkpoint with its model card, of the codec the decoder
+only (a CustomVoice never hears a recording). outputs/reference/voice gets the curves, the evaluation, and a pair of
+teacher and student to listen to for each speaker (`mktts.notebook.voice_report`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mktts.checkpoint import CODEC_FOLDER, SMALL, SMALL_FOLDER, open_checkpoint
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import CODEC_FOLDER, SMALL, SMALL_FOLDER
+from mktts.checkpoint.random.make import whole_folder, write_weights
+from mktts.common import write_json
 from mktts.errors import CheckpointError, MkttsError
-from mktts.metrics import write_json
-from mktts.random_checkpoint import whole_folder, write_weights
+from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, read_json, reference
 from mktts.training.card import card
-from mktts.voice_report import CURVES, EVALUATION, INDEX, read_json, reference
 
 CARD = "README.md"
 MAX_POINTS = 300  # of a stage's curves; a run prints thousands
@@ -52,8 +53,8 @@ def keep_evidence(
     """Replaces in `folder` what is given.
 
     evaluation: of its single sentences, what was heard is left out; its checkpoint is called by the name it now has.
-    curves: stage -> lines. listen: a folder of `mktts.training.evaluate --listen`, of which each speaker keeps one
-    sentence, another for each.
+    curves: stage -> lines. listen: a folder of `mktts.training.judge.evaluate --listen`, of which each speaker keeps
+    one sentence, another for each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:

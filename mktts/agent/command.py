@@ -1,0 +1,172 @@
+"""`python -m mktts agent`. Its dependencies are imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mktts.checkpoint.arguments import loading
+from mktts.errors import AgentError, BackendUnavailable
+from mktts.server.command import add_address_arguments, read_key
+
+if TYPE_CHECKING:
+    from mktts.agent.settings import AgentSettings
+
+EXAMPLES = """examples:
+  python -m mktts agent
+  python -m mktts agent --checkpoint path/to/checkpoint --voice vivian
+  python -m mktts agent --mind openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
+  python -m mktts agent --scripted conversation.wav
+
+It prints the address of a page; open it, and speak. A browser gives the microphone to localhost and https only: from
+another machine, forward the port (ssh -L 8000:localhost:8000 HOST).
+
+environment:
+  DEEPGRAM_API_KEY               ears: Deepgram; without it pocketsphinx, which knows a dozen phrases
+  OPENAI_API_KEY                 mind: OpenAI; without it and without a URL, a script
+  OPENAI_BASE_URL, OPENAI_MODEL  mind: any server of OpenAI's shape, such as Ollama or vLLM; a key is then optional
+  MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
+  MKTTS_API_KEY                  asked of whoever uses the page; needed where other machines reach it"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    talk = parser.add_argument_group("conversation")
+    talk.add_argument(
+        "--transport",
+        default="websocket",
+        choices=("websocket", "webrtc", "local"),
+        help="how to the listener: a page's WebSocket or WebRTC, or this machine's sound card (default: %(default)s)",
+    )
+    talk.add_argument(
+        "--scripted", type=Path, metavar="WAV", help="no person: recorded user speech, latencies, a stereo recording"
+    )
+    talk.add_argument("--voice", help="a speaker's name, or a saved voice's file")
+    talk.add_argument("--language", default="auto", help="default: %(default)s")
+    talk.add_argument("--instruct", help="how to speak, in words, for checkpoints that take instructions")
+    talk.add_argument("--tokens", action="store_true", help="speak words as they are written, not sentence by sentence")
+    talk.add_argument(
+        "--ears", choices=("pocketsphinx", "deepgram"), help="default: what the environment has a key for"
+    )
+    talk.add_argument("--mind", choices=("scripted", "openai"), help="default: what the environment has a key for")
+    talk.add_argument("--openai-url", metavar="URL", help="default: $OPENAI_BASE_URL")
+    talk.add_argument("--openai-model", metavar="NAME", help="default: $OPENAI_MODEL")
+    talk.add_argument(
+        "--turn-end", choices=("smart", "timeout"), help="what ends your turn: Pipecat's model (default), or 0.2 s"
+    )
+    add_address_arguments(parser)
+    parser.add_argument(
+        "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Talks until a signal; 0 after SIGTERM and after a script."""
+    try:
+        from mktts.agent.settings import from_environment
+    except ImportError as error:
+        raise BackendUnavailable(f"the agent needs more packages: pip install -r requirements.txt ({error})") from None
+    settings = from_environment(
+        checkpoint=arguments.checkpoint,
+        revision=arguments.revision,
+        voice=arguments.voice,
+        language=arguments.language,
+        instruct=arguments.instruct,
+        tokens=arguments.tokens,
+        ears=arguments.ears,
+        mind=arguments.mind,
+        openai_url=arguments.openai_url,
+        openai_model=arguments.openai_model,
+        turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
+        **loading(arguments),
+    )
+    _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
+    if arguments.scripted is not None:
+        return _scripted(settings, arguments.scripted)
+    told = sys.stderr if arguments.handshake else sys.stdout
+    for line in settings.describe():
+        print(line, file=told, flush=True)
+    if arguments.transport == "local":
+        return _local(settings)
+    return _page(settings, arguments)
+
+
+def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
+    from mktts.agent.serve import PageServer, bind, url_of
+    from mktts.agent.web import create_app
+
+    key = read_key(arguments.api_key_file)
+    with bind(arguments.host, arguments.port, key) as bound:
+        address = f"{url_of(bound)}/"
+
+        def tell() -> None:
+            open_line = f"open {address}{'?key=KEY' if key else ''}"
+            print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
+
+        app = create_app(settings, key, arguments.allow_origin, transport=arguments.transport)
+        server = PageServer(app, on_started=tell)
+        if arguments.handshake:
+            threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
+        server.run([bound])
+    _close_voice()
+    if server.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _scripted(settings: AgentSettings, wav: Path) -> int:
+    from mktts.agent.scripted import converse
+
+    talk = asyncio.run(converse(settings, wav=wav))
+    print(talk.to_json())
+    _close_voice()
+    return 0
+
+
+def _local(settings: AgentSettings) -> int:
+    try:
+        from pipecat.transports.local.audio import LocalAudioTransport, LocalAudioTransportParams
+    except ImportError:
+        raise AgentError(
+            "the sound card needs the package pyaudio, which has no wheels for Linux: install portaudio19-dev, then "
+            "pip install pyaudio==0.2.14; or use --transport websocket"
+        ) from None
+    from mktts.agent.conversation import build
+
+    async def talk() -> None:
+        params = LocalAudioTransportParams(audio_in_enabled=True, audio_out_enabled=True)
+        conversation = build(LocalAudioTransport(params), settings)
+        await conversation.greet()
+        await conversation.run(handle_sigint=True)
+
+    print("wear headphones: nothing here takes the bot's own voice out of the microphone")
+    asyncio.run(talk())
+    _close_voice()
+    return 0
+
+
+def _end_with_stdin(server: Any) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    server.should_exit = True
+
+
+def _close_voice() -> None:
+    from mktts.pipecat import close_shared_synthesizers
+
+    close_shared_synthesizers()
+
+
+def _log_to_stderr(*, random_weights: bool) -> None:
+    from loguru import logger
+
+    # Of random weights every utterance is ended from outside: nothing to warn of.
+    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if random_weights else None
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", filter=levels)

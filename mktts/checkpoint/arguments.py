@@ -1,0 +1,34 @@
+"""Command-line arguments that several commands share: which checkpoint, on what, with which backend."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT) -> None:
+    """`checkpoint`: the default; None where the command chooses and says so."""
+    model = parser.add_argument_group("model")
+    add_checkpoint_arguments(model, checkpoint)
+    model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel", "upstream"))
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    model.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
+    )
+
+
+def add_checkpoint_arguments(parser: Any, default: str | None, sources: str = SOURCES) -> None:
+    """`default`: None where the command chooses and says so. `sources`: what may be named."""
+    told = "" if default is None else " (default: %(default)s)"
+    parser.add_argument("--checkpoint", default=default, help=f"{sources}{told}")
+    parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
+
+
+def loading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of Synthesizer.load that the model arguments stand for."""
+    import torch
+
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    return {"backend": arguments.backend, "device": arguments.device, "dtype": dtype}

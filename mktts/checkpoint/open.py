@@ -1,0 +1,194 @@
+"""Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one made on demand.
+
+Everything a file header can tell is checked before `open_checkpoint` returns; the weights themselves are
+memory-mapped when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mktts.checkpoint import files as weight_files
+from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.files import WeightFiles
+from mktts.checkpoint.hub import download
+from mktts.checkpoint.random import make as random_checkpoint
+from mktts.checkpoint.tensors import check, expected_tensors
+from mktts.errors import CheckpointError, SamplingError
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import CodecConfig, ModelConfig
+from mktts.speech.options import MIN_SEGMENT_CHARS
+from mktts.speech.text import FeedSplitter
+
+if TYPE_CHECKING:
+    from mktts.model.tokenizer import TextTokenizer
+
+SMALL = "small"  # the trained voice that comes with the package
+SMALL_FOLDER = Path(__file__).resolve().parent / "small"
+DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens where none is named
+SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
+
+CODEC_FOLDER = "speech_tokenizer"
+SEGMENT_CHARS = 300  # about 20 s of speech
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint on disk. Holds no weights; `tensors()` and `codec_tensors()` map them."""
+
+    folder: Path
+    config: ModelConfig
+    codec_config: CodecConfig
+    revision: str | None
+    is_random: bool
+    files: WeightFiles = field(repr=False)
+    codec_files: WeightFiles = field(repr=False)
+
+    def sampling(self) -> Sampling:
+        """The checkpoint's own settings: generation_config.json, then upstream's defaults for what it leaves out.
+
+        Raises CheckpointError where the file is missing or a value is out of range.
+        """
+        path = self.folder / "generation_config.json"
+        raw, default = _read_object(path), Sampling()
+
+        def choice(prefix: str, switch: str, fallback: Choice) -> Choice:
+            return Choice(
+                do_sample=raw.get(switch, fallback.do_sample),
+                temperature=raw.get(prefix + "temperature", fallback.temperature),
+                top_k=raw.get(prefix + "top_k", fallback.top_k),
+                top_p=raw.get(prefix + "top_p", fallback.top_p),
+            )
+
+        try:
+            return Sampling(
+                talker=choice("", "do_sample", default.talker),
+                predictor=choice("subtalker_", "subtalker_dosample", default.predictor),
+                repetition_penalty=raw.get("repetition_penalty", default.repetition_penalty),
+            )
+        except (SamplingError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def segment_chars(self, fed: bool) -> int:
+        """Characters of text that one generation is given, where the caller does not say.
+
+        SEGMENT_CHARS, or less where generation_config.json tells, under `max_chars_per_segment`, the longest text that
+        the checkpoint was trained on (released ones have no such key). fed: for `FeedSplitter`, whose segments may be
+        longer than what it is told. Raises CheckpointError for a value that is no number of characters.
+        """
+        path = self.folder / "generation_config.json"
+        longest = _read_object(path).get("max_chars_per_segment")
+        if longest is None:
+            return SEGMENT_CHARS
+        if type(longest) is not int or longest < MIN_SEGMENT_CHARS * FeedSplitter.LONGEST:
+            least = int(MIN_SEGMENT_CHARS * FeedSplitter.LONGEST)
+            raise CheckpointError(f"{path}: max_chars_per_segment: expected at least {least}, got {longest!r}")
+        return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Talker, code predictor and speaker encoder by Hub name: CPU views of the mapped files, in their dtype.
+
+        Nothing is copied; pages are read on first use. Treat the views as read-only.
+        """
+        return self.files.map()
+
+    def codec_tensors(self) -> dict[str, Tensor]:
+        """The codec decoder's tensors by Hub name without the leading `decoder.`: CPU views, normally float32."""
+        return self.codec_files.map("decoder.")
+
+    def tokenizer(self) -> TextTokenizer:
+        """The text tokenizer of this checkpoint.
+
+        Raises CheckpointError where its files are unusable or belong to another model.
+        """
+        from mktts.model.tokenizer import TextTokenizer
+
+        tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
+        found = tokenizer.encode("assistant")
+        if found != [role] or tokenizer.vocab_size > self.config.text_vocab_size:
+            raise CheckpointError(
+                f"{self.folder / 'vocab.json'}: expected 'assistant' to be the one token {role} of at most "
+                f"{self.config.text_vocab_size}, found {found} of {tokenizer.vocab_size}. Take vocab.json and "
+                "merges.txt from the checkpoint's own repository."
+            )
+        return tokenizer
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """Opens and validates a checkpoint.
+
+    `source` is "small" (the trained voice that comes with the package), a folder, a Hub id such as
+    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
+    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use.
+
+    Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
+    """
+    text = str(source)
+    if text == SMALL:
+        return _open_small()
+    if text.startswith("random:"):
+        return open_folder(random_checkpoint.ensure_named(text))
+    folder = Path(source).expanduser()
+    if text and folder.is_dir():
+        return open_folder(folder, revision)
+    if isinstance(source, str) and HUB_ID.fullmatch(text):
+        path, revision = download(text, revision)
+        return open_folder(path, revision)
+    raise CheckpointError(
+        f"checkpoint {text!r}: expected small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or "
+        "random:tiny; found no such folder"
+    )
+
+
+def _open_small() -> Checkpoint:
+    if not (SMALL_FOLDER / "config.json").is_file():
+        raise CheckpointError(
+            f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a Hub "
+            "id, or take random:tiny (noise, not speech)"
+        )
+    return open_folder(SMALL_FOLDER)
+
+
+def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
+    """Opens and validates a folder in the Hub layout. Raises CheckpointError."""
+    config, codec_config = ModelConfig.load(folder), CodecConfig.load(folder)
+    for name in ("vocab.json", "merges.txt"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: expected this file of the Hub layout, found nothing")
+    codec_folder = folder / CODEC_FOLDER
+    files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
+    check(files.tensors, expected_tensors(config), str(folder))
+    # Reference audio is for Base alone: another type may leave the codec's encoder out, all of it.
+    encoder = config.model_type == "base" or any(name.startswith("encoder.") for name in codec_files.tensors)
+    codec_layout = expected_codec_tensors(_read_object(codec_folder / "config.json"), encoder=encoder)
+    check(codec_files.tensors, codec_layout, str(codec_folder))
+    checkpoint = Checkpoint(
+        folder=folder,
+        config=config,
+        codec_config=codec_config,
+        revision=revision,
+        is_random=random_checkpoint.is_random(folder),
+        files=files,
+        codec_files=codec_files,
+    )
+    checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
+    checkpoint.segment_chars(fed=False)
+    return checkpoint
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a JSON object, could not read it: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

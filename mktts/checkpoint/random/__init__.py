@@ -1,0 +1,1 @@
+"""Makes checkpoints of random weights in the layout of the Hub."""

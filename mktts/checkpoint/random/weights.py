@@ -1,0 +1,191 @@
+"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped.
+
+Random weights: for timing and parity only.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mktts.checkpoint.tensors import Layout, Shape
+from mktts.errors import CheckpointError
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
+
+HEAD_LOGIT_STD = 3.0
+PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
+TEXT_CLASSES = 8
+GROUP_RMS = 0.1  # of the later codes' embeddings, next to 1 for the talker's own
+LAST_CODEC_CONV = "decoder.decoder.6.conv.weight"
+WAVEFORM_GAIN = 0.025  # keeps the waveform near 0.06 RMS, off the clamp at 1
+RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify rounding a hundredfold
+
+
+def random_tensors(layout: Layout, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One tensor per entry of `layout`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
+    return {name: _fill(name, spec.shape, seed).to(dtype) for name, spec in layout.items()}
+
+
+def _fill(name: str, shape: Shape, seed: int) -> Tensor:
+    generator = _generator(name, seed)
+    centre, spread = _distribution(name, shape)
+    return torch.randn(shape, generator=generator).mul_(spread).add_(centre)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    """torch's CPU generator looks at the low 32 bits of a seed only, so name and seed are hashed into those."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+
+
+def _distribution(name: str, shape: Shape) -> tuple[float, float]:
+    """Mean and standard deviation by the tensor's role."""
+    owner, leaf = name.split(".")[-2:]
+    if leaf == "initialized":
+        return 1.0, 0.0
+    if leaf == "cluster_usage":
+        return 1.0, 0.1  # not 1 exactly: a reader that forgets to divide by it is wrong
+    if leaf in ("embed_sum", "embedding_sum"):
+        return 0.0, 2 / math.sqrt(shape[-1])
+    if leaf in ("gamma", "scale"):
+        return 0.1, 0.02
+    if leaf in ("alpha", "beta"):
+        return 0.0, 0.1
+    if "norm" in owner and leaf == "weight":
+        return 1.0, 0.1
+    if leaf == "bias":
+        return 0.0, 0.02
+    if "embedding" in name:
+        return 0.0, 0.05
+    if "codec_head" in name or "lm_head" in name:
+        return 0.0, HEAD_LOGIT_STD / math.sqrt(shape[-1])
+    spread = 1 / math.sqrt(_fan_in(name, shape))
+    if name.startswith("decoder.decoder.") and ".conv2." in name:
+        spread *= RESIDUAL_GAIN
+    return 0.0, spread * WAVEFORM_GAIN if name == LAST_CODEC_CONV else spread
+
+
+def _fan_in(name: str, shape: Shape) -> int:
+    """Inputs summed into one output value, so that 1/sqrt of it keeps the variance."""
+    if len(shape) == 3 and ".upsample." in name and "dwconv" not in name:
+        return shape[0]  # transposed, kernel = stride: one tap reaches each output
+    if len(shape) == 3 and name.startswith("decoder.decoder.") and ".block.1." in name:
+        return 2 * shape[0]  # transposed, kernel = 2 * stride: two taps
+    return math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Code c of the talker is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
+
+    steps: Tensor  # (256, H) unit rows, orthogonal to all rows below
+    words: Tensor  # (TEXT_CLASSES, H) unit rows: where the projected text points
+    marks: Tensor  # (TEXT_CLASSES, H) orthonormal rows: tell the word of a code in its embedding
+    order: Tensor  # (256,) one cycle: step s is followed by order[s]
+
+
+def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
+    """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
+
+    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows
+    the text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later
+    code is a permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs
+    that differ in summation order therefore agree code for code, and runs fed other text do not.
+
+    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2).
+    Raises CheckpointError for a smaller value.
+    """
+    if eos_after is not None and eos_after < 2:
+        raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
+    generator = _generator("margins", seed)
+    _shrink_branches(tensors, config)
+    codes = _pair_codes(tensors, config, generator)
+    _rewrite_talker(tensors, config, codes, eos_after)
+    _rewrite_predictor(tensors, config, generator)
+
+
+def _shrink_branches(tensors: dict[str, Tensor], config: ModelConfig) -> None:
+    for prefix, stack, input_rms in (
+        ("talker.model.", config.talker, 1.0),
+        ("talker.code_predictor.model.", config.predictor, GROUP_RMS),
+    ):
+        # branches add up to about 0.15 of the residual stream, whatever the depth
+        gain = 0.15 * input_rms / math.sqrt(2 * stack.num_hidden_layers)
+        for i in range(stack.num_hidden_layers):
+            for leaf in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"{prefix}layers.{i}.{leaf}.weight"] *= gain
+
+
+def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> _Codes:
+    steps = CODEBOOK_SIZE // TEXT_CLASSES
+    rows = torch.arange(config.text_vocab_size) % TEXT_CLASSES
+    embedding = tensors["talker.model.text_embedding.weight"]
+    classes = torch.randn(TEXT_CLASSES, config.text_hidden_size, generator=generator)
+    embedding.copy_(classes.to(embedding.dtype)[rows])
+    projected = _project_text(tensors, classes)
+    spread = (projected - projected.mean(0)).square().mean().sqrt()
+    for leaf in ("weight", "bias"):
+        tensors[f"talker.text_projection.linear_fc2.{leaf}"] /= spread  # text rows vary with standard deviation 1
+    projected = _project_text(tensors, classes)
+    cycle = torch.randperm(steps, generator=generator)
+    order = torch.empty_like(cycle)
+    order[cycle] = cycle.roll(-1)
+    width = config.talker.hidden_size
+    words = _unit(projected - projected.mean(0))
+    # one orthonormal basis for words and marks, so that neither disturbs the choice of the step
+    basis = torch.linalg.qr(torch.cat([words, torch.randn(TEXT_CLASSES + 1, width, generator=generator)]).T).Q
+    rows = torch.randn(steps, width, generator=generator)
+    return _Codes(
+        steps=_unit(rows - rows @ basis @ basis.T),
+        words=words,
+        marks=basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T,
+        order=order,
+    )
+
+
+def _rewrite_talker(tensors: dict[str, Tensor], config: ModelConfig, codes: _Codes, eos_after: int | None) -> None:
+    width = config.talker.hidden_size
+    embedding, head = tensors["talker.model.codec_embedding.weight"], tensors["talker.codec_head.weight"]
+    code = torch.arange(CODEBOOK_SIZE)
+    step, word = code // TEXT_CLASSES, code % TEXT_CLASSES
+    embedding[:CODEBOOK_SIZE] = (math.sqrt(width) * (codes.steps[step] + 0.7 * codes.marks[word])).to(embedding.dtype)
+    embedding[config.codec_ids.bos] = (math.sqrt(width) * codes.steps[0]).to(embedding.dtype)
+    before = torch.empty_like(codes.order)
+    before[codes.order] = torch.arange(len(codes.order))
+    gain = PEAK_LOGIT / math.sqrt(width)
+    head[:CODEBOOK_SIZE] = (gain * (codes.steps[before[step]] + codes.words[word])).to(head.dtype)
+    head[CODEBOOK_SIZE:] = 0
+    if eos_after is not None:
+        last = torch.tensor(0)
+        for _ in range(eos_after):
+            last = codes.order[last]
+        head[config.codec_ids.eos] = (4 * gain * codes.steps[last]).to(head.dtype)
+
+
+def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> None:
+    root, width = "talker.code_predictor.", config.predictor.hidden_size
+    projection = tensors.get(root + "small_to_mtp_projection.weight")
+    source = tensors["talker.model.codec_embedding.weight"][:CODEBOOK_SIZE]
+    for group in range(NUM_CODEBOOKS - 1):
+        seen = source.float() if projection is None else source.float() @ projection.float().T
+        head = tensors[f"{root}lm_head.{group}.weight"]
+        successor = torch.randperm(CODEBOOK_SIZE, generator=generator)
+        head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * _unit(seen)).to(head.dtype)
+        source = tensors[f"{root}model.codec_embedding.{group}.weight"]
+        # small, so that the sum of sixteen embeddings still points where the talker's own code does
+        source.copy_(GROUP_RMS * torch.randn(source.shape, generator=generator))
+
+
+def _project_text(tensors: dict[str, Tensor], rows: Tensor) -> Tensor:
+    first, second = (
+        [tensors[f"talker.text_projection.linear_fc{i}.{leaf}"].float() for leaf in ("weight", "bias")] for i in (1, 2)
+    )
+    hidden = torch.nn.functional.silu(torch.nn.functional.linear(rows, *first))
+    return torch.nn.functional.linear(hidden, *second)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=-1, keepdim=True)

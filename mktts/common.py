@@ -1,0 +1,96 @@
+"""What every room needs of files, folders and child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from mktts.errors import CheckpointError, OptionsError
+
+_PATIENCE_S = 1.0
+
+
+def write_whole(path: Path | str, data: bytes) -> Path:
+    """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+    return path
+
+
+def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
+    """Writes `value` to `path`, whole or not at all; its folder is made where it is missing."""
+    text = json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False, ensure_ascii=False)
+    write_whole(path, f"{text}\n".encode())
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
+    where there is no home to write to, a folder of this user's own among the temporary files.
+
+    Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run.
+    """
+    if named := cache or os.environ.get("MKTTS_CACHE"):
+        return Path(named).expanduser()
+    try:
+        folder = Path.home() / ".cache" / "mktts"
+        above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if above == folder or (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            return folder
+    except (OSError, RuntimeError):  # a home that may not be looked into; a user id without a home
+        pass
+    folder = Path(tempfile.gettempdir()) / f"mktts-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected to make this folder: {error}; name another: $MKTTS_CACHE") from None
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise CheckpointError(f"{folder}: expected a folder of user {os.getuid()}; name another: $MKTTS_CACHE")
+    return folder
+
+
+def python_path() -> dict[str, str]:
+    """PYTHONPATH with this package's folder first: it need not be installed, nor be in the working folder."""
+    package = str(Path(__file__).resolve().parents[1])
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != package]
+    return {"PYTHONPATH": os.pathsep.join([package, *others])}
+
+
+@contextmanager
+def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Prints `what` to standard error where the work inside takes longer than `patience_s`, and then how long."""
+    begun_s = time.perf_counter()
+    timer = threading.Timer(patience_s, lambda: print(f"{what} ...", end="", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        elapsed_s = time.perf_counter() - begun_s
+        if elapsed_s > patience_s:
+            print(f" {elapsed_s:.1f} s", file=sys.stderr)
+
+
+def whole_number(name: str, value: object, at_least: int) -> None:
+    """Raises OptionsError unless `value` is a whole number of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        raise OptionsError(f"{name} must be a whole number of at least {at_least}, got {value!r}")

@@ -1,0 +1,1 @@
+"""The megakernel from Python: compiling, launching, packing weights, prompts into its cache."""

@@ -1,0 +1,273 @@
+"""The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only.
+
+A prompt's prefix comes from a cache, a few rows after it go through the kernel one by one, more of them through CUDA
+graphs of PyTorch's operators on the same weights. From there on the host only launches and reads codes, which the
+kernel writes into the host's pinned memory frame by frame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.kernel.launch import Launcher, check_device, made
+from mktts.kernel.params import (
+    ENDED,
+    FRAME_WORDS,
+    MADE,
+    STATUS_WORDS,
+    STOP,
+    Params,
+    StreamParams,
+    pinned_words,
+    point,
+    set_choice,
+)
+from mktts.kernel.prefilled import KernelPrefill
+from mktts.kernel.tape import choose_shape
+from mktts.kernel.tape_stack import TapeStack
+from mktts.kernel.weights import codec_embeddings, model_weights
+from mktts.model.backend import Frame, check_start
+from mktts.model.sampling import Sampling, checked_seed
+from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+
+MAX_FRAMES_A_LAUNCH = 8  # the longest chunk of the default schedule
+# Up to here the kernel's own steps (0.36 ms a row at 0.6B, H200) beat one launch of a graph over all rows (2 ms).
+_KERNEL_ROWS = 4
+_EXCHANGES = 5  # of a layer (csrc/layer.cuh): what the tag advances by
+
+
+@dataclass
+class MegakernelStream:
+    """Everything one utterance owns, on the device but for the counters and `out`."""
+
+    kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
+    hidden: Tensor  # (H,) bf16: normed talker state of the newest position
+    sum: Tensor  # (H,) bf16: embedding sum of the newest frame
+    seen: Tensor  # (vocabulary / 32,) int32: bitmap of code 0 so far
+    out: Tensor  # pinned int32: status, then a launch's frames
+    sampling: Sampling
+    seed: int
+    prompt_rows: int
+    max_frames: int
+    frames: int = 0
+    ended: bool = False
+    codes0: list[int] = field(default_factory=list)  # code 0 of every frame
+    params: StreamParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = _stream_params(self)
+
+
+@dataclass(frozen=True)
+class Debug:
+    """What a step can show of its inside, on the device: see `MegakernelBackend.new_debug`."""
+
+    logits: Tensor  # (16, talker vocabulary) bf16, as the heads gave them; codes 1 to 15 fill their own vocabulary
+    hidden: Tensor  # (talker layers, H) bf16: the residual stream after every layer; untouched by the first frame
+
+
+class MegakernelBackend:
+    """Implements `mktts.model.backend.Backend` on one CUDA device.
+
+    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not serve.
+    """
+
+    name = "megakernel"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        check_device(self.device, dtype)
+        self.shape = choose_shape(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
+        self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
+        layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
+        self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 2  # one a head, the projection, the host's wish
+        projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
+        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
+        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights))
+        self.held = codec_embeddings(self._weights)
+        self._fixed = self._fixed_params()
+
+    @torch.inference_mode()
+    def start(
+        self,
+        prompt: Tensor,
+        sampling: Sampling,
+        seed: int | None,
+        max_frames: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> MegakernelStream:
+        """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
+        talker = self.config.talker
+        check_start(prompt, talker.hidden_size, max_frames)
+        if sampling.rng != "philox":
+            raise SamplingError("the megakernel draws by Philox: for rng='torch' pass backend='torch'")
+        rows = len(prompt)
+        if rows + max_frames > talker.max_position_embeddings:
+            raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
+        slots = -(-(rows + max_frames) // self.shape.group) + 1
+        kv = (talker.num_hidden_layers, talker.num_key_value_heads, self.shape.group, slots, 2, talker.head_dim)
+        rest = torch.zeros(2, talker.hidden_size, dtype=self.dtype, device=self.device)
+        state = MegakernelStream(
+            kv=torch.empty(kv, dtype=self.dtype, device=self.device),
+            hidden=rest[0],
+            sum=rest[1],
+            seen=torch.zeros(talker.vocab_size // 32, dtype=torch.int32, device=self.device),
+            out=pinned_words(MAX_FRAMES_A_LAUNCH),
+            sampling=sampling,
+            seed=checked_seed(seed),
+            prompt_rows=rows,
+            max_frames=max_frames,
+        )
+        prompt = prompt.to(self.device, self.dtype).contiguous()
+        if rows - prefix_rows > _KERNEL_ROWS:
+            state.hidden.copy_(self._prefill.fill(prompt, state.kv, prefix_rows, prefix_key))
+            return state
+        if prefix_rows:
+            self._prefill.prefix(prompt[:prefix_rows], prefix_key, state.kv)
+        self.put_rows(state, prompt[prefix_rows:], prefix_rows)
+        return state
+
+    def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
+        """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
+        its end. The launch's exchanges, n times 5 times the layers, must stay below the 2^16 of their tags."""
+        params = self._params(state, rows)
+        params.prefill, params.frames, params.stream[0].position = 1, len(rows), position
+        return self._launcher.launch(params, len(rows) * self.config.talker.num_hidden_layers * _EXCHANGES)
+
+    def step(self, state: MegakernelStream, text: Tensor | None, debug: Debug | None = None) -> Frame:
+        """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""
+        (frame,) = self.frames(state, [text], debug)
+        return frame
+
+    def frames(
+        self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None = None
+    ) -> Iterator[Frame]:
+        """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it.
+
+        `text`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
+        iterator stops the kernel within one frame; the frames it made by then count, taken or not.
+        Raises EngineError where the kernel gave up waiting.
+        """
+        self._check(state, text)
+        begun_s = time.perf_counter()
+        words = state.out.numpy()
+        done = self._launch(state, text, debug)
+        before, made_ms = state.frames, 0.0
+        try:
+            for index in range(len(text)):
+                if not made(words, index, done, more=index + 1 < len(text)):
+                    break
+                frame = _frame(words, index)
+                state.frames = before + index + 1
+                state.codes0.append(int(frame.codes[0]))
+                if index == 0:  # whatever the kernel did not take is launch and hand-over
+                    outside_ms = 1e3 * (time.perf_counter() - begun_s) - frame.talker_ms - frame.predictor_ms
+                    frame = replace(frame, talker_ms=frame.talker_ms + max(0.0, outside_ms))
+                made_ms += frame.talker_ms + frame.predictor_ms
+                yield frame
+        finally:
+            words[STOP] = 1
+            done.synchronize()
+            state.frames = before + int(words[MADE])
+            state.ended = bool(words[ENDED])
+        if state.ended:
+            yield Frame(None, max(0.0, 1e3 * (time.perf_counter() - begun_s) - made_ms), 0.0)
+        elif state.frames < before + len(text):
+            state.ended = True
+            raise self._launcher.failure()
+
+    @torch.inference_mode()
+    def force(self, state: MegakernelStream, codes: Tensor) -> None:
+        """Puts `codes` (16,) int64 in the place of the newest frame's, as if they had been drawn: for parity tests."""
+        ids = codes.tolist()
+        tables = [self._weights["embeddings0"], *self._weights["embeddings"]]
+        total = torch.zeros_like(state.sum, dtype=torch.float32)
+        for table, code in zip(tables, ids, strict=True):  # in the kernel's order
+            total += table[code]
+        state.sum.copy_(total)
+        state.codes0[-1] = ids[0]
+        bits = np.zeros(32 * len(state.seen), dtype=np.uint8)
+        bits[state.codes0] = 1
+        state.seen.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
+
+    @torch.inference_mode()
+    def new_debug(self) -> Debug:
+        """Room for what one step can show of its inside."""
+        talker = self.config.talker
+        logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
+        return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
+
+    def _check(self, state: MegakernelStream, text: Sequence[Tensor | None]) -> None:
+        if not 1 <= len(text) <= MAX_FRAMES_A_LAUNCH:
+            raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(text)}")
+        if state.ended or state.frames + len(text) > state.max_frames:
+            raise CapacityError(
+                f"the stream {'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} "
+                f"frames: {len(text)} more were asked for"
+            )
+        width = self.config.talker.hidden_size
+        for index, row in enumerate(text):
+            if (row is None) != (state.frames + index == 0):
+                raise PromptError("text is None exactly on the first step of a stream")
+            if row is not None and row.shape != (width,):
+                raise PromptError(f"text must be one row ({width},), got {tuple(row.shape)}")
+
+    def _launch(self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
+        with torch.inference_mode():
+            rows = [state.sum if row is None else row.to(self.device, self.dtype) for row in text]
+            rows = torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()
+        params = self._params(state, rows)
+        params.frames = len(text)
+        if debug is not None:
+            point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
+        state.out.numpy()[:STATUS_WORDS] = 0
+        return self._launcher.launch(params, len(text) * self._tags_per_frame)
+
+    def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
+        """A copy of what never changes, with the stream's own: filling all fields anew took 25 us a launch."""
+        params = Params.from_buffer_copy(self._fixed)
+        params.stream[0] = state.params
+        stream = params.stream[0]
+        stream.text, stream.frame = rows.data_ptr(), state.frames
+        stream.position = state.prompt_rows + state.frames - 1
+        return params
+
+    def _fixed_params(self) -> Params:
+        params = Params()
+        point(params, self._weights)
+        params.ends[:] = [self.config.codec_ids.eos, -1, -1, -1]
+        params.min_frames = MIN_NEW_FRAMES
+        params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
+        return params
+
+
+def _stream_params(state: MegakernelStream) -> StreamParams:
+    """What stays the same over a stream's launches."""
+    stream, sampling = StreamParams(), state.sampling
+    own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "out": state.out}
+    point(stream, own)
+    stream.slots, stream.penalty = state.kv.shape[3], sampling.repetition_penalty
+    stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
+    set_choice(stream, sampling.talker, True)
+    set_choice(stream, sampling.predictor, False)
+    return stream
+
+
+def _frame(words: np.ndarray, index: int) -> Frame:
+    own = words[STATUS_WORDS + index * FRAME_WORDS :][:FRAME_WORDS]
+    talker_ms, predictor_ms = (1e-6 * own[NUM_CODEBOOKS : NUM_CODEBOOKS + 2]).tolist()
+    return Frame(torch.from_numpy(own[:NUM_CODEBOOKS].astype(np.int64)), talker_ms, predictor_ms)

@@ -1,0 +1,93 @@
+"""One compiled kernel of csrc/ on one device: its exchange area, the tags of its launches, and why a launch failed."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import numpy as np
+import torch
+
+from mktts.errors import BackendUnavailable, EngineError
+from mktts.kernel.build import build_for, target_of
+from mktts.kernel.driver import Kernel
+from mktts.kernel.params import MADE, WAITS, Params, point
+from mktts.kernel.tape import WARPS
+
+_TIMEOUT_NS = 2_000_000_000
+_POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
+_TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
+
+
+class Launcher:
+    """Launches of one kernel, one after another on torch's current stream; streams of the model take turns on it.
+
+    Raises BackendUnavailable where the compiler or the device does not serve.
+    """
+
+    def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device) -> None:
+        """Compiles csrc/`unit`, or takes it from the cache, and loads its kernel `name`."""
+        self.device = device
+        properties = torch.cuda.get_device_properties(device)
+        arch = target_of((properties.major, properties.minor))
+        build = build_for(defines, arch, unit)
+        if build.constants["mktts_params_bytes"] != ctypes.sizeof(Params):
+            raise BackendUnavailable("csrc/state.cuh and mktts/kernel/params.py disagree about struct Params")
+        threads = 32 * WARPS + (128 if arch == "sm_90a" else 32)
+        with torch.cuda.device(device):
+            self.kernel = Kernel(build.cubin, name, defines["CTAS"], threads, "mktts_shared_bytes")
+        words = -(-build.constants["mktts_exchange_bytes"] // 4)
+        self._exchange = torch.zeros(words, dtype=torch.int32, device=device)
+        self._status = torch.zeros(8, dtype=torch.int32, device=device)
+        self._tag = 1
+
+    def launch(self, params: Params, tags: int) -> torch.cuda.Event:
+        """Launches without waiting; `tags` is the most exchanges it can take. Returns the event of its end.
+
+        Tags never wrap between launches: a word from 65 536 exchanges ago would look fresh.
+        """
+        with torch.cuda.device(self.device):
+            if self._tag + tags >= _TAG_LIMIT:
+                self._restart_tags()
+            point(params, {"exchange": self._exchange, "status": self._status})
+            params.tag, params.timeout_ns = self._tag, _TIMEOUT_NS
+            self._tag += tags
+            self.kernel.launch(params)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def failure(self) -> EngineError:
+        """Why the last launch gave up. Whatever it left half exchanged is cleared: others can go on."""
+        _, block, thread, wait, tag = self._status[:5].tolist()
+        self._status.zero_()
+        self._restart_tags()
+        return EngineError(
+            f"the kernel stopped: block {block}, thread {thread} waited in vain for {WAITS.get(wait, wait)}, "
+            f"exchange {tag}; the stream is over, others can go on"
+        )
+
+    def _restart_tags(self) -> None:
+        self._exchange.zero_()
+        self._tag = 1
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises BackendUnavailable where the kernels cannot run: without CUDA, or in another dtype than bfloat16."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
+    if dtype != torch.bfloat16:
+        raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
+
+
+def made(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
+    """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it.
+
+    `words`: the stream's pinned memory. `more`: whether frames after this one are to come, so that their making hides
+    the pauses between looks.
+    """
+    if not more:
+        done.synchronize()
+    while words[MADE] <= index and not done.query():
+        time.sleep(_POLL_S)
+    return bool(words[MADE] > index)

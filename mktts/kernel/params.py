@@ -1,0 +1,64 @@
+"""What a launch of the frame kernel is given and what it hands back: csrc/state.cuh in ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from mktts.model.sampling import Choice
+
+STATUS_WORDS = 16  # of a stream's pinned memory, int32; the frames follow
+MADE, ENDED, NEXT_TAG, STOP = range(
+    4
+)  # status words: frames so far, end of speech, tag after the launch, the host's wish
+FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor
+WAITS = {1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's wish"}
+
+_POINTERS = """
+    talker_tape talker_head_tape projection_tape predictor_tape predictor_head_tape projection_bias
+    talker_norms talker_qk talker_final predictor_norms predictor_qk predictor_final
+    talker_cos talker_sin predictor_cos predictor_sin embeddings0 embeddings inputs0 inputs
+    exchange status debug_logits debug_hidden trace
+""".split()
+
+
+class StreamParams(ctypes.Structure):
+    """csrc/state.cuh, struct Stream."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("text", "hidden", "sum", "kv", "seen", "out")]
+        + [(name, ctypes.c_int) for name in "slots position frame top_k0 top_k greedy0 greedy".split()]
+        + [(name, ctypes.c_float) for name in "temperature0 temperature top_p0 top_p penalty".split()]
+        + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]
+    )
+
+
+class Params(ctypes.Structure):
+    """csrc/state.cuh, struct Params."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [("stream", StreamParams * 1), ("timeout_ns", ctypes.c_ulonglong), ("tag", ctypes.c_uint)]
+        + [("frames", ctypes.c_int), ("ends", ctypes.c_int * 4)]
+        + [(name, ctypes.c_int) for name in ("suppress_from", "min_frames", "prefill")]
+    )
+
+
+def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+    """Sets the pointers named by `tensors`; None leaves one null."""
+    for name, tensor in tensors.items():
+        setattr(structure, name, None if tensor is None else tensor.data_ptr())
+
+
+def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
+    """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
+    names = ("temperature0", "top_p0", "top_k0", "greedy0") if book0 else ("temperature", "top_p", "top_k", "greedy")
+    for name, value in zip(names, (choice.temperature, choice.top_p, choice.top_k, not choice.do_sample), strict=True):
+        setattr(stream, name, value)
+
+
+def pinned_words(frames: int) -> Tensor:
+    """Memory of the host that a launch of `frames` frames writes into: (words,) int32, zeros."""
+    return torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32, pin_memory=True)

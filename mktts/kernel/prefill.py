@@ -1,0 +1,284 @@
+"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
+
+Eager PyTorch spends its time on launches (a prefill of 28 layers has over a thousand kernels); a graph of the same
+operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
+static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s: the same operators in the same order,
+with q, k, v and gate, up as one product each (`Stack.layer_weights`) and all rotary heads turned together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.model.cuda_graph import record
+from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
+
+# Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
+ROW_BUCKETS = (16, 64, 128, 256)
+# Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
+# a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
+FIRST_EXTENT = 128
+EXTENT_FACTOR = 4
+_ALIGNMENT = 16  # positions: attention kernels take a mask as it is only with such rows
+_MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Keys and values of positions [0, length), apart from the workspace they were made in."""
+
+    keys_values: Tensor  # (2, layers, kv heads, length, head_dim)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.keys_values[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.keys_values[1]
+
+    @property
+    def length(self) -> int:
+        return self.keys_values.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys_values.nbytes
+
+
+class Prefill:
+    """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it.
+
+    The stack must not change afterwards (a Qwen3Stack is fused in place). One thread and one CUDA stream at a time; a
+    graph is captured when its shape is first needed (tens of ms) or by `warm_up`. Device memory: the workspace,
+    `capacity` + 1 positions of 112 KiB at the released sizes (112 MiB for 1 024), rotary tables of 0.5 MiB, and for the
+    graphs one cuBLAS workspace (32 MiB on Hopper), activations of the largest bucket (under 30 MiB) and a few MiB of
+    nodes each.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        capacity: int = 1024,
+        buckets: Sequence[int] = ROW_BUCKETS,
+        graphs: bool | None = None,
+    ) -> None:
+        """`graphs=None`: on CUDA only. Raises CapacityError for a capacity that the model or the kernels do not take,
+        BackendUnavailable for graphs without CUDA."""
+        c = stack.config
+        if capacity < 1 or capacity % _ALIGNMENT or capacity > c.max_position_embeddings:
+            raise CapacityError(
+                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{c.max_position_embeddings} positions, "
+                f"got {capacity}"
+            )
+        self.stack = stack
+        self.capacity = capacity
+        self.buckets = tuple(sorted(buckets))
+        self.extents = tuple(_extents(capacity))
+        shape = (2, c.num_hidden_layers, c.num_key_value_heads, capacity + 1, c.head_dim)  # the last row is for padding
+        self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+        self.device = self._kv.device
+        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        if self.graphs and self.device.type != "cuda":
+            raise BackendUnavailable(f"CUDA graphs need a stack on CUDA, this one is on {self.device}: graphs=False")
+        self._length = 0
+        self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
+        self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
+        self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
+        self._counts = torch.arange(max(capacity, self.buckets[-1]), device=self.device)
+        cos, sin = stack.rotary(0, capacity + 1)
+        half = c.head_dim // 2
+        self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
+        layers = map(stack.layer_weights, range(c.num_hidden_layers))
+        self._qk_norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
+        self._passes: dict[tuple[int, int], Callable[[], None]] = {}
+        if self.graphs:
+            self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+
+    @property
+    def length(self) -> int:
+        """Positions that are filled."""
+        return self._length
+
+    @property
+    def keys(self) -> Tensor:
+        """Rotated keys of the filled positions, (layers, kv heads, length, head_dim): a view, until the next call."""
+        return self._kv[0, :, :, : self._length]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self._kv[1, :, :, : self._length]
+
+    @torch.inference_mode()
+    def run(self, rows: Tensor, past: int = 0) -> Tensor:
+        """Prefills `rows` (L, H) at positions [past, past + L), after the `past` filled ones.
+
+        Returns the normed hidden state (H,) of the last row; nothing waits for the device. The result depends on the
+        rows, on `past` and on what the first `past` positions hold, not on what was prefilled before them: a restored
+        prefix gives the same bits as one just made.
+        Raises PromptError for rows of another shape, dtype or device, CapacityError beyond the capacity.
+        """
+        self._check(rows, past)
+        with self._on_device():
+            for piece in rows.split(self.buckets[-1]):
+                self._advance(piece, past)
+                past += len(piece)
+        self._length = past
+        return self._hidden.clone()
+
+    @torch.inference_mode()
+    def keep(self, length: int) -> Kept:
+        """A copy of positions [0, length), for `restore`. Raises CapacityError where they are not filled."""
+        if not 0 < length <= self._length:
+            raise CapacityError(f"{self._length} positions are filled, {length} were asked for")
+        return Kept(self._kv[:, :, :, :length].clone())
+
+    @torch.inference_mode()
+    def restore(self, kept: Kept) -> None:
+        """Makes the first positions those of `kept`, and them the only filled ones. Raises CapacityError."""
+        expected = (*self._kv.shape[:3], min(kept.length, self.capacity), self._kv.shape[4])
+        if kept.keys_values.shape != expected:
+            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.keys_values.shape)}")
+        self._kv[:, :, :, : kept.length].copy_(kept.keys_values)
+        self._length = kept.length
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every graph that a prompt can need. The filled positions are lost."""
+        self._length = 0
+        with self._on_device():
+            self._past.fill_(0)
+            self._end.fill_(1)
+            # The largest first, so that the others fit into the working memory it took.
+            for bucket, least in zip(self.buckets[::-1], (*self.buckets[-2::-1], 0), strict=True):
+                for extent in self.extents[::-1]:
+                    if extent > least:  # fewer rows would take a smaller bucket
+                        self._pass(bucket, extent)
+
+    def _check(self, rows: Tensor, past: int) -> None:
+        width, dtype = self._input.shape[1], self._input.dtype
+        if rows.dim() != 2 or not len(rows) or rows.shape[1] != width:
+            raise PromptError(f"prompt rows must be (L >= 1, {width}), got {tuple(rows.shape)}")
+        if rows.dtype != dtype or rows.device != self.device:
+            raise PromptError(f"prompt rows must be {dtype} on {self.device}, got {rows.dtype} on {rows.device}")
+        if not 0 <= past <= self._length:
+            raise PromptError(f"past must be in 0..{self._length}, the filled positions, got {past}")
+        if past + len(rows) > self.capacity:
+            raise CapacityError(
+                f"prefill holds {self.capacity} positions, {past + len(rows)} were asked for: shorten the prompt "
+                "(instruction, reference recording, text)"
+            )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _advance(self, rows: Tensor, past: int) -> None:
+        end = past + len(rows)
+        bucket = next(b for b in self.buckets if b >= len(rows))
+        extent = next(e for e in self.extents if e >= end)
+        self._input[: len(rows)].copy_(rows)
+        self._past.fill_(past)
+        self._end.fill_(end)
+        # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
+        self._kv[:, :, :, end:extent].zero_()
+        self._pass(bucket, extent)()
+
+    def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
+        if (bucket, extent) not in self._passes:
+            work = partial(self._forward, bucket, extent)
+            self._passes[bucket, extent] = record(work, self._pool, self._side) if self.graphs else work
+        return self._passes[bucket, extent]
+
+    def _forward(self, bucket: int, extent: int) -> None:
+        """Static input to static outputs; the position is on the device only."""
+        positions = self._past + self._counts[:bucket]
+        index = positions.masked_fill(positions >= self._end, self.capacity)  # padding goes to the spare row
+        rotary = self._rotary.index_select(0, index)[:, None]  # (rows, 1, 2, head_dim)
+        mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
+        mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
+        x = self._input[:bucket]
+        backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
+        with backends:
+            for layer, (norm, (keys, values)) in enumerate(zip(self._qk_norms, self._kv.unbind(1), strict=True)):
+                w = self.stack.layer_weights(layer)
+                x = self.stack.layer(w, x, partial(self._attend, w.qkv, norm, keys, values, rotary, index, mask))
+        last = x.index_select(0, (self._end - self._past - 1)[None])
+        self._hidden.copy_(rms_norm(last, self.stack.norm, self.stack.config.rms_norm_eps)[0])
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        norm: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotary: Tensor,
+        index: Tensor,
+        mask: Tensor,
+        h: Tensor,
+    ) -> Tensor:
+        """As `Qwen3Stack.layer` wants it; as few kernels as operators of PyTorch allow."""
+        c, rows, extent = self.stack.config, len(h), mask.shape[-1]
+        kv_heads, rotated = c.num_key_value_heads, c.num_attention_heads + c.num_key_value_heads
+        heads = F.linear(h, qkv).view(rows, -1, c.head_dim)  # query, key, value heads
+        # Values are normalised in vain: a part of the heads would be copied first. Each head is written twice in a row,
+        # so that the head and the head turned by half its width (which rotation adds) are two windows on it.
+        twice = unit_rms(heads, c.rms_norm_eps)[:, :rotated, None] * norm
+        windows = twice.flatten(2).unfold(-1, c.head_dim, c.head_dim // 2)[:, :, :2]
+        terms = windows * rotary
+        turned = terms[:, :, 0] + terms[:, :, 1]
+        keys.index_copy_(1, index, turned[:, -kv_heads:].transpose(0, 1))
+        values.index_copy_(1, index, heads[:, -kv_heads:].transpose(0, 1))
+        # Batch: key-value head; heads: the query heads that share it, so that keys and values are expanded, not copied.
+        q = turned[:, :-kv_heads].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        k, v = (t[:, None, :extent].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return attended.permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+@torch.inference_mode()
+def deal(keys: Tensor, values: Tensor, kv: Tensor, start: int = 0) -> None:
+    """Writes keys and values (layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
+
+    `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
+    p // group. At most three copies each: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
+    """
+    group, slots, count = kv.shape[2], kv.shape[3], keys.shape[2]
+    if start < 0 or start + count > group * slots:
+        raise CapacityError(f"the cache holds {group * slots} positions, got {count} from {start} on")
+    first = min(-start % group, count)
+    whole = (count - first) // group
+    slot = (start + first) // group
+    for place, source in enumerate((keys, values)):
+        target = kv[:, :, :, :, place].transpose(2, 3)  # (layers, kv heads, slots, group, head_dim)
+        if first:
+            block = start % group
+            target[:, :, start // group, block : block + first] = source[:, :, :first]
+        if whole:
+            middle = source[:, :, first : first + whole * group]
+            target[:, :, slot : slot + whole] = middle.unflatten(2, (whole, group))
+        if rest := count - first - whole * group:
+            target[:, :, slot + whole, :rest] = source[:, :, count - rest :]
+
+
+def _extents(capacity: int) -> Iterator[int]:
+    extent = FIRST_EXTENT
+    while extent < capacity:
+        yield extent
+        extent *= EXTENT_FACTOR
+    yield capacity
+
+
+def _qk_norm(w: LayerWeights, heads: int, kv_heads: int) -> Tensor:
+    """The norm weight of each rotary head, twice: (heads + kv heads, 2, head_dim)."""
+    per_head = torch.cat((w.q_norm.expand(heads, -1), w.k_norm.expand(kv_heads, -1)))
+    return per_head[:, None].repeat(1, 2, 1)

@@ -1,0 +1,158 @@
+"""Qwen3 text, token by token: `TextDecoder` owns a text model and opens token streams on it.
+
+The same Qwen3 stack as speech, with a text embedding in front and a vocabulary-wide head behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from mktts.errors import BackendUnavailable, EngineError, OptionsError, TextError
+from mktts.llm.backend import TextBackend, TorchTextBackend, check_start
+from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
+from mktts.llm.stream import Token, TokenStream
+from mktts.llm.tokens import Detokenizer, TextVocabulary
+from mktts.model.backend import default_dtype, device_named
+from mktts.model.sampling import Choice
+from mktts.speech.options import MAX_SEED
+
+__all__ = ["TextDecoder", "Token", "TokenStream"]
+
+TextBackendName = Literal["auto", "torch", "megakernel"]
+_SEED_BITS = 32  # of a drawn seed: short enough to read and type again
+
+
+class TextDecoder:
+    """One text model; any number of token streams may be open and take turns. One thread owns it and its streams.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        backend: TextBackend,
+        checkpoint: TextCheckpoint,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Puts a made backend behind the interface; `load` is the usual way in."""
+        self.checkpoint = checkpoint
+        self.backend_name = backend.name
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.choice = checkpoint.choice()
+        self.vocabulary: TextVocabulary = checkpoint.tokenizer()
+        self._backend: TextBackend | None = backend
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | TextCheckpoint,
+        *,
+        backend: TextBackendName = "auto",
+        device: str | torch.device = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> TextDecoder:
+        """Loads a text checkpoint (see `mktts.llm.checkpoint.open_text_checkpoint`) onto a device.
+
+        backend: "torch", "megakernel", or "auto": the fastest one that can run here. device: "cpu", "cuda",
+        "cuda:1", or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU.
+        Raises CheckpointError, and BackendUnavailable naming what is missing.
+        """
+        if backend not in get_args(TextBackendName):
+            raise BackendUnavailable(f"backend must be one of {get_args(TextBackendName)}, got {backend!r}")
+        where = device_named(device)
+        dtype = dtype or default_dtype(where)
+        checkpoint = open_text_checkpoint(source)
+        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where, dtype)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        choice: Choice | None = None,
+        seed: int | None = None,
+        max_tokens: int = 256,
+        stop_at_eos: bool = True,
+        tokens_per_step: int = 1,
+    ) -> TokenStream:
+        """Prefills `prompt` and returns the stream of new tokens.
+
+        prompt: text, continued as it stands (no chat template), or token ids.
+        choice: None takes the checkpoint's own. seed: None draws one, which `TokenStream.seed` then tells.
+        stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
+        of them waits for the last, and cancelling takes effect after that many at most.
+
+        Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
+        positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.
+        """
+        started_s = time.perf_counter()
+        if self._backend is None:
+            raise EngineError("the decoder is closed: load another one")
+        ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
+        seed = secrets.randbits(_SEED_BITS) if seed is None else _whole("seed", seed, 0, MAX_SEED)
+        max_tokens = _whole("max_tokens", max_tokens, 1)
+        tokens_per_step = _whole("tokens_per_step", tokens_per_step, 1)
+        config = self.checkpoint.config
+        check_start(config.stack, ids, max_tokens)
+        return TokenStream(
+            backend=self._backend,
+            state=self._backend.start(ids, choice or self.choice, seed, max_tokens),
+            pieces=Detokenizer(self.vocabulary),
+            eos_ids=config.eos_ids if stop_at_eos else (),
+            seed=seed,
+            max_tokens=max_tokens,
+            tokens_per_step=tokens_per_step,
+            started_s=started_s,
+        )
+
+    def close(self) -> None:
+        """Lets go of the model; open streams keep it until they end. Idempotent."""
+        self._backend = None
+
+    def __enter__(self) -> TextDecoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.vocabulary.encode(prompt)
+        elif isinstance(prompt, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
+            ids = [max(-1, min(int(i), self.checkpoint.config.stack.vocab_size)) for i in prompt]  # fits 64 bits
+        else:
+            raise TextError(f"prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        if not ids:
+            raise TextError("prompt must hold at least one token, got none")
+        return ids
+
+
+def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype: torch.dtype) -> TextBackend:
+    """The kernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
+    config = checkpoint.config
+    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
+        try:
+            from mktts.llm.kernel import TextKernelBackend
+
+            return TextKernelBackend(config, checkpoint.tensors(), device, dtype)
+        except BackendUnavailable as reason:
+            if name == "megakernel":
+                raise
+            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+    return TorchTextBackend(config, checkpoint.tensors(), device, dtype)
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
+        raise OptionsError(f"{name} must be a whole number {limits}, got {value!r}")
+    return int(value)

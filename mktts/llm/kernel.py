@@ -1,0 +1,135 @@
+"""The CUDA backend of `TextDecoder`: csrc/text.cu, one launch for one token or several. bfloat16 only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mktts.errors import BackendUnavailable, CapacityError
+from mktts.kernel.launch import Launcher, check_device
+from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, StreamParams, pinned_words, point, set_choice
+from mktts.kernel.prefilled import KernelPrefill
+from mktts.kernel.tape import choose_text_shape, pack_wide_head
+from mktts.kernel.weights import stack_weights
+from mktts.llm.backend import check_start
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.sampling import Choice, checked_seed
+
+MAX_TOKENS_A_LAUNCH = 64
+_LAYER_EXCHANGES = 5  # csrc/layer.cuh
+# Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
+# the k best of V a round leaves about half, so 64 rounds are never reached.
+_CHOICE_EXCHANGES = 16 + 2 + 2 * 64
+
+
+@dataclass
+class TextKernelState:
+    """Everything one text owns, on the device but for the counters and `out`."""
+
+    kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
+    hidden: Tensor  # (H,) bf16: normed state of the newest position
+    out: Tensor  # pinned int32: status, then a launch's tokens
+    choice: Choice
+    seed: int
+    prompt_tokens: int
+    max_tokens: int
+    tokens: int = 0  # made so far
+    last: int = 0  # the newest of them
+    params: StreamParams = field(init=False)  # what stays the same over a text's launches
+
+    def __post_init__(self) -> None:
+        self.params = StreamParams()
+        point(self.params, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
+        self.params.slots = self.kv.shape[3]
+        self.params.seed_lo, self.params.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
+        set_choice(self.params, self.choice, True)
+
+
+class TextKernelBackend:
+    """Implements `mktts.llm.backend.TextBackend` on one CUDA device.
+
+    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not serve.
+    """
+
+    name = "megakernel"
+
+    def __init__(
+        self,
+        config: TextConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        check_device(self.device, dtype)
+        if len(config.eos_ids) > 4:
+            raise BackendUnavailable(f"the megakernel knows up to 4 end ids, got {len(config.eos_ids)}")
+        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.shape = choose_text_shape(config.stack, multiprocessors)
+        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device)
+        self._prefill = KernelPrefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(self.device, dtype)
+
+        embedding = get(EMBEDDING)
+        self._weights = {"embeddings0": embedding}
+        self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
+        self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
+        self._fixed = Params()
+        point(self._fixed, self._weights)
+        self._fixed.ends[:] = [*config.eos_ids, -1, -1, -1, -1][:4]
+        self._tags_per_token = config.stack.num_hidden_layers * _LAYER_EXCHANGES + 1 + _CHOICE_EXCHANGES
+
+    @torch.inference_mode()
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
+        """See `TextBackend.start`."""
+        stack = self.config.stack
+        check_start(stack, prompt, max_tokens)
+        slots = -(-(len(prompt) + max_tokens) // self.shape.group) + 1
+        kv = (stack.num_hidden_layers, stack.num_key_value_heads, self.shape.group, slots, 2, stack.head_dim)
+        state = TextKernelState(
+            kv=torch.empty(kv, dtype=self.dtype, device=self.device),
+            hidden=torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
+            out=pinned_words(MAX_TOKENS_A_LAUNCH),
+            choice=choice,
+            seed=checked_seed(seed),
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+        )
+        state.hidden.copy_(self._prefill.fill(self._weights["embeddings0"][prompt.to(self.device)], state.kv))
+        return state
+
+    def step(self, state: TextKernelState, count: int = 1, debug: Tensor | None = None) -> list[int]:
+        """See `TextBackend.step`. `debug`: (count, V) bf16 on the device takes the logits."""
+        left = state.max_tokens - state.tokens
+        if left < 1:
+            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
+        ids: list[int] = []
+        count = min(count, left)
+        while len(ids) < count:
+            ids += self._launch(state, min(count - len(ids), MAX_TOKENS_A_LAUNCH), debug)
+            if ids[-1] in self.config.eos_ids:
+                break
+        return ids
+
+    def _launch(self, state: TextKernelState, count: int, debug: Tensor | None) -> list[int]:
+        params = Params.from_buffer_copy(self._fixed)
+        params.stream[0], params.frames = state.params, count
+        stream = params.stream[0]
+        stream.frame, stream.token = state.tokens, state.last
+        stream.position = state.prompt_tokens + state.tokens - 1
+        if debug is not None:
+            point(params, {"debug_logits": debug})
+        words = state.out.numpy()
+        words[:STATUS_WORDS] = 0
+        self._launcher.launch(params, count * self._tags_per_token).synchronize()
+        ids = words[STATUS_WORDS::FRAME_WORDS][: words[MADE]].tolist()
+        if not ids or (len(ids) < count and ids[-1] not in self.config.eos_ids):
+            raise self._launcher.failure()
+        state.tokens, state.last = state.tokens + len(ids), ids[-1]
+        return ids

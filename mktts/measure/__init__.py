@@ -1,0 +1,1 @@
+"""Metrics, the machine, benchmarks, parity, a recogniser."""

@@ -1,0 +1,1 @@
+"""Timings: here, of peers, on a GPU."""

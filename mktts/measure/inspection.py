@@ -1,0 +1,210 @@
+"""What a checkpoint is made of, what one 80 ms frame must read of it, and the time that takes at best.
+
+Bytes per frame count every weight byte a batch-1 frame has to fetch if nothing stays in a cache: the talker's stack
+and head once, the predictor's stack and projection once per predictor pass, each predictor head once, and one row of
+each embedding table. Key-value caches and activations are left out: next to the weights they are small (the
+talker's cache grows by `StackConfig.kv_bytes_per_position` a frame). Everything comes from the file headers; no
+weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mktts.checkpoint import Checkpoint
+from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.random.configs import small_files
+from mktts.checkpoint.tensors import Layout, TensorSpec, expected_tensors
+from mktts.errors import CheckpointError
+from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
+
+PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions
+
+
+@dataclass(frozen=True)
+class Component:
+    """One row of the table. `part` is talker, predictor, text, voice or codec."""
+
+    name: str
+    part: str
+    tensors: int
+    params: int
+    bytes: int
+    bytes_per_frame: int
+    reads: str  # how often one frame reads it, in words
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: str
+    part: str
+    prefixes: tuple[str, ...]
+    reads: str
+    weight_reads: int = 0  # whole tensors, times per frame
+    row_reads: int = 0  # single rows, over all tables of the component
+
+
+_PREDICTOR = "talker.code_predictor."
+_PASSES = f"{PREDICTOR_PASSES} passes"
+_MODEL_RULES = (
+    _Rule("talker layers", "talker", ("talker.model.layers.", "talker.model.norm."), "once", weight_reads=1),
+    _Rule("codec_embedding", "talker", ("talker.model.codec_embedding.",), "1 row", row_reads=1),
+    _Rule("codec_head", "talker", ("talker.codec_head.",), "once", weight_reads=1),
+    _Rule("text_embedding", "text", ("talker.model.text_embedding.",), "per text token"),
+    _Rule("text_projection", "text", ("talker.text_projection.",), "per text token"),
+    _Rule(
+        "predictor layers",
+        "predictor",
+        (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm."),
+        _PASSES,
+        weight_reads=PREDICTOR_PASSES,
+    ),
+    _Rule(
+        "predictor embeddings",
+        "predictor",
+        (_PREDICTOR + "model.codec_embedding.",),
+        f"{PREDICTOR_PASSES} rows",
+        row_reads=PREDICTOR_PASSES,
+    ),
+    _Rule("lm_heads", "predictor", (_PREDICTOR + "lm_head.",), "each once", weight_reads=1),
+    _Rule(
+        "small_to_mtp_projection",
+        "predictor",
+        (_PREDICTOR + "small_to_mtp_projection.",),
+        _PASSES,
+        weight_reads=PREDICTOR_PASSES,
+    ),
+    _Rule("speaker_encoder", "voice", ("speaker_encoder.",), "per voice"),
+)
+_CODEC_RULES = (
+    _Rule(
+        "codec codebooks",
+        "codec",
+        ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq."),
+        f"{NUM_CODEBOOKS} rows",
+        row_reads=NUM_CODEBOOKS,
+    ),
+    _Rule("codec decoder", "codec", ("decoder.",), "once per chunk", weight_reads=1),
+    _Rule("codec encoder", "voice", ("encoder.",), "per voice"),
+)
+
+
+def components(checkpoint: Checkpoint) -> tuple[Component, ...]:
+    """The table, in the order of the data flow; components a checkpoint lacks are left out."""
+    return (*_rows(checkpoint.files.tensors, _MODEL_RULES), *_rows(checkpoint.codec_files.tensors, _CODEC_RULES))
+
+
+def components_at(size: str, model_type: str = "custom_voice") -> tuple[Component, ...]:
+    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made.
+
+    Raises CheckpointError for an unknown size or type.
+    """
+    tensors = expected_tensors(config_at(size, model_type))
+    codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
+    return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
+
+
+def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
+    """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
+    one.
+    """
+    files = small_files(size, model_type, full_codec=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(files["config.json"]), encoding="utf-8")
+        return ModelConfig.load(Path(folder))
+
+
+def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:
+    """Weight bytes that one frame reads in `parts`."""
+    return sum(row.bytes_per_frame for row in rows if row.part in parts)
+
+
+def text_bytes_per_token(size: str) -> int:
+    """Weight bytes that one token of the Qwen3 text model of a released size reads: its stack, and its head once.
+
+    Raises CheckpointError for an unknown size.
+    """
+    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+    from mktts.llm.random import config_json
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_json(size)), encoding="utf-8")
+        config = TextConfig.load(Path(folder))
+    tensors = expected_text_tensors(config)
+    row_bytes = tensors[EMBEDDING].nbytes() // config.stack.vocab_size
+    head_bytes = tensors.get(HEAD, tensors[EMBEDDING]).nbytes()
+    return row_bytes + head_bytes + sum(t.nbytes() for name, t in tensors.items() if name not in (EMBEDDING, HEAD))
+
+
+def roofline_ms(
+    rows: Sequence[Component], bandwidth_bytes_per_s: float, parts: Sequence[str] = ("talker", "predictor")
+) -> float:
+    """Milliseconds a frame takes at least where memory delivers `bandwidth_bytes_per_s`.
+
+    Raises CheckpointError where the bandwidth is not above 0.
+    """
+    if not bandwidth_bytes_per_s > 0:
+        raise CheckpointError(f"bandwidth must be above 0 bytes per second, found {bandwidth_bytes_per_s}")
+    return 1_000 * bytes_per_frame(rows, parts) / bandwidth_bytes_per_s
+
+
+def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str:
+    """The table as text: `python -m mktts inspect`. Bandwidth in 1e9 bytes per second."""
+    c, rows = checkpoint.config, components(checkpoint)
+    lines = [
+        f"{checkpoint.folder}",
+        f"{c.model_type}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
+        f"predictor {c.predictor.num_hidden_layers} x {c.predictor.hidden_size}"
+        + (", random weights: timing and parity only" if checkpoint.is_random else ""),
+        "",
+        f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read",
+    ]
+    lines += [
+        f"{r.name:24}{r.tensors:>8}{r.params:>15,}{r.bytes:>16,}{r.bytes_per_frame:>16,}  {r.reads}" for r in rows
+    ]
+    total = bytes_per_frame(rows)
+    lines += [
+        f"{'all':24}{sum(r.tensors for r in rows):>8}{sum(r.params for r in rows):>15,}"
+        f"{sum(r.bytes for r in rows):>16,}{total:>16,}  per frame: talker and predictor",
+        "",
+        f"speakers: {', '.join(c.speakers) or 'none'}",
+        f"languages: {', '.join(c.languages) or 'none'}",
+    ]
+    if bandwidth_gb_s is not None:
+        floor_ms = roofline_ms(rows, bandwidth_gb_s * 1e9)
+        lines.append(
+            f"at {bandwidth_gb_s:g} GB/s a frame of {FRAME_MS:g} ms takes at least {floor_ms:.3f} ms "
+            f"(talker {roofline_ms(rows, bandwidth_gb_s * 1e9, ('talker',)):.3f}, "
+            f"predictor {roofline_ms(rows, bandwidth_gb_s * 1e9, ('predictor',)):.3f})"
+        )
+    return "\n".join(lines)
+
+
+def _rows(tensors: Layout, rules: Sequence[_Rule]) -> list[Component]:
+    """Each tensor goes to the first rule that has its prefix."""
+    members: dict[str, list[str]] = {rule.name: [] for rule in rules}
+    for name in tensors:
+        owner = next((rule.name for rule in rules if name.startswith(rule.prefixes)), None)
+        if owner is None:
+            raise CheckpointError(f"tensor {name}: expected a part of Qwen3-TTS 12 Hz, found none it belongs to")
+        members[owner].append(name)
+    return [_row(rule, [tensors[n] for n in members[rule.name]]) for rule in rules if members[rule.name]]
+
+
+def _row(rule: _Rule, specs: Sequence[TensorSpec]) -> Component:
+    size = sum(spec.nbytes() for spec in specs)
+    tables = [spec for spec in specs if len(spec.shape) == 2]
+    row_bytes = sum(spec.nbytes() // spec.shape[0] for spec in tables) // len(tables) if rule.row_reads else 0
+    return Component(
+        name=rule.name,
+        part=rule.part,
+        tensors=len(specs),
+        params=sum(spec.params for spec in specs),
+        bytes=size,
+        bytes_per_frame=rule.weight_reads * size + rule.row_reads * row_bytes,
+        reads=rule.reads,
+    )

@@ -1,0 +1,1 @@
+"""Prompt, codes, codec and kernel against independent truths."""

@@ -1,0 +1,98 @@
+"""The one interface between a model and the synthesizer, implemented by the torch oracle and the megakernel.
+
+A backend owns weights; everything about one utterance lives in the `StreamState` it returns, so any
+number of open streams can take turns on one backend. A backend is not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.model.sampling import Sampling
+
+StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, seed
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One 80 ms frame. `codes` is (16,) int64 on the host, or None when the talker said end-of-speech."""
+
+    codes: Tensor | None
+    talker_ms: float
+    predictor_ms: float
+
+
+def check_start(prompt: Tensor, width: int, max_frames: int) -> None:
+    """What every backend refuses: PromptError for a prompt that is not (L >= 2, width), CapacityError for no frames."""
+    if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != width:
+        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(prompt.shape)}")
+    if max_frames < 1:
+        raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+
+
+class Backend(Protocol):
+    """Talker and code predictor of one checkpoint."""
+
+    name: str
+    held: Mapping[str, Tensor]  # by Hub name: tensors on its device for others to read, so that they are there once
+
+    def start(
+        self,
+        prompt: Tensor,
+        sampling: Sampling,
+        seed: int | None,
+        max_frames: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> StreamState:
+        """Prefills `prompt` (L, H) and returns a stream that can make up to `max_frames` frames.
+
+        prefix_rows, prefix_key: `Prompt.prefix_rows` and `Prompt.prefix_key`; a backend may keep what it computed for
+        the first rows and use it again under the same key.
+        Raises CapacityError where L + max_frames exceeds the model's positions, SamplingError for a seed outside
+        [0, 2^64) or draws that the backend does not make.
+        """
+
+    def step(self, state: StreamState, text: Tensor | None) -> Frame:
+        """Makes the next frame.
+
+        `text` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
+        the talker's next input; it is None exactly on the first call, whose talker input was the prompt.
+        After end-of-speech or `max_frames` frames, step must not be called again (CapacityError).
+        """
+
+    def frames(self, state: StreamState, text: Sequence[Tensor | None]) -> Iterator[Frame]:
+        """As many steps as `text` has entries, ending early after end-of-speech; frames are yielded as they are made.
+
+        Closing the iterator ends the work within one frame; the stream then must not be used again.
+        """
+
+
+def device_named(name: str | torch.device) -> torch.device:
+    """The device of a name; "auto" is CUDA where there is a device. Raises BackendUnavailable for any other."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")
+    return device
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU.
+
+    On a CPU bfloat16 halves the memory, and pays only for large models where the processor has bfloat16 units: with
+    AMX it took 0.77 of float32's time a frame at 0.6B and 1.65 at tiny size; without, products alone took 1.4 to 5.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,0 +1,323 @@
+"""Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker.
+
+A prompt is an optional instruction, three role rows (`<|im_start|>assistant\\n`), the language tags, the speaker,
+and then the text in one of two layouts:
+
+* whole: every text token is in the prompt; every later frame adds the pad embedding.
+* streaming: the prompt ends with the first text token (or the reference frames); token t + 1 is added after frame t.
+
+Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is `PromptBuilder.open`: in the
+streaming layout the text may arrive later, piece by piece (`mktts.model.fed_prompt`).
+
+The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
+in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
+transcript's. A transcript's rows do not depend on the text in meaning, but in bits: `build` projects transcript and
+text in one matrix product, as upstream does, and that rounds by its number of rows. `open` projects row by row, so
+there the prefix goes on through the transcript, up to the text's first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mktts.errors import PromptError, TextError
+from mktts.model.fed_prompt import FedPrompt
+from mktts.model.tokenizer import TextTokenizer
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+
+if TYPE_CHECKING:
+    from mktts.model.voice import Voice
+
+Layout = Literal["whole", "streaming"]
+_PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to say and how. `layout=None` takes upstream's default: streaming for Base, whole otherwise."""
+
+    text: str
+    language: str = "auto"
+    speaker: str | None = None
+    instruct: str | None = None
+    voice: Voice | None = None
+    layout: Layout | None = None
+
+
+class Prompt:
+    """Talker input of one utterance whose text is known."""
+
+    text_ended = True
+
+    def __init__(
+        self,
+        embeds: Tensor,
+        trailing: Tensor,
+        pad: Tensor,
+        text_tokens: int,
+        prefix_rows: int = 0,
+        prefix_key: Hashable | None = None,
+    ) -> None:
+        self.embeds = embeds  # (L, H)
+        self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
+        self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
+        self.trailing = trailing  # (N, H)
+        self.pad = pad  # (H,)
+        self.text_tokens = text_tokens
+
+    def row(self, frame: int) -> Tensor:
+        """The text embedding (H,) that is added to the codes of frame `frame` (0-based)."""
+        return self.trailing[frame] if frame < len(self.trailing) else self.pad
+
+
+class PromptBuilder:
+    """Builds prompts for one checkpoint. `tensors` carries the Hub's names.
+
+    The text embeddings stay where their tensor is, normally in the mapped file: on a GPU they would take 0.6 GB, of
+    which a prompt reads a few rows of 4 KB. Everything else is computed on `device`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        tokenizer: TextTokenizer,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(self.device, dtype)
+
+        # The text table (0.6 GB) stays where and as it is, in the mapped file: its rows are brought over and converted.
+        self._text_table = tensors["talker.model.text_embedding.weight"]
+        self._uploads = self._text_table.device.type == "cpu" and self.device.type == "cuda"
+        if self._uploads:
+            _read_pages(self._text_table)
+        projection = "talker.text_projection.linear_fc"
+        self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
+        groups = range(NUM_CODEBOOKS - 1)
+        self._codec_tables = [get("talker.model.codec_embedding.weight")]
+        self._codec_tables += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
+        newline = tokenizer.encode("\n")
+        self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
+        self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
+        if len(self._role) != 3:
+            raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {newline}')
+
+    # ---- public
+
+    def check(self, request: Request) -> Request:
+        """Returns the request with names in the checkpoint's spelling; raises PromptError or TextError."""
+        config = self.config
+        if not isinstance(request.text, str):
+            raise TextError(f"text must be a str, got {type(request.text).__name__}")
+        if request.layout not in (None, "whole", "streaming"):
+            raise PromptError(f"layout must be 'whole', 'streaming' or None, got {request.layout!r}")
+        language = (request.language or "auto").lower()
+        # Dialects belong to speakers; upstream refuses them as languages too.
+        languages = ["auto", *sorted(name for name in config.languages if "dialect" not in name)]
+        if language not in languages:
+            raise PromptError(f"language must be one of {languages}, got {request.language!r}")
+        speaker = (request.speaker or "").lower() or None
+        if speaker is not None and speaker not in config.speakers:
+            known = sorted(config.speakers) or f"none: a {config.model_type} checkpoint has no built-in speakers"
+            raise PromptError(f"speaker must be one of {known}, got {request.speaker!r}")
+        if config.model_type == "custom_voice" and speaker is None:
+            raise PromptError(f"a custom_voice checkpoint needs a speaker: one of {sorted(config.speakers)}")
+        instruct = request.instruct or None
+        if instruct and not config.takes_instruct:
+            raise PromptError(
+                f"this {config.model_type} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
+                "silently): leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint"
+            )
+        self._check_voice(request.voice)
+        layout = request.layout or ("streaming" if config.model_type == "base" else "whole")
+        return replace(request, language=language, speaker=speaker, instruct=instruct, layout=layout)
+
+    def build(self, request: Request) -> Prompt:
+        """The prompt of a whole text, bit-equal to upstream's embeddings. Text is stripped: a leading newline
+        would merge with the role's and leave the trained layout. Raises TextError, PromptError."""
+        request = self.check(request)
+        ids = self.tokenizer.encode(request.text.strip())
+        if not ids:
+            raise TextError("expected text to speak, got an empty text")
+        parts, special = self._head(request)
+        text = torch.cat((*self._text_side(request, ids), special.eos))
+        if request.layout == "whole":
+            body, trailing = self._whole_body(request, text, special), text[:0]
+        else:
+            body, trailing = self._streaming_body(request, text, special)
+        prefix_rows = sum(len(part) for part in parts)
+        return Prompt(
+            torch.cat((*parts, body)), trailing, special.pad[0], len(ids), prefix_rows, self._prefix_key(request)
+        )
+
+    def open(self, request: Request) -> FedPrompt:
+        """A prompt whose text comes later; `request.text` is the first piece and may be empty."""
+        if request.layout == "whole":
+            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
+        return FedPrompt(self, self.check(replace(request, layout="streaming")))
+
+    # ---- used by FedPrompt
+
+    def text_rows_in_prompt(self, request: Request) -> int:
+        """How many rows of (reference transcript, text, end-of-text) the streaming prompt holds at most."""
+        return 1 if not _in_context(request) else 1 + len(request.voice.codes)
+
+    def reference_rows(self, request: Request) -> list[Tensor]:
+        """Text rows (H,) that come before the text's own: the transcript of an in-context voice."""
+        if not _in_context(request):
+            return []
+        return list(self.text_rows(self._reference_ids(request)))
+
+    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> tuple[Tensor, int, Hashable]:
+        """The streaming prompt (L, H), its prefix rows and prefix key.
+
+        `rows` are the text rows so far, each (H,); the first `reference_rows` are a transcript's.
+        """
+        parts, special = self._head(request)
+        body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
+        embeds = torch.cat((*parts, body))
+        # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
+        prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
+        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
+
+    @torch.inference_mode()
+    def text_rows(self, ids: Sequence[int]) -> Tensor:
+        """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding)))."""
+        table = self._text_table
+        index = torch.tensor(list(ids), dtype=torch.int64, device=table.device)
+        if self._uploads:  # through pinned memory, which torch keeps: the copy then waits for no work of other streams
+            x = torch.empty(len(index), table.shape[1], dtype=table.dtype, pin_memory=True)
+            torch.index_select(table, 0, index, out=x)
+        else:
+            x = table[index]
+        x = x.to(self.device, non_blocking=True).to(self.dtype)
+        (w1, b1), (w2, b2) = self._projection
+        return F.linear(F.silu(F.linear(x, w1, b1)), w2, b2)
+
+    def special_rows(self, *ids: int) -> Tensor:
+        """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
+        return self._once(ids, lambda: self.text_rows(ids))
+
+    # ---- parts
+
+    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def _codec_rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""
+        table = self._codec_tables[0]
+        return self._once(("codec", *ids), lambda: table[torch.tensor(list(ids), device=self.device)])
+
+    def _language_id(self, request: Request) -> int | None:
+        dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
+        if request.language in ("auto", "chinese") and dialect:
+            return self.config.languages[str(dialect)]
+        return None if request.language == "auto" else self.config.languages[request.language]
+
+    def _prefix_key(self, request: Request, fed: bool = False) -> Hashable:
+        """Everything the prefix is made of. `fed`: it goes on through the transcript."""
+        voice = None if request.voice is None else request.voice.digest
+        return request.speaker, self._language_id(request), request.instruct, voice, fed
+
+    def _head(self, request: Request) -> tuple[list[Tensor], _Special]:
+        """Instruction, role, tags and speaker rows; and the special rows the body needs."""
+        text, codec = self.config.text_ids, self.config.codec_ids
+        # The three rows are projected together, as upstream does: one row alone may round differently.
+        bos, eos, pad = self.special_rows(text.tts_bos, text.tts_eos, text.tts_pad).split(1)
+        language = self._language_id(request)
+        if language is None:
+            tags = [codec.nothink, codec.think_bos, codec.think_eos]
+        else:
+            tags = [codec.think, codec.think_bos, language, codec.think_eos]
+        rows = [self._codec_rows(tags)]
+        if request.speaker is not None:
+            rows.append(self._codec_rows([self.config.speakers[request.speaker]]))
+        elif request.voice is not None:
+            rows.append(request.voice.embedding.to(self.device, self.dtype).view(1, -1))
+        codec_side = torch.cat([*rows, self._codec_rows([codec.pad])])
+        text_side = torch.cat((pad.expand(len(codec_side) - 1, -1), bos))
+        parts = [self.special_rows(*self._role), text_side + codec_side]
+        if request.instruct:
+            turn = self.tokenizer.encode(f"user\n{request.instruct}")
+            parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
+        return parts, _Special(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
+
+    def _text_side(self, request: Request, ids: list[int]) -> tuple[Tensor, ...]:
+        """Text rows, grouped into the matrix products upstream makes: another grouping may round differently."""
+        if _in_context(request):
+            return (self.text_rows(self._reference_ids(request) + ids),)
+        if request.layout == "whole":
+            return (self.text_rows(ids),)
+        return self.text_rows(ids[:1]), self.text_rows(ids[1:])
+
+    def _reference_ids(self, request: Request) -> list[int]:
+        return self.tokenizer.encode(request.voice.transcript.strip())
+
+    def _whole_body(self, request: Request, text: Tensor, special: _Special) -> Tensor:
+        """All text rows against codec_pad, then the codec side (reference frames included) against tts_pad."""
+        return torch.cat((text + special.codec_pad, self._codec_side(request, special) + special.pad))
+
+    def _streaming_body(self, request: Request, text: Tensor, special: _Special) -> tuple[Tensor, Tensor]:
+        """Codec side and text row by row, the shorter text padded; and the text rows left over."""
+        codec = self._codec_side(request, special)
+        missing = max(0, len(codec) - len(text))
+        padded = torch.cat((text, special.pad.expand(missing, -1)))
+        return padded[: len(codec)] + codec, padded[len(codec) :]
+
+    def _codec_side(self, request: Request, special: _Special) -> Tensor:
+        if not _in_context(request):
+            return special.codec_bos
+        codes = request.voice.codes.to(self.device)
+        frames = torch.stack([table[codes[:, g]] for g, table in enumerate(self._codec_tables)], 1).sum(1)
+        return torch.cat((special.codec_bos, frames))
+
+    def _check_voice(self, voice: Voice | None) -> None:
+        config = self.config
+        if config.model_type == "base":
+            if voice is None:
+                raise PromptError(
+                    "a base checkpoint clones a voice: pass voice=Voice.from_audio(...) or Voice.load(path)"
+                )
+            expected = config.talker.hidden_size
+            if voice.embedding.numel() != expected:
+                raise PromptError(
+                    f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes "
+                    f"{expected}: make the voice with the same checkpoint"
+                )
+        elif voice is not None:
+            raise PromptError(f"only base checkpoints clone voices, this one is {config.model_type}: leave voice out")
+
+
+def _read_pages(table: Tensor) -> None:
+    """Reads a value of every page of a mapped table, so that a word's first use does not wait for the disk."""
+    table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
+
+
+@dataclass(frozen=True)
+class _Special:
+    """Special rows, (1, H) each."""
+
+    pad: Tensor
+    eos: Tensor
+    codec_pad: Tensor
+    codec_bos: Tensor
+
+
+def _in_context(request: Request) -> bool:
+    """Whether the request continues a reference recording (upstream: ICL) instead of an x-vector alone."""
+    return request.voice is not None and request.voice.codes is not None

@@ -1,0 +1,150 @@
+"""Text to token ids: the Qwen byte-level BPE exactly as the Hub checkpoint defines it, whole or piece by piece."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from mktts.errors import CheckpointError, TextError
+
+# How Qwen2 cuts text before byte-pair merging (transformers' Qwen2Converter, Apache-2.0). qwen-tts on a local
+# folder replaces it by Mistral's, which cuts iPhone after the i; the Hub checkpoint was trained with this one.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TextTokenizer:
+    """Byte-level BPE from vocab.json and merges.txt.
+
+    Special tokens are never parsed out of text: "<|im_end|>" is ten ordinary characters, not the end of a turn.
+    """
+
+    def __init__(self, model: BPE) -> None:
+        self._normalizer = NFC()
+        self._split = Split(Regex(SPLIT_PATTERN), behavior="isolated")
+        self._bytes = ByteLevel(add_prefix_space=False, use_regex=False)
+        self._model = model
+        self._tokenizer = Tokenizer(model)
+        self._tokenizer.normalizer = self._normalizer
+        self._tokenizer.pre_tokenizer = Sequence([self._split, self._bytes])
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TextTokenizer:
+        """Reads `folder/vocab.json` and `folder/merges.txt`. Raises CheckpointError where they are unusable."""
+        vocab, merges = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
+        for path in (vocab, merges):
+            if not path.is_file():
+                raise CheckpointError(f"{path}: expected this file of the Hub layout, found nothing")
+        try:
+            return cls(BPE.from_file(str(vocab), str(merges)))
+        except Exception as error:  # the library raises bare Exception for every kind of broken file
+            raise CheckpointError(f"{vocab}: expected a BPE vocabulary beside its merges, found: {error}") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries of vocab.json; the special tokens come after them."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands (nothing is stripped or added). Raises TextError for what is not text."""
+        return self._tokenizer.encode(_checked(text), add_special_tokens=False).ids
+
+    def normalize(self, text: str) -> str:
+        """`text` in Unicode normal form C, as `encode` sees it. Raises TextError for what is not text."""
+        return self._normalizer.normalize_str(_checked(text))
+
+    def split(self, normalized: str) -> list[str]:
+        """The pieces that byte-pair merging never crosses; together they are `normalized`."""
+        return [piece for piece, _ in self._split.pre_tokenize_str(normalized)]
+
+    def encode_piece(self, piece: str) -> list[int]:
+        """Token ids of one piece of `split`."""
+        return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self._model.tokenize(word)]
+
+
+class IncrementalTokenizer:
+    """Token ids of a text that arrives in parts: what `push` and `finish` return, joined, is `encode(text.strip())`.
+
+    `push` returns every id that no continuation can change and holds the rest back: the last piece of the split
+    (a letter may still join it), whitespace at the end (a line break may still join it, or the text may end, and
+    ends are stripped), and a last character that may still combine with an accent. A piece is a word where words are
+    spaced; in Chinese or Japanese it is all letters up to the next punctuation.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._held = ""  # starts at a piece boundary, in normal form C
+        self._started = False  # something other than whitespace has come
+        self._finished = False
+
+    def push(self, text: str) -> list[int]:
+        """Ids that became certain through `text`, perhaps none. Raises TextError after `finish`, or for no text."""
+        if self._finished:
+            raise TextError("this text was finished; start another IncrementalTokenizer for more")
+        text = _checked(text)
+        if not self._started:
+            text = text.lstrip()
+            self._started = bool(text)
+        if not text:
+            return []
+        self._held = self._tokenizer.normalize(self._held + text)
+        certain = min(_last_starter(self._held), len(self._held.rstrip()))
+        return self._take(certain)
+
+    def finish(self) -> list[int]:
+        """The ids still held back; trailing whitespace is dropped. Raises TextError when called twice."""
+        if self._finished:
+            raise TextError("this text was finished already")
+        self._finished = True
+        self._held = self._held.rstrip()
+        return self._take(len(self._held))
+
+    def _take(self, certain: int) -> list[int]:
+        """Ids of the leading pieces that end within the first `certain` characters; removes those pieces."""
+        ids: list[int] = []
+        end = 0
+        for piece in self._tokenizer.split(self._held):
+            if end + len(piece) > certain:
+                break
+            end += len(piece)
+            ids += self._tokenizer.encode_piece(piece)
+        self._held = self._held[end:]
+        return ids
+
+
+def _last_starter(text: str) -> int:
+    """Index of the last character that is no combining mark (0 where there is none).
+
+    Normal form C never changes what stands before it, whatever follows: marks reorder and compose only with the
+    starter before them (Unicode Standard Annex 15).
+    """
+    for i in range(len(text) - 1, -1, -1):
+        if unicodedata.combining(text[i]) == 0:
+            return i
+    return 0
+
+
+def _checked(text: str) -> str:
+    if not isinstance(text, str):
+        raise TextError(f"expected text as str, found {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"expected valid Unicode, found half a surrogate pair at character {error.start}; decode the text anew"
+        ) from None
+    return text
+
+
+def byte_symbols() -> dict[int, str]:
+    """Byte -> printable symbol, in vocabulary order (the byte-level alphabet of GPT-2, which Qwen keeps)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}

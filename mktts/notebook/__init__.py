@@ -1,0 +1,1 @@
+"""What only notebooks need: tables, player, plots, evidence, headless runs."""

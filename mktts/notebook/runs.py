@@ -1,0 +1,234 @@
+"""`python -m mktts run`: notebooks run headless through papermill, one folder per run, collected into one table.
+
+A run happens in `<out>/.partial/<name>` and takes its final place when it is over, so a folder under its final name
+is always whole. It holds executed.ipynb, parameters.json, environment.json, metrics.json (whatever the notebook
+recorded, plus status, duration_s and, after a failure, ename, evalue and cell) and the files the notebook wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mktts.common import python_path, write_json
+from mktts.errors import BatchError
+from mktts.measure.metrics import environment, record
+from mktts.notebook.grid import RUN_DIR, Run, plan
+
+EXAMPLES = """examples:
+  python -m mktts run notebooks/*.ipynb
+  python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
+  python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
+
+Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
+A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
+notebooks does not have is refused before anything runs. Exit status: 0, or 1 where a run failed, or 2 on bad input."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="run in the order given")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=a,b,c", help="values of a parameter")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
+    )
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="table of all runs (default: beside OUT)")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
+    again.add_argument("--fresh", action="store_true", help="run everything again (the default)")
+    parser.add_argument(
+        "--timeout", type=int, default=1_800, metavar="S", help="seconds per cell (default: %(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the grid; 0 if every run succeeded, else 1. Raises BatchError before anything runs on bad input."""
+    runs = plan(arguments.notebooks, arguments.set)
+    if arguments.timeout <= 0:
+        raise BatchError(f"--timeout must be at least 1 second, found {arguments.timeout}")
+    _require_papermill()
+    from tqdm import tqdm
+
+    out = arguments.out
+    table = arguments.collect or out.parent / "metrics.parquet"
+    failed = []
+    machine = environment()
+    with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
+        for number, run in enumerate(runs, 1):
+            bar.set_description(run.name)
+            cells_before = bar.n
+            if arguments.resume and is_done(out, run):
+                line = "done before"
+            else:
+                metrics = execute(run, out, machine, arguments.timeout, lambda **_: bar.update(1))
+                collect(out, table)  # after every run, so that a later notebook of the same call can read it
+                line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+                if metrics["status"] != "ok":
+                    failed.append(run.name)
+                    line += f"  {metrics['ename']}: {str(metrics['evalue']).splitlines()[0][:200]}"
+            bar.update(cells_before + run.notebook.code_cells - bar.n)
+            bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
+    collect(out, table)
+    print(f"{len(runs) - len(failed)} of {len(runs)} runs succeeded; folders in {out}, table in {table}")
+    for name in failed:
+        print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def is_done(out: Path, run: Run) -> bool:
+    """Whether `run` has succeeded before, with the notebook as it is now."""
+    try:
+        metrics, parameters = (_read_json(out / run.name / f"{name}.json") for name in ("metrics", "parameters"))
+    except BatchError:
+        return False
+    return metrics.get("status") == "ok" and parameters.get("notebook_sha256") == run.notebook.sha256
+
+
+def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None) -> dict[str, Any]:
+    """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
+    failing notebook: that is recorded."""
+    final, partial = out / run.name, out / ".partial" / run.name
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_json(partial / "environment.json", machine)
+    write_json(
+        partial / "parameters.json",
+        {
+            "notebook": run.notebook.path.stem,
+            "notebook_sha256": run.notebook.sha256,
+            "parameters": run.all_parameters,
+            "set": run.parameters,
+        },
+    )
+    start_s = time.perf_counter()
+    outcome = _papermill(run, partial, timeout_s, on_cell)
+    metrics = record(partial, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
+    _name_final_folder(partial / "executed.ipynb", partial, final, run.notebook.path.parent)
+    previous = out / ".partial" / f"{run.name}.previous"
+    shutil.rmtree(previous, ignore_errors=True)
+    if final.exists():
+        os.replace(final, previous)
+    os.replace(partial, final)
+    shutil.rmtree(previous, ignore_errors=True)
+    if not any((out / ".partial").iterdir()):
+        (out / ".partial").rmdir()
+    return metrics
+
+
+def collect(out: Path, table: Path) -> None:
+    """Writes one row per run folder in `out` to `table` (Parquet, replaced atomically).
+
+    Columns: run, notebook, every metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that
+    has several types over the runs becomes text.
+    """
+    import pandas
+
+    rows = []
+    for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
+        about, metrics, machine = (
+            _read_json(folder / f"{name}.json") for name in ("parameters", "metrics", "environment")
+        )
+        row = {"run": folder.name, "notebook": about["notebook"], **metrics}
+        row |= {f"param.{name}": value for name, value in about["parameters"].items()}
+        row |= {f"env.{name}": value for name, value in machine.items()}
+        rows.append(row)
+    frame = pandas.DataFrame(rows)
+    for column in frame.columns:
+        kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in frame[column].dropna()}
+        if len(kinds) > 1 or any(isinstance(value, (list, dict, tuple)) for value in frame[column]):
+            frame[column] = [None if value is None or value != value else str(value) for value in frame[column]]
+    table.parent.mkdir(parents=True, exist_ok=True)
+    temporary = table.with_name(f".{table.name}.{os.getpid()}")
+    try:
+        frame.convert_dtypes().to_parquet(temporary, index=False)
+        os.replace(temporary, table)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BatchError(
+            f"{path}: expected a JSON file of a finished run: {error}; delete the folder or restore it"
+        ) from None
+
+
+def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:
+    """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
+    import papermill
+
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
+    cwd = run.notebook.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
+    parameters = dict(run.parameters)
+    if RUN_DIR in run.notebook.parameters:
+        parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative: no machine path in what is kept
+    try:
+        papermill.execute_notebook(
+            str(run.notebook.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
+            str(folder / "executed.ipynb").replace("{", "{{").replace("}", "}}"),
+            parameters,
+            kernel_name="python3",
+            language="python",
+            cwd=cwd,
+            progress_bar=False,
+            execution_timeout=timeout_s,
+            kernel_manager_class=_this_interpreter(),
+            on_cell_executed=on_cell,
+        )
+    except papermill.PapermillExecutionError as error:
+        return {"status": "error", "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
+    except Exception as error:  # a dead kernel, a timeout, a notebook papermill cannot read: recorded like the above
+        return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
+    return {"status": "ok"}
+
+
+def _this_interpreter() -> type:
+    """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
+    import zmq
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from traitlets import default
+
+    class ThisInterpreter(AsyncKernelManager):
+        @default("transport_encryption")
+        def _encrypt_where_possible(self) -> str:
+            return "auto" if zmq.has("curve") else "disabled"
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            encrypted = {"supported_encryption": ["curve"]}  # what ipykernel's own kernelspec says
+            return KernelSpec(
+                argv=argv, display_name="Python 3", language="python", env=python_path(), metadata=encrypted
+            )
+
+    return ThisInterpreter
+
+
+def _name_final_folder(notebook: Path, partial: Path, final: Path, cwd: Path) -> None:
+    """Replaces the temporary folder's path by the final one in the executed notebook, where RUN_DIR was printed."""
+    if not notebook.exists():
+        return
+    text = notebook.read_text(encoding="utf-8")
+    for name in (lambda p: os.path.relpath(p.resolve(), cwd.resolve()), lambda p: str(p.resolve()), str):
+        text = text.replace(json.dumps(name(partial))[1:-1], json.dumps(name(final))[1:-1])
+    temporary = notebook.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, notebook)
+
+
+def _require_papermill() -> None:
+    try:
+        import ipykernel  # noqa: F401
+        import pandas  # noqa: F401
+        import papermill  # noqa: F401
+    except ImportError as error:
+        raise BatchError(f"running notebooks needs {error.name}, which is not installed: make setup") from None

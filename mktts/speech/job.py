@@ -1,0 +1,155 @@
+"""One utterance between the worker that makes it and the consumer that hears it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mktts.speech.guard import FinishReason
+from mktts.speech.options import Chunk
+
+WAKE, _END = object(), object()
+
+
+class Work(Protocol):
+    """What the worker can drive: `mktts.synth.generation.Generation` and
+    `mktts.synth.upstream_model.UpstreamGeneration`.
+    """
+
+    codes: list[Tensor]
+    finish_reason: FinishReason | None
+    cancelled: bool
+    alone: bool  # nobody else waits for a turn
+    pending_frames: int  # made, not yet in a chunk
+
+    def ready(self) -> bool: ...
+
+    def step(self) -> Chunk | None: ...
+
+
+class Job:
+    """One utterance between the worker, which makes it, and its consumer, which takes its chunks."""
+
+    def __init__(self, work: Work, buffer_frames: int, inbox: SimpleQueue[Any]) -> None:
+        self.codes = work.codes
+        self.cancelled = False
+        self.error: BaseException | None = None
+        self._work: Work | None = work  # None once the utterance is over: its caches are free then
+        self._buffer_frames = buffer_frames
+        self._inbox = inbox
+        self._chunks: SimpleQueue[Any] = SimpleQueue()
+        self._made_frames = 0  # in chunks; written by the worker
+        self._taken_frames = 0  # written by the consumer
+        self._reason: FinishReason | None = None
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    # ---- consumer, any thread
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return "cancelled" if self.cancelled else self._reason
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be made."""
+        return self.cancelled or self._work is None
+
+    def cancel(self) -> None:
+        """Ends the utterance: no chunk is handed out after this. No effect on one that is over and taken."""
+        if self.cancelled or (self._work is None and self._taken_frames == self._made_frames):
+            return
+        self.cancelled = True
+        work = self._work
+        if work is not None:
+            work.cancelled = True
+        self._put(_END)
+        self._inbox.put(WAKE)
+
+    def take(self) -> Chunk | None:
+        """Waits for the next chunk; None at the end. Raises what ended the utterance, if something did."""
+        return self._accept(self._chunks.get())
+
+    async def take_async(self) -> Chunk | None:
+        """As `take`, for an event loop: the worker wakes the loop, no thread waits.
+
+        Other tasks get their turn before every chunk, also while many are waiting to be taken.
+        """
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        while True:
+            with contextlib.suppress(Empty):
+                return self._accept(self._chunks.get_nowait())
+            waiter = loop.create_future()
+            self._waiter = (loop, waiter)
+            try:
+                if self._chunks.empty():  # asked again: the worker may have put one before it could see the waiter
+                    await waiter
+            finally:
+                self._waiter = None
+
+    def _accept(self, item: Any) -> Chunk | None:
+        if item is _END or self.cancelled:
+            self._chunks.put(_END)  # for whoever asks again
+            if self.error is not None and not self.cancelled:
+                raise self.error
+            return None
+        self._taken_frames += item.frames
+        self._inbox.put(WAKE)
+        return item
+
+    # ---- worker
+
+    def turn(self, alone: bool = False) -> bool:
+        """Makes one frame if it can; returns whether it did anything. `alone`: no other stream waits for a turn."""
+        work = self._work
+        try:
+            if self.cancelled:
+                self.end(None)
+            elif self._full(work) or not work.ready():
+                return False
+            else:
+                work.alone = alone
+                chunk = work.step()
+                if chunk is not None:
+                    self._made_frames += chunk.frames
+                    self._put(chunk)
+                if work.finish_reason is not None:
+                    self.end(work.finish_reason)
+        except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
+            work = None
+            traceback.clear_frames(error.__traceback__)  # with `work`, all that would keep the stream's caches
+            self.error = error
+            self.end(None)
+        return True
+
+    def end(self, reason: FinishReason | None) -> None:
+        """Lets go of the work and tells the consumer."""
+        self._reason = reason
+        self._work = None
+        self._put(_END)
+
+    @property
+    def open(self) -> bool:
+        return self._work is not None
+
+    def _full(self, work: Work) -> bool:
+        waiting = self._made_frames - self._taken_frames
+        return waiting > 0 and waiting + work.pending_frames >= self._buffer_frames
+
+    def _put(self, item: Any) -> None:
+        self._chunks.put(item)
+        waiter = self._waiter
+        if waiter is not None:
+            loop, future = waiter
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is waiting any more
+                loop.call_soon_threadsafe(_set, future)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,101 @@
+"""What a caller sets about a stream, and what a stream gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mktts.common import whole_number
+from mktts.errors import OptionsError
+from mktts.model.sampling import Sampling
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.guard import Guard
+
+MIN_SEGMENT_CHARS = 20
+MAX_SEED = 2**62  # torch takes 64 bits; every segment after the first adds one
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How the frames of one utterance become chunks.
+
+    schedule: frames of the first, second, ... chunk; the last entry repeats. Small first for a fast start, then
+        larger, because one codec call over eight frames costs less than eight calls.
+    trim_lead: leave out the silence before the first audible sample (the first frame is silent in practice).
+    guard: see `Guard`.
+    max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
+        one generation takes too much text. None takes what suits the checkpoint (`Checkpoint.segment_chars`).
+    buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
+    """
+
+    schedule: tuple[int, ...] = (1, 1, 2, 4, 8)
+    trim_lead: bool = False
+    guard: Guard = field(default_factory=Guard)
+    max_chars_per_segment: int | None = None
+    buffer_frames: int = 500
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", tuple(self.schedule))
+        if not self.schedule:
+            raise OptionsError("schedule must name at least one chunk size in frames, got ()")
+        for frames in self.schedule:
+            whole_number("every entry of schedule", frames, at_least=1)
+        if self.max_chars_per_segment is not None:
+            whole_number("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
+        whole_number("buffer_frames", self.buffer_frames, at_least=max(self.schedule))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides how one utterance is generated, apart from its text and voice."""
+
+    sampling: Sampling
+    seed: int
+    max_frames: int | None
+    options: StreamOptions
+
+    def __post_init__(self) -> None:
+        whole_number("seed", self.seed, at_least=0)
+        if self.seed > MAX_SEED:
+            raise OptionsError(f"seed must be at most {MAX_SEED}, got {self.seed}")
+        if self.max_frames is not None:
+            whole_number("max_frames", self.max_frames, at_least=1)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock milliseconds (perf_counter).
+
+    ready_ms: from the call (`stream`, or the first `feed` of a session) to this chunk's PCM on the host.
+    prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk. On a CUDA device prefill
+    returns before the device is done, and the rest of it shows in talker_ms.
+    """
+
+    ready_ms: float
+    prefill_ms: float
+    talker_ms: float
+    predictor_ms: float
+    codec_ms: float
+
+    @property
+    def compute_ms(self) -> float:
+        return self.prefill_ms + self.talker_ms + self.predictor_ms + self.codec_ms
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A piece of speech.
+
+    pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
+    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes.
+    """
+
+    pcm: np.ndarray
+    start_s: float
+    frames: int
+    timings: Timings
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.pcm) / SAMPLE_RATE_HZ

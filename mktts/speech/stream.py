@@ -1,0 +1,166 @@
+"""One utterance as its consumer sees it: an iterator and an async iterator of chunks."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.errors import EngineError, TextError
+from mktts.spec import NUM_CODEBOOKS
+from mktts.speech.guard import FinishReason
+from mktts.speech.job import Job
+from mktts.speech.options import Chunk
+from mktts.speech.text import check_length, clean_piece
+from mktts.synth.engine import Engine
+
+if TYPE_CHECKING:
+    from mktts.speech.script import CollectedScript, FedScript
+
+
+class Stream:
+    """Chunks of one utterance, in order, made while they are taken.
+
+    Iterate with `for` (waits in the calling thread) or with `async for` (the event loop goes on); one consumer at a
+    time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting (Ctrl-C), and
+    cancelling the task that waits all end the generation within one frame. What fails inside is raised here.
+
+    seed: what every draw of this utterance follows from; the same seed and text give the same speech.
+    """
+
+    def __init__(self, engine: Engine, job: Job, seed: int) -> None:
+        self.seed = seed
+        self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
+        self._job = job
+        weakref.finalize(self, job.cancel).atexit = False
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the generation ended; None while it runs, and when it failed."""
+        return self._job.finish_reason
+
+    @property
+    def codes(self) -> Tensor:
+        """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
+        frames = list(self._job.codes)
+        return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
+
+    def cancel(self) -> None:
+        """Ends the generation within one frame; no chunk comes after this. Any thread, any number of times."""
+        self._job.cancel()
+
+    close = cancel
+
+    async def aclose(self) -> None:
+        """`cancel`, for contextlib.aclosing."""
+        self._job.cancel()
+
+    def read(self) -> np.ndarray:
+        """All PCM that is left, (S,) float32; waits for the end."""
+        return _join([chunk.pcm for chunk in self])
+
+    async def aread(self) -> np.ndarray:
+        """As `read`, for an event loop."""
+        return _join([chunk.pcm async for chunk in self])
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            chunk = self._job.take()
+        except BaseException:
+            self._job.cancel()
+            raise
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            chunk = await self._job.take_async()
+        except BaseException:  # cancelling the task that waits cancels the generation
+            self._job.cancel()
+            raise
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._job.cancel()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._job.cancel()
+
+
+class Session(Stream):
+    """A stream whose text is written while it is spoken.
+
+    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
+    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins.
+    """
+
+    def __init__(self, engine: Engine, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
+        super().__init__(engine, job, seed)
+        self._script = script
+        self._writing = threading.Lock()
+        self._chars = 0
+        self._visible = False
+        self._finished = False
+
+    def feed(self, piece: str) -> None:
+        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
+
+        Raises TextError when `piece` is not a str or the whole exceeds MAX_TEXT_CHARS, EngineError after `finish`.
+        """
+        piece = clean_piece(piece)
+        with self._writing:
+            if self._finished:
+                raise EngineError("feed after finish: open another session for more text")
+            if self._job.over:
+                return
+            check_length(self._chars + len(piece))
+            self._chars += len(piece)
+            if not self._visible and piece.strip():
+                self._visible = True
+                self._script.started_s = time.perf_counter()
+            self._script.feed(piece)
+        self._engine.wake()
+
+    def finish(self) -> None:
+        """Says that no more text comes; a second call does nothing.
+
+        Raises TextError when nothing visible was fed; the stream is then cancelled.
+        """
+        with self._writing:
+            if self._finished:
+                return
+            self._finished = True
+            if not self._visible and not self._job.over:
+                self._job.cancel()
+                raise TextError("expected text to speak before finish, got none")
+            self._script.finish()
+        self._engine.wake()
+
+
+def _join(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32)

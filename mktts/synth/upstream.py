@@ -1,0 +1,276 @@
+"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend.
+
+Upstream's own wrapper methods run unchanged (argument checks, prompt, `generate`, codec); only what they hand to
+the talker or to the codec is looked at on the way. qwen_tts is imported on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
+from mktts.model.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+    from mktts.model.prompt import Request
+    from mktts.model.voice import Voice
+
+# What qwen_tts imports for its 25 Hz tokenizer only (qwen_tts/core/tokenizer_25hz/vq/speech_vq.py).
+_ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
+
+
+class _Cancelled(Exception):
+    """Leaves upstream's generation loop from inside the talker."""
+
+
+class _Captured(Exception):
+    """Leaves upstream's generate with the talker's arguments."""
+
+
+def install_shim() -> dict[str, str]:
+    """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports.
+
+    A CUDA-linked torchaudio on a CPU-only torch fails with OSError, and the sox package without the sox program
+    writes to the terminal; neither is used by the 12 Hz models. Returns {module: why it was replaced}; a second
+    call changes nothing. Any use of a stand-in raises AttributeError with that reason.
+    """
+    replaced = {}
+    for name, children in _ONLY_25HZ.items():
+        present = sys.modules.get(name)
+        if isinstance(present, _StandIn):
+            replaced[name] = present.reason
+            continue
+        try:
+            if name == "sox" and shutil.which("sox") is None:
+                raise FileNotFoundError("the sox program is not installed")
+            for module in (name, *(f"{name}.{child}" for child in children)):
+                importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001  any failure to load means the same: it cannot be used here
+            replaced[name] = f"{type(error).__name__}: {error}"
+            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+            _stand_in(name, children, replaced[name])
+    return replaced
+
+
+class _StandIn(types.ModuleType):
+    reason: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
+
+
+def _stand_in(name: str, children: tuple[str, ...], reason: str) -> None:
+    for full in (name, *(f"{name}.{child}" for child in children)):
+        module = _StandIn(full)
+        module.reason = reason
+        module.__spec__ = ModuleSpec(full, loader=None)
+        module.__path__ = []
+        sys.modules[full] = module
+        parent, _, leaf = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+
+
+def import_upstream() -> types.ModuleType:
+    """The qwen_tts package. Raises BackendUnavailable where it, or something it needs, cannot be imported."""
+    if sys.modules.get("qwen_tts") is not None:
+        return sys.modules["qwen_tts"]
+    install_shim()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a banner about flash-attn, which only the 25 Hz model uses
+            return importlib.import_module("qwen_tts")
+    except Exception as error:
+        raise BackendUnavailable(
+            "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here and cannot be imported: "
+            f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
+        ) from error
+
+
+def load_upstream(
+    checkpoint: Checkpoint | str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    tokenizer: Literal["hub", "local"] = "hub",
+) -> Any:
+    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
+
+    Upstream passes fix_mistral_regex=True to its processor. For a Hub id that does nothing, but for a local folder
+    transformers 4.57.3 then swaps Qwen's pre-tokenizer for Mistral's ("iPhone" becomes "i", "Phone"). The default
+    `tokenizer="hub"` undoes that by loading the tokenizer again without the flag, so that text becomes the ids it
+    becomes with the Hub checkpoint; "local" keeps what a local folder gets, to show the difference.
+    Raises BackendUnavailable without qwen-tts.
+    """
+    qwen_tts = import_upstream()
+    folder = str(getattr(checkpoint, "folder", checkpoint))
+    placed = {} if str(device) == "cpu" else {"device_map": str(device)}
+    with _quiet():
+        model = qwen_tts.Qwen3TTSModel.from_pretrained(folder, dtype=dtype, **placed)
+        if dtype != torch.float32:  # upstream hands dtype on to the codec, whose weights are float32
+            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
+                f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
+            )
+            model.model.load_speech_tokenizer(codec)
+        if tokenizer == "hub":
+            model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
+    return model
+
+
+def generate_codes(
+    model: Any,
+    request: Request,
+    sampling: Sampling,
+    seed: int | None,
+    max_frames: int,
+    cancelled: Callable[[], bool] = lambda: False,
+    on_frame: Callable[[Tensor], None] = lambda codes: None,
+) -> Tensor:
+    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
+
+    Every draw comes from torch's global generator seeded with `seed`, whatever `sampling.rng` says, and its state is
+    put back afterwards; a seed of None is a fresh one. `cancelled` is asked once a frame and ends the run with the
+    frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
+    PromptError for what upstream refuses and CapacityError for max_frames < 1.
+    """
+    if max_frames < 1:
+        raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+    frames: list[Tensor] = []
+
+    def before(module: Any, arguments: Any) -> None:
+        if cancelled():
+            raise _Cancelled
+
+    def after(module: Any, arguments: Any, output: Any) -> None:
+        if output.hidden_states[-1] is not None:  # None: the prompt's own pass
+            frames.append(output.hidden_states[-1][0].to("cpu", copy=True))
+            on_frame(frames[-1])
+
+    talker = model.model.talker
+    hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
+    cuda = [talker.device] if talker.device.type == "cuda" else []
+    settings = {
+        **_choice(sampling.talker, do_sample="do_sample", prefix=""),
+        **_choice(sampling.predictor, do_sample="subtalker_dosample", prefix="subtalker_"),
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_new_tokens": max_frames + 1,  # upstream drops the frame of the last token it draws
+    }
+    try:
+        with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
+            torch.seed() if seed is None else torch.manual_seed(seed)
+            _call(model, request, settings)
+    except _Cancelled:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(frames) if frames else torch.empty(0, NUM_CODEBOOKS, dtype=torch.int64)
+
+
+def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    """What upstream hands its talker: prompt (L, H), trailing text rows (N, H), padding row (H,), model dtype."""
+    talker = model.model.talker
+
+    def capture(**arguments: Any) -> None:
+        raise _Captured(arguments)
+
+    talker.generate = capture
+    try:
+        with _quiet():
+            _call(model, request, {})
+    except _Captured as captured:
+        given = captured.args[0]
+        return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
+    finally:
+        del talker.generate
+    raise MkttsError("qwen-tts did not reach its talker: this version is not 0.1.1")
+
+
+def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> np.ndarray:
+    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off.
+
+    Same steps as generate_voice_clone, whose cut is int(R / (R + T) * samples).
+    """
+    whole = codes if reference is None else torch.cat([reference.to(codes.device), codes])
+    waves, rate_hz = model.model.speech_tokenizer.decode([{"audio_codes": whole}])
+    assert rate_hz == SAMPLE_RATE_HZ
+    start = 0 if reference is None else int(len(reference) / len(whole) * len(waves[0]))
+    return waves[0][start:]
+
+
+def clone_prompt(voice: Voice) -> Any:
+    """The qwen_tts.VoiceClonePromptItem that says what `voice` says."""
+    return import_upstream().VoiceClonePromptItem(
+        ref_code=voice.codes,
+        ref_spk_embedding=voice.embedding,
+        x_vector_only_mode=voice.codes is None,
+        icl_mode=voice.codes is not None,
+        ref_text=voice.transcript and voice.transcript.strip(),  # as our prompt builder does
+    )
+
+
+def _call(model: Any, request: Request, settings: dict[str, Any]) -> None:
+    """Runs the wrapper method of the checkpoint's type. Text is stripped as our prompt builder does."""
+    common: dict[str, Any] = {"text": request.text.strip(), "language": request.language, **settings}
+    if request.layout is not None:
+        common["non_streaming_mode"] = request.layout == "whole"
+    kind = model.model.tts_model_type
+    try:
+        if kind == "custom_voice":
+            model.generate_custom_voice(speaker=request.speaker, instruct=request.instruct, **common)
+        elif kind == "voice_design":
+            model.generate_voice_design(instruct=request.instruct, **common)
+        elif request.voice is None:
+            raise PromptError("a Base checkpoint needs a voice (Voice.from_audio or Voice.load); Request.voice is None")
+        else:
+            model.generate_voice_clone(voice_clone_prompt=[clone_prompt(request.voice)], **common)
+    except (ValueError, NotImplementedError) as error:
+        if isinstance(error, MkttsError):
+            raise
+        raise PromptError(f"qwen-tts refuses this request: {error}") from error
+
+
+def _choice(choice: Any, do_sample: str, prefix: str) -> dict[str, Any]:
+    values = {f"{prefix}{name}": getattr(choice, name) for name in ("temperature", "top_k", "top_p")}
+    return {do_sample: choice.do_sample, **values}
+
+
+@contextlib.contextmanager
+def _no_codec(model: Any) -> Iterator[None]:
+    """The wrapper methods end in the codec; here only the codes are wanted."""
+    codec = model.model.speech_tokenizer
+    silent = types.SimpleNamespace(decode=lambda items: ([np.zeros(0, np.float32) for _ in items], SAMPLE_RATE_HZ))
+    model.model.speech_tokenizer = silent
+    try:
+        yield
+    finally:
+        model.model.speech_tokenizer = codec
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back transformers' per-call advice (padding id, unused flags, the Mistral regex) while upstream runs."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

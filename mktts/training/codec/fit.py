@@ -1,0 +1,76 @@
+"""Fits the codec's analysis and codebooks: `python -m mktts.training.codec.fit --data FOLDER --out FILE`.
+
+Principal components of the frames' features, then k-means book after book: a minute on two cores. The file also holds
+a decoder that has learnt nothing (`mktts.training.codec.train`); `mktts.training.data.encode` can make codes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.common import write_whole
+from mktts.spec import SAMPLES_PER_FRAME
+from mktts.training.codec.analysis import features
+from mktts.training.codec.model import Codec
+from mktts.training.codec.sizes import VOICE, CodecSizes
+from mktts.training.data.codec_data import padded, read_shard, shard_paths
+
+_CHUNK_FRAMES = 500
+
+
+@torch.inference_mode()
+def frame_rows(folder: Path, most: int, device: torch.device | str) -> Tensor:
+    """Features (N, 648) of the first shards' frames, until there are `most`."""
+    found, count = [], 0
+    for path in shard_paths(folder):
+        shard = read_shard(path)
+        whole = torch.from_numpy(np.concatenate([padded(shard.clip(i)) for i in range(len(shard))]))
+        for part in whole.split(_CHUNK_FRAMES * SAMPLES_PER_FRAME):
+            found.append(features(part[None].to(device).float() / 32_768)[0])
+            count += len(found[-1])
+        if count >= most:
+            break
+    return torch.cat(found)[:most]
+
+
+def fit(rows: Tensor, sizes: CodecSizes, seed: int) -> tuple[Codec, dict[str, list[float] | float]]:
+    """The codec, and what was lost: variance outside the components, and the share left after each book."""
+    torch.manual_seed(seed)
+    codec = Codec(sizes).to(rows.device)
+    codec.analysis.fit(rows)
+    components = codec.analysis.components(rows)
+    kept = components.var(0).sum() / rows.var(0).sum()
+    shares = codec.quantizer.fit(components, torch.Generator().manual_seed(seed))
+    return codec, {"variance_kept": round(float(kept), 4), "left_after_each_book": [round(s, 4) for s in shares]}
+
+
+def save(codec: Codec, path: Path) -> None:
+    """As `mktts.training.codec.trainer.load_codec` reads it."""
+    data = io.BytesIO()
+    torch.save({"codec": codec.state_dict(), "sizes": asdict(codec.sizes)}, data)
+    write_whole(path, data.getvalue())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mktts.training.codec.fit", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
+    parser.add_argument("--out", type=Path, required=True, help="file for the codec")
+    parser.add_argument("--frames", type=int, default=200_000, help="to fit to (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    rows = frame_rows(options.data, options.frames, options.device)
+    codec, lost = fit(rows, VOICE, options.seed)
+    save(codec.cpu(), options.out)
+    print(f"{len(rows)} frames: {lost}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

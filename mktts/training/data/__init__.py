@@ -1,0 +1,1 @@
+"""Texts, the teacher's audio, codes: what the voice learns from."""

@@ -1,0 +1,198 @@
+"""Sentences to learn from and, apart from them, sentences to be judged by.
+
+`python -m mktts.training.data.texts --corpora DIR --count 120000 --seed 0 --out FILE.xz` writes a list to learn
+from; the folder holds the packages that `mktts.training.data.corpora` names, and without it all sentences are the
+grammar's own. The sentences to be judged by are a file, so no later word or pattern changes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from mktts.training.data import grammar
+from mktts.training.data.corpora import MAX_LETTERS, Corpora
+
+GRAMMAR, EXAMPLES, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
+SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
+# Of a list with corpora. Replies: what the offline agent says, so that it is said well. Salad: words in no order, for
+# spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
+SHARES = {
+    GRAMMAR: 0.35,
+    EXAMPLES: 0.26,
+    GLOSSES: 0.14,
+    PROSE: 0.08,
+    SHORT: 0.07,
+    SALAD: 0.05,
+    PAIRS: 0.03,
+    REPLIES: 0.02,
+}
+_SALAD_WORDS = (3, 8)
+_PAIR_WORDS = 12  # of each half, at most
+_FEW_WORDS = 3
+
+
+def normal(text: str) -> str:
+    """What makes two sentences the same: words in lower case, no punctuation."""
+    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
+
+
+@cache
+def _held_out() -> tuple[tuple[str, ...], frozenset[str]]:
+    lines = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(lines), frozenset(normal(line) for line in lines)
+
+
+def held_out() -> list[str]:
+    """The sentences to be judged by, all different; they are never in a list to learn from."""
+    return list(_held_out()[0])
+
+
+def is_held_out(text: str) -> bool:
+    return normal(text) in _held_out()[1]
+
+
+def agent_replies() -> list[str]:
+    """The offline agent's fixed answers, sentence by sentence. Needs the agent's packages, as training does not."""
+    from mktts.agent import intents
+
+    turn = intents.Turn((), intents.datetime(2026, 1, 1, 9, 7))
+    answers = [intent.answer(turn) for intent in intents.INTENTS]
+    return sorted({s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer) if not is_held_out(s)})
+
+
+def training_sentences(seed: int) -> Iterator[str]:
+    """The grammar's, without end; the same for the same seed. Only the agent's replies repeat."""
+    rng, replies, taken = random.Random(seed), agent_replies(), _Taken()
+    while True:
+        draw = rng.random()
+        if draw < SHARES[REPLIES]:
+            yield rng.choice(replies)
+            continue
+        make = _pair if draw < SHARES[REPLIES] + SHARES[PAIRS] else grammar.sentence
+        text = make(rng)
+        if taken.take(text):
+            yield text
+
+
+def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str, int]]:
+    """A list by SHARES, shuffled, and how many of each source; the grammar makes up for a source that runs out."""
+    rng, taken = random.Random(seed), _Taken()
+    wanted = {source: round(share * count) for source, share in SHARES.items()}
+    words = corpora.words()
+    found: dict[str, list[str]] = {REPLIES: rng.choices(agent_replies(), k=wanted[REPLIES])}
+    for source, stored in ((EXAMPLES, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
+        pool = list(dict.fromkeys(stored()))
+        rng.shuffle(pool)
+        found[source] = _first(taken, _joined(pool) if source == EXAMPLES else pool, wanted[source])
+    makers: dict[str, Callable[[], str]] = {
+        SHORT: lambda: _short(rng, words),
+        SALAD: lambda: _salad(rng, words),
+        PAIRS: lambda: _pair(rng),
+    }
+    for source, make in makers.items():
+        found[source] = _first(taken, iter(make, None), wanted[source])
+    missing = count - sum(map(len, found.values()))
+    found[GRAMMAR] = _first(taken, iter(lambda: grammar.sentence(rng), None), missing)
+    lines = [text for texts in found.values() for text in texts]
+    rng.shuffle(lines)
+    return lines, {source: len(texts) for source, texts in found.items()}
+
+
+class _Taken:
+    """Lets a text through once, and none that is held out or too long for the teacher's nine seconds."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def take(self, text: str) -> bool:
+        halves = re.split(r"(?<=[.!?]) ", text)
+        if len(text) > MAX_LETTERS or normal(text) in self._seen or any(map(is_held_out, (text, *halves))):
+            return False
+        self._seen.add(normal(text))
+        return True
+
+
+def _first(taken: _Taken, texts: Iterable[str], count: int) -> list[str]:
+    found: list[str] = []
+    for text in texts:
+        if len(found) >= count:
+            break
+        if taken.take(text):
+            found.append(text)
+    return found
+
+
+def _joined(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, with those of few words said two at a time."""
+    waiting = ""
+    for text in texts:
+        if len(text.split()) > _FEW_WORDS:
+            yield text
+        elif waiting:
+            yield f"{waiting} {text}"
+            waiting = ""
+        else:
+            waiting = text
+
+
+def _ended(rng: random.Random, text: str) -> str:
+    return text[0].upper() + text[1:] + rng.choices(".?!", (8, 1, 1))[0]
+
+
+def _salad(rng: random.Random, words: list[str]) -> str:
+    text = " ".join(rng.sample(words, rng.randint(*_SALAD_WORDS)))
+    return _ended(rng, text.replace(" ", ", ", 1) if rng.random() < 0.3 else text)
+
+
+def _short(rng: random.Random, words: list[str]) -> str:
+    """A word, two of them, a reply, or a number."""
+    draw = rng.random()
+    if draw < 0.5:
+        return _ended(rng, rng.choice(words))
+    if draw < 0.65:
+        return _ended(rng, " ".join(rng.sample(words, 2)))
+    if draw < 0.85:
+        return grammar.sentence(rng, "reply")
+    number = rng.randrange(rng.choice((100, 1_000, 10_000, 1_000_000)))
+    return _ended(rng, str(number) if rng.random() < 0.3 and number < 10_000 else grammar.spoken(number))
+
+
+def _pair(rng: random.Random) -> str:
+    def half() -> str:
+        while len((text := grammar.sentence(rng)).split()) > _PAIR_WORDS:
+            pass
+        return text
+
+    return f"{half()} {half()}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mktts.training.data.texts", description=__doc__)
+    parser.add_argument("--corpora", type=Path, help="a folder with the packages unpacked; else only the grammar's")
+    parser.add_argument("--count", type=int, default=120_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    if given.corpora:
+        lines, counts = mixed(Corpora(given.corpora), given.count, given.seed)
+    else:
+        source = training_sentences(given.seed)
+        lines, counts = [next(source) for _ in range(given.count)], {GRAMMAR: given.count}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(given.out, "wt", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    vocabulary = Counter(word for line in lines for word in normal(line).split())
+    shares = ", ".join(f"{source} {count / len(lines):.1%}" for source, count in counts.items())
+    print(f"{given.out}: {len(lines)} lines, {len(vocabulary)} different words; {shares}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How good the voice is, beside its teacher."""

@@ -1,0 +1,1 @@
+"""Trains talker and code predictor."""

@@ -1,0 +1,114 @@
+"""Dimensions of the small voice's talker and code predictor, and its JSON files in the Hub's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mktts.checkpoint.random.codec_config import Json
+from mktts.checkpoint.random.configs import LANGUAGES, small_files
+from mktts.spec import CODEBOOK_SIZE, SUPPRESSED_TAIL
+
+SPEAKERS = ("slt", "rms", "awb")  # their ids count down from the vocabulary's end
+LISTED = ("rms", "awb", "slt")  # in config.json: programs take the first where none is named, and rms is heard best
+LANGUAGE = "english"
+
+# Sampling defaults of the checkpoint: a small model's tails are noise, so both draws are cut closer than the released
+# 0.9 / 50. No repetition penalty: silence and sustained vowels repeat codes, and 256 codes a book recur soon anyway.
+TEMPERATURE, TOP_K = 0.3, 20
+PREDICTOR_TEMPERATURE, PREDICTOR_TOP_K = 0.3, 20
+REPETITION_PENALTY = 1.0
+MAX_NEW_FRAMES = 512  # 41 s, of `max_new_tokens`
+MAX_CHARS_PER_SEGMENT = 120  # hardly a text to learn from is longer, and from 130 on the voice loses its place
+
+
+@dataclass(frozen=True)
+class StackSizes:
+    """One decoder stack."""
+
+    hidden: int
+    feed_forward: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class TalkerSizes:
+    """Everything config.json needs that is not fixed by the architecture. Text ids follow the tokenizer."""
+
+    talker: StackSizes
+    predictor: StackSizes
+    codebook_size: int
+    text_hidden: int
+    merges: int  # of the byte-pair vocabulary
+
+    @property
+    def shift(self) -> int:
+        """What control ids move down by: they keep their place behind the codes."""
+        return CODEBOOK_SIZE - self.codebook_size
+
+
+# 6.2 million parameters: with the codec's decoder 7.8, so that both fit 16 MB in half precision
+VOICE = TalkerSizes(StackSizes(256, 384, 5, 4, 2, 64), StackSizes(256, 256, 2, 4, 2, 64), 256, 128, 1_800)
+TINY = TalkerSizes(StackSizes(64, 128, 2, 4, 2, 32), StackSizes(64, 64, 1, 4, 2, 32), 32, 32, 60)  # for tests
+
+
+def config_files(sizes: TalkerSizes, text_ids: dict[str, int]) -> dict[str, Json]:
+    """Relative path -> content of config.json, generation_config.json and the files that never change.
+
+    text_ids: special token (and "assistant") -> id, and "" -> rows of the text table. speech_tokenizer/config.json is
+    the codec's business.
+    """
+    files = small_files("0.6b", "custom_voice", full_codec=True)
+    del files["speech_tokenizer/config.json"]
+    config = files["config.json"]
+    config |= {
+        "assistant_token_id": text_ids["assistant"],
+        "im_start_token_id": text_ids["<|im_start|>"],
+        "im_end_token_id": text_ids["<|im_end|>"],
+        "tts_bos_token_id": text_ids["<tts_text_bos>"],
+        "tts_eos_token_id": text_ids["<tts_text_eod>"],
+        "tts_pad_token_id": text_ids["<tts_pad>"],
+    }
+    talker = config["talker_config"]
+    for key, value in talker.items():
+        if key.startswith("codec_") and isinstance(value, int):
+            talker[key] = value - sizes.shift
+    vocabulary = sizes.codebook_size + SUPPRESSED_TAIL
+    half = sizes.talker.head_dim // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]  # equal positions: any split is ordinary rotary embedding
+    talker |= _stack(sizes.talker) | {
+        "vocab_size": vocabulary,
+        "text_hidden_size": sizes.text_hidden,
+        "text_vocab_size": text_ids[""],
+        "codec_language_id": {LANGUAGE: LANGUAGES[LANGUAGE] - sizes.shift},
+        "spk_id": {name: vocabulary - 1 - SPEAKERS.index(name) for name in LISTED},
+        "spk_is_dialect": dict.fromkeys(LISTED, False),
+        "rope_scaling": talker["rope_scaling"] | {"mrope_section": sections},
+    }
+    talker["code_predictor_config"] |= _stack(sizes.predictor) | {
+        "vocab_size": sizes.codebook_size,
+        "layer_types": ["full_attention"] * sizes.predictor.layers,
+    }
+    files["generation_config.json"] |= {
+        "temperature": TEMPERATURE,
+        "top_k": TOP_K,
+        "subtalker_temperature": PREDICTOR_TEMPERATURE,
+        "subtalker_top_k": PREDICTOR_TOP_K,
+        "repetition_penalty": REPETITION_PENALTY,
+        "max_new_tokens": MAX_NEW_FRAMES,
+        "max_chars_per_segment": MAX_CHARS_PER_SEGMENT,
+    }
+    return files
+
+
+def _stack(sizes: StackSizes) -> Json:
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.feed_forward,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }

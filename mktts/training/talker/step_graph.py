@@ -1,0 +1,83 @@
+"""Training steps as CUDA graphs: thousands of small kernels a step, that the host cannot launch as fast as they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mktts.model.cuda_graph import captures
+
+Work = Callable[..., dict[str, Tensor]]
+_ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of all groups; in place where it is a tensor, which a recorded step reads."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def adam(parameters: Iterable, device: torch.device, graphs: bool, **choices: Any) -> torch.optim.AdamW:
+    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold where `graphs`."""
+    cuda = device.type == "cuda"
+    rate = torch.zeros((), device=device) if graphs and cuda else 0.0
+    return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=graphs and cuda, **choices)
+
+
+@dataclass
+class _Recorded:
+    inputs: tuple[Tensor, ...]
+    runs: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StepGraphs:
+    """Runs whole steps (forward, backward, optimizer) on static copies of their inputs; from the fourth step of a kind
+    and shape on as a graph.
+
+    A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
+    reads (a learning rate is a tensor). Random numbers come from the device's default generator, which may be seeded
+    between steps. On the CPU nothing is recorded, all else is alike.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._cuda = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self._cuda else None
+        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None  # shared: steps do not overlap
+
+    def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
+        """What `work(*inputs)` returns; its tensors hold until the next step of the same kind and shapes."""
+        key = (kind, *(tuple(tensor.shape) for tensor in inputs))
+        step = self._recorded.get(key)
+        if step is None:
+            step = self._recorded[key] = _Recorded(tuple(tensor.clone() for tensor in inputs))
+        for static, given in zip(step.inputs, inputs, strict=True):
+            static.copy_(given)
+        if step.graph is not None:
+            step.graph.replay()
+            return step.found
+        if not self._cuda:
+            return work(*step.inputs)
+        step.runs += 1
+        if step.runs <= _ORDINARY_RUNS:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                found = work(*step.inputs)
+            torch.cuda.current_stream().wait_stream(self._side)
+            return found
+        with captures():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+                step.found = work(*step.inputs)
+        step.graph = graph
+        graph.replay()
+        return step.found

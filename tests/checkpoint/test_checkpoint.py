@@ -1,0 +1,375 @@
+"""The shape contract against upstream's classes and the released file sizes; the loader against broken folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mktts.checkpoint import Checkpoint, hub, open_checkpoint
+from mktts.checkpoint import open as checkpoint_module
+from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.open import SEGMENT_CHARS
+from mktts.checkpoint.random import make as random_checkpoint
+from mktts.checkpoint.random.configs import small_files
+from mktts.checkpoint.tensors import Layout, expected_tensors
+from mktts.errors import CheckpointError
+from mktts.spec import ModelConfig
+from mktts.synth import upstream
+
+CODEC_PARAMS = 170_557_441
+
+
+def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
+    return ModelConfig.load(folder)
+
+
+def file_bytes(layout: Layout, dtype: str, metadata: dict[str, str] | None) -> int:
+    """Size of the safetensors file that holds `layout`: compact JSON in name order, padded to 8, then the data."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, spec in sorted(layout.items()):
+        start, end = end, end + spec.nbytes(dtype)
+        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + (len(text) + 7) // 8 * 8 + end
+
+
+@pytest.mark.parametrize(
+    ("size", "model_type", "tensors", "params", "published_bytes", "metadata"),
+    [
+        ("0.6b", "base", 478, 914_643_008, 1_829_344_272, None),
+        ("0.6b", "custom_voice", 402, 905_788_672, 1_811_626_576, {"format": "pt"}),
+        ("1.7b", "base", 480, 1_928_677_440, 3_857_413_744, None),
+        ("1.7b", "custom_voice", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
+        ("1.7b", "voice_design", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
+    ],
+)
+def test_layout_gives_the_released_files_to_the_byte(
+    tmp_path: Path,
+    size: str,
+    model_type: str,
+    tensors: int,
+    params: int,
+    published_bytes: int,
+    metadata: dict[str, str] | None,
+) -> None:
+    layout = expected_tensors(config_of(size, model_type, tmp_path))
+    assert len(layout) == tensors
+    assert sum(spec.params for spec in layout.values()) == params
+    assert file_bytes(layout, "BF16", metadata) == published_bytes
+
+
+def test_codec_layout_gives_the_released_file_to_the_byte() -> None:
+    layout = expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
+    decoder = [spec for name, spec in layout.items() if name.startswith("decoder.")]
+    assert (len(layout), len(decoder)) == (496, 271)
+    assert sum(spec.params for spec in layout.values()) == CODEC_PARAMS
+    assert file_bytes(layout, "F32", None) == 682_293_092
+
+
+@pytest.mark.parametrize(
+    ("size", "model_type"),
+    [
+        ("tiny", "base"),
+        ("tiny-projected", "base"),
+        ("tiny", "voice_design"),
+        ("0.6b", "custom_voice"),
+        ("1.7b", "base"),
+    ],
+)
+def test_layout_is_what_the_upstream_model_holds(tmp_path: Path, size: str, model_type: str) -> None:
+    qwen_tts = upstream.import_upstream()
+    models = qwen_tts.core.models
+    raw = small_files(size, model_type, True)["config.json"]
+    with torch.device("meta"):
+        model = models.Qwen3TTSForConditionalGeneration(models.Qwen3TTSConfig(**copy.deepcopy(raw)))
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {name: s.shape for name, s in expected_tensors(config_of(size, model_type, tmp_path)).items()} == held
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_codec_layout_is_what_the_upstream_codec_holds(full: bool) -> None:
+    core = upstream.import_upstream().core
+    raw = small_files("tiny", "base", full)["speech_tokenizer/config.json"]
+    with torch.device("meta"):
+        codec = core.Qwen3TTSTokenizerV2Model(core.Qwen3TTSTokenizerV2Config(**copy.deepcopy(raw)))
+    held = {name: tuple(tensor.shape) for name, tensor in codec.state_dict().items()}
+    assert {name: spec.shape for name, spec in expected_codec_tensors(raw).items()} == held
+
+
+@pytest.fixture
+def broken(tiny: Checkpoint, tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint to break."""
+    return Path(shutil.copytree(tiny.folder, tmp_path / "broken"))
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+HEAD = "talker.codec_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        pytest.param(
+            lambda f: edit_json(f / "config.json", lambda c: c["talker_config"].update(num_hidden_layers=4)),
+            ["talker.model.layers.3.", "expected shape", "found no such tensor", "10 more"],
+            id="more layers in the configuration",
+        ),
+        pytest.param(
+            lambda f: edit_json(f / "config.json", lambda c: c["talker_config"].update(num_hidden_layers=2)),
+            ["talker.model.layers.2.", "expected no such tensor", "found shape"],
+            id="fewer layers in the configuration",
+        ),
+        pytest.param(
+            lambda f: edit_json(f / "config.json", lambda c: c["talker_config"].update(head_dim=64)),
+            ["talker.model.layers.0.self_attn.q_proj.weight", "expected shape (256, 64)", "found (128, 64)"],
+            id="head dimension",
+        ),
+        pytest.param(
+            lambda f: edit_json(f / "config.json", lambda c: c["talker_config"].update(vocab_size=3073)),
+            ["talker.model.codec_embedding.weight", "expected shape (3073, 64)", "found (3072, 64)"],
+            id="vocabulary",
+        ),
+        pytest.param(
+            lambda f: edit_weights(f, lambda t: t.update({HEAD: t[HEAD].half()})),
+            [HEAD, "expected dtype BF16 or F32", "found F16"],
+            id="dtype",
+        ),
+        pytest.param(
+            lambda f: edit_weights(f, lambda t: t.pop(HEAD)),
+            [HEAD, "expected shape (3072, 64)", "found no"],
+            id="missing",
+        ),
+        pytest.param(
+            lambda f: edit_weights(f, lambda t: t.update(lora=torch.zeros(3))),
+            ["lora", "expected no such tensor", "found shape (3,)"],
+            id="surplus",
+        ),
+        pytest.param(
+            lambda f: edit_weights(f / "speech_tokenizer", lambda t: t.pop("decoder.pre_conv.conv.bias")),
+            ["speech_tokenizer", "decoder.pre_conv.conv.bias", "found no such tensor"],
+            id="codec tensor missing",
+        ),
+        pytest.param(
+            lambda f: edit_json(
+                f / "speech_tokenizer/config.json", lambda c: c["encoder_config"].update(intermediate_size=65)
+            ),
+            ["encoder.encoder_transformer.layers.0.mlp.fc1.weight", "expected shape (65, 64)", "found (64, 64)"],
+            id="codec encoder width",
+        ),
+        pytest.param(
+            lambda f: edit_json(f / "speech_tokenizer/config.json", lambda c: c.pop("encoder_config")),
+            ["speech_tokenizer", "encoder_config"],
+            id="codec encoder configuration missing",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
+            ["model.safetensors", "tensor ", "expected a file of", "bytes, found", "torn"],
+            id="torn data",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]),
+            ["model.safetensors", "expected a safetensors header", "found 500 bytes"],
+            id="torn header",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_text(
+                "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+            ),
+            ["model.safetensors", "Git LFS pointer"],
+            id="pointer instead of weights",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 8) + b"[1, 2]  "),
+            ["model.safetensors", "expected a safetensors header"],
+            id="foreign header",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").unlink(),
+            ["expected model.safetensors", "found neither"],
+            id="no weights",
+        ),
+        pytest.param(lambda f: (f / "vocab.json").unlink(), ["vocab.json", "found nothing"], id="no vocabulary"),
+        pytest.param(lambda f: (f / "config.json").unlink(), ["config.json", "found nothing"], id="no configuration"),
+        pytest.param(
+            lambda f: edit_json(f / "generation_config.json", lambda c: c.update(temperature=-1)),
+            ["generation_config.json", "temperature", "-1"],
+            id="impossible temperature",
+        ),
+        pytest.param(
+            lambda f: edit_json(f / "generation_config.json", lambda c: c.update(max_chars_per_segment=49)),
+            ["generation_config.json", "max_chars_per_segment", "at least 50", "49"],
+            id="hardly any text at a time",
+        ),
+        pytest.param(
+            lambda f: (f / "generation_config.json").unlink(), ["generation_config.json"], id="no generation settings"
+        ),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_by_name(
+    broken: Path, change: Callable[[Path], object], named: list[str]
+) -> None:
+    change(broken)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(broken)
+    for word in named:
+        assert word in str(caught.value)
+
+
+def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once(broken: Path) -> None:
+    def chars(**settings: int) -> tuple[int, int]:
+        edit_json(broken / "generation_config.json", lambda c: c.update(settings))
+        found = open_checkpoint(broken)
+        return found.segment_chars(fed=False), found.segment_chars(fed=True)
+
+    assert chars() == (SEGMENT_CHARS, SEGMENT_CHARS)
+    assert chars(max_chars_per_segment=100) == (100, 40)  # fed text is cut at 2.5 times that at the latest
+    assert chars(max_chars_per_segment=10_000) == (SEGMENT_CHARS, SEGMENT_CHARS)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint.make(tmp_path_factory.mktemp("sharded") / "checkpoint", shards=3)
+
+
+def test_shards_hold_the_same_tensors_as_one_file(sharded: Path, tiny: Checkpoint) -> None:
+    assert len(list(sharded.glob("model-*.safetensors"))) == 3
+    assert not (sharded / "model.safetensors").exists()
+    one, three = tiny.tensors(), open_checkpoint(sharded).tensors()
+    assert one.keys() == three.keys()
+    assert all(torch.equal(one[name], three[name]) for name in one)
+
+
+def test_a_missing_shard_and_a_misplaced_tensor_are_named(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "broken"))
+    index, last = folder / "model.safetensors.index.json", "model-00003-of-00003.safetensors"
+    name = next(n for n, shard in json.loads(index.read_text())["weight_map"].items() if shard == last)
+    edit_json(index, lambda c: c["weight_map"].update({name: "model-00001-of-00003.safetensors"}))
+    with pytest.raises(CheckpointError, match=f"model-00001-of-00003.safetensors: tensor {name}"):
+        open_checkpoint(folder)
+    edit_json(index, lambda c: c["weight_map"].update({name: last}))
+    (folder / last).unlink()
+    with pytest.raises(CheckpointError, match=f"tensor {name}.*{last}.*no such file"):
+        open_checkpoint(folder)
+    edit_json(index, lambda c: c["weight_map"].update({name: "../" + last}))
+    with pytest.raises(CheckpointError, match="file names beside the index"):
+        open_checkpoint(folder)
+
+
+def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
+    want = load_file(folder / "model.safetensors")
+    want_codec = load_file(folder / "speech_tokenizer" / "model.safetensors")
+    opened = open_checkpoint(folder)
+    tensors, codec = opened.tensors(), opened.codec_tensors()
+    del opened
+    shutil.rmtree(folder)
+    assert tensors.keys() == want.keys()
+    assert all(torch.equal(tensors[name], want[name]) and tensors[name].dtype == torch.bfloat16 for name in want)
+    decoder = {name: tensor for name, tensor in want_codec.items() if name.startswith("decoder.")}
+    assert {"decoder." + name for name in codec} == decoder.keys()
+    assert all(torch.equal(codec[name.removeprefix("decoder.")], tensor) for name, tensor in decoder.items())
+
+
+OPEN_AND_WEIGH = """
+import sys
+from mktts import weight_files
+from pathlib import Path
+status = Path("/proc/self/status")  # not ru_maxrss, which a child inherits from its parent
+peak_kib = lambda: int(status.read_text().split("VmHWM:")[1].split()[0])
+before = peak_kib()
+views = weight_files.find(Path(sys.argv[1])).map()
+print(sum(v.nbytes for v in views.values()), (peak_kib() - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and writes a sparse file")
+def test_opening_0_6b_maps_the_weights_and_copies_none(tmp_path: Path) -> None:
+    layout = expected_tensors(config_of("0.6b", "custom_voice", tmp_path))
+    header, end = {}, 0
+    for name, spec in layout.items():
+        start, end = end, end + spec.nbytes("BF16")
+        header[name] = {"dtype": "BF16", "shape": spec.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)  # sparse: takes no disk
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_AND_WEIGH, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    mapped_bytes, grown_bytes = map(int, done.stdout.split())
+    assert mapped_bytes == 2 * 905_788_672
+    assert grown_bytes < 0.1 * mapped_bytes
+
+
+def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny: Checkpoint, broken: Path) -> None:
+    assert tiny.sampling() == checkpoint_module.Sampling()
+    changed = {"temperature": 0.7, "subtalker_dosample": False, "subtalker_top_k": 7, "repetition_penalty": 1.2}
+    (broken / "generation_config.json").write_text(json.dumps(changed))
+    got = open_checkpoint(broken).sampling()
+    assert (got.talker.temperature, got.talker.top_k, got.talker.do_sample) == (0.7, 50, True)
+    assert (got.predictor.do_sample, got.predictor.top_k, got.predictor.temperature) == (False, 7, 0.9)
+    assert got.repetition_penalty == 1.2
+
+
+def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tiny.folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    name = "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
+    opened = open_checkpoint(name)
+    assert asked["repo_id"] == name and asked["revision"] == opened.revision == hub.PINNED[name]
+    assert len(opened.revision) == 40
+    assert {"vocab.json", "merges.txt", "model*.safetensors"} < set(asked["allow_patterns"])
+    assert open_checkpoint(name, revision="abc").revision == "abc"
+    assert open_checkpoint("someone/finetune").revision == "main"
+
+
+def test_offline_is_said_by_name_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"Qwen/Qwen3-TTS-12Hz-1.7B-Base.*offline.*pass that folder"):
+        open_checkpoint("Qwen/Qwen3-TTS-12Hz-1.7B-Base")
+
+
+def test_a_network_failure_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise RuntimeError("name resolution failed")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="offline.*RuntimeError: name resolution failed.*pass that folder"):
+        open_checkpoint("Qwen/Qwen3-TTS-12Hz-0.6B-Base")
+
+
+@pytest.mark.parametrize("source", ["", "nowhere", "/no/such/folder", "a/b/c", "./missing"])
+def test_a_source_that_is_nothing_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="expected"):
+        open_checkpoint(source)

@@ -1,0 +1,272 @@
+"""Made checkpoints: the Hub's files, loaded by upstream itself, the same for the same seed, wide margins on request."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from upstream_models import loaded
+
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint.random import make as random_checkpoint
+from mktts.checkpoint.random.tokenizer import SPECIAL_START, WORDS, vocabulary
+from mktts.errors import CheckpointError
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
+from mktts.synth import upstream
+
+HUB_FILES = {
+    "config.json",
+    "configuration.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors",
+    "preprocessor_config.json",
+    "speech_tokenizer/config.json",
+    "speech_tokenizer/configuration.json",
+    "speech_tokenizer/model.safetensors",
+    "speech_tokenizer/preprocessor_config.json",
+    "tokenizer_config.json",
+    "vocab.json",
+}
+TEXT = "Hello world, this is speech."
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_files_are_the_hubs_and_a_marker(tiny: Checkpoint) -> None:
+    assert files_of(tiny.folder) == HUB_FILES | {"mktts.json"}
+    assert tiny.is_random and tiny.revision is None
+
+
+def test_a_folder_without_the_marker_is_not_random(tmp_path: Path) -> None:
+    folder = random_checkpoint.make(tmp_path / "made")
+    (folder / "mktts.json").unlink()
+    assert not open_checkpoint(folder).is_random
+
+
+@pytest.mark.parametrize("words", ["tiny", "tiny:base", "tiny:voice_design", "tiny-projected"])
+def test_upstream_loads_every_type_and_holds_these_weights(words: str, checkpoint_cache: None) -> None:
+    checkpoint, upstreams = loaded("random:" + words)
+    model = upstreams.model
+    held, held_codec = model.state_dict(), model.speech_tokenizer.model.state_dict()
+    ours = checkpoint.tensors()
+    assert held.keys() == ours.keys()
+    assert all(torch.equal(held[name], ours[name]) for name in ours)
+    codec = checkpoint.codec_tensors()
+    assert all(torch.equal(held_codec["decoder." + name], codec[name]) for name in codec)
+    assert model.tts_model_type == checkpoint.config.model_type
+
+
+def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> None:
+    codec = loaded("random:tiny")[1].model.speech_tokenizer.model
+    codes = torch.randint(0, 2048, (1, 16, 25), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        pcm = codec.decoder(codes)
+    assert 0.02 < pcm.square().mean().sqrt() < 0.2
+    assert pcm.abs().max() < 0.9
+
+
+def test_the_seed_alone_decides_the_weights(tmp_path: Path, tiny: Checkpoint) -> None:
+    again = random_checkpoint.make(tmp_path / "again")
+    other = random_checkpoint.make(tmp_path / "other", seed=1)
+    for name in HUB_FILES:
+        assert (again / name).read_bytes() == (tiny.folder / name).read_bytes()
+    for name in ("model.safetensors", "speech_tokenizer/model.safetensors"):
+        assert (other / name).read_bytes() != (tiny.folder / name).read_bytes()
+
+
+def test_float32_weights_are_the_bfloat16_ones_before_rounding(tmp_path: Path, tiny: Checkpoint) -> None:
+    fine, coarse = open_checkpoint(random_checkpoint.make(tmp_path / "f", dtype=torch.float32)), tiny.tensors()
+    assert all(torch.equal(t.bfloat16(), coarse[name]) for name, t in fine.tensors().items())
+    assert {t.dtype for t in fine.tensors().values()} == {torch.float32}
+
+
+def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny: Checkpoint) -> None:
+    assert sorted(vocabulary().values()) == list(range(SPECIAL_START))
+    tokenizer = tiny.tokenizer()
+    known = {text: tokenizer.encode(text) for text in ("\n", "\n\n", "user", "assistant")}
+    assert known == {"\n": [198], "\n\n": [271], "user": [872], "assistant": [77_091]}
+    ascii_words = [word for word in WORDS if word.isascii()]
+    assert all(len(tokenizer.encode(form)) == 1 for word in ascii_words for form in (word, " " + word))
+
+
+@pytest.mark.parametrize("name", ["random:tiny:margin", "random:tiny-projected:margin"])
+def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[float] = []
+    argmax = torch.argmax
+
+    def spy(logits: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        if logits.dim() == 2 and logits.shape[-1] >= 2048:
+            first, second = logits.float().topk(2).values[0].tolist()
+            gaps.append(first - second)
+        return argmax(logits, *args, **options)
+
+    monkeypatch.setattr(torch, "argmax", spy)
+    request = Request(TEXT, language="english", speaker="ryan")
+    greedy = Sampling().greedy()
+    fine, coarse = (
+        upstream.generate_codes(loaded(name, dtype)[1], request, greedy, 0, 6)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert fine.shape == (6, 16)
+    assert torch.equal(fine, coarse)
+    assert len(gaps) >= 2 * 6 * 16 and min(gaps) > 2.0
+    assert len(set(fine[:, 0].tolist())) == 6
+
+
+def test_with_margins_other_text_still_gives_other_codes(tiny_margin: Checkpoint) -> None:
+    _, model = loaded("random:tiny:margin")
+    one, two = (
+        upstream.generate_codes(
+            model, Request(text, speaker="ryan", layout="streaming"), Sampling().greedy(), 0, max_frames=6
+        )
+        for text in (TEXT, "Good morning, what a day.")
+    )
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("words", "frames"), [("tiny:margin:eos4", 4), ("tiny-projected:margin:eos9", 9)])
+def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
+    _, model = loaded("random:" + words)
+    codes = upstream.generate_codes(model, Request(TEXT, speaker="ryan"), Sampling().greedy(), 0, max_frames=20)
+    assert codes.shape == (frames, 16)
+
+
+ENSURE = "from mktts import random_checkpoint as r; print(r.ensure('tiny', cache=__import__('sys').argv[1]))"
+
+
+def test_two_processes_make_one_checkpoint(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen([sys.executable, "-c", ENSURE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = {process.communicate(timeout=120)[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0]
+    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
+    assert files_of(Path(printed.pop())) == HUB_FILES | {"mktts.json"}
+
+
+def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = random_checkpoint.make
+
+    def late(folder: Path, *args: object, **options: object) -> Path:
+        make(folder, *args, **options)
+        return make(folder, *args, **options)  # what the slower of two processes sees
+
+    monkeypatch.setattr(random_checkpoint, "make", late)
+    assert open_checkpoint(random_checkpoint.ensure("tiny", cache=tmp_path)).is_random
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No $MKTTS_CACHE and a home that cannot be made; returns the folder of temporary files."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MKTTS_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_cache_is_at_home_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path / "named"))
+    assert random_checkpoint.cache_folder() == tmp_path / "named"
+    monkeypatch.delenv("MKTTS_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert random_checkpoint.cache_folder() == tmp_path / "home" / ".cache" / "mktts"
+
+
+def test_without_a_home_the_cache_is_a_private_temporary_folder(homeless: Path) -> None:
+    folder = random_checkpoint.cache_folder()
+    assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
+    assert random_checkpoint.cache_folder() == folder
+    assert random_checkpoint.ensure("tiny").parent == folder
+
+
+def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> None:
+    theirs = homeless / "theirs"
+    theirs.mkdir()
+    random_checkpoint.cache_folder().rmdir()
+    (homeless / f"mktts-{os.getuid()}").symlink_to(theirs)
+    with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
+    (homeless / f"mktts-{os.getuid()}").unlink()
+    (homeless / f"mktts-{os.getuid()}").touch()
+    with pytest.raises(CheckpointError, match="to make this folder.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
+
+
+def test_a_failed_make_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
+        random_checkpoint.ensure("tiny", cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_content_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="found content"):
+        random_checkpoint.make(tmp_path)
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["random:", "random:huge", "random:tiny:bass", "random:tiny:base:base", "random:tiny:base:voice_design"]
+    + ["random:tiny:margin:eos0", "random:tiny:full_codec"],
+)
+def test_unknown_words_are_refused_with_the_allowed_ones(name: str) -> None:
+    with pytest.raises(CheckpointError, match="tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": "small"}, "size must be one of"),
+        ({"model_type": "clone"}, "type must be one of"),
+        ({"dtype": torch.float16}, "dtype must be"),
+        ({"eos_after": 5}, "eos_after needs margin"),
+        ({"eos_after": 1, "margin": True}, "at least 2"),
+        ({"shards": 0}, "shards must be between"),
+    ],
+)
+def test_impossible_options_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        random_checkpoint.make(tmp_path / "made", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+LOAD_0_6B = """
+import sys, torch
+from mktts.checkpoint import open_checkpoint
+views = open_checkpoint(sys.argv[1]).tensors()
+for view in views.values():
+    view.view(torch.int16).max()  # reads every page
+status = open("/proc/self/status").read()  # not ru_maxrss, which a child inherits from its parent
+print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_0_6b_with_every_weight_read_stays_within_2_3_gb(tmp_path: Path) -> None:
+    folder = random_checkpoint.make(tmp_path / "made", "0.6b", "base", full_codec=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_0_6B, str(folder)], capture_output=True, text=True, check=True
+        )
+        assert int(done.stdout) < 2.3e9
+        assert (folder / "model.safetensors").stat().st_size == 1_829_344_272 + 32  # released without metadata
+    finally:
+        shutil.rmtree(folder)  # pytest keeps the folders of three runs

@@ -1,0 +1,233 @@
+"""The streaming codec decoder against upstream's own decoder, and against itself under every chunk schedule."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.random.configs import small_files
+from mktts.checkpoint.random.weights import random_tensors
+from mktts.codec.decoder import CodecDecoder, CodecState
+from mktts.errors import CodecError
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
+from mktts.synth.upstream import import_upstream
+
+TOLERANCE = 1e-5  # of full scale, fp32
+
+
+def random_codes(frames: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, CODEBOOK_SIZE, (frames, NUM_CODEBOOKS), generator=generator)
+
+
+def stream(decoder: CodecDecoder, codes: torch.Tensor, schedule, state: CodecState | None = None) -> torch.Tensor:
+    """Decodes in chunks of `schedule` frames; its last entry repeats."""
+    state, sizes, pieces, start = state or decoder.start(), list(schedule), [], 0
+    while start < len(codes):
+        frames = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        pieces.append(decoder.decode(codes[start : start + frames], state))
+        start += frames
+    assert state.frames == int(state.position)
+    return torch.cat(pieces)
+
+
+def upstream_decoder(raw: dict, tensors: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """qwen-tts's own decoder class with the same tensors."""
+    import_upstream()
+    from qwen_tts.core.tokenizer_12hz import modeling_qwen3_tts_tokenizer_v2 as upstream
+    from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Config
+
+    config = Qwen3TTSTokenizerV2Config(**copy.deepcopy(raw)).decoder_config
+    with torch.device("meta"):
+        decoder = upstream.Qwen3TTSTokenizerV2Decoder._from_config(config)
+    decoder.load_state_dict(tensors, assign=True)
+    rope = decoder.pre_transformer.rotary_emb  # not in the state dict, so still on the meta device
+    rope.inv_freq, _ = rope.rope_init_fn(config, torch.device("cpu"))
+    return decoder.to(dtype).eval()
+
+
+@torch.inference_mode()
+def upstream_pcm(decoder: torch.nn.Module, codes: torch.Tensor) -> torch.Tensor:
+    return decoder(codes.t()[None])[0, 0]
+
+
+def raw_config(checkpoint) -> dict:
+    return json.loads((checkpoint.folder / "speech_tokenizer" / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def codec(tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+
+
+@pytest.fixture(scope="module")
+def codec64(tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def upstream_tiny(tiny) -> torch.nn.Module:
+    return upstream_decoder(raw_config(tiny), tiny.codec_tensors())
+
+
+@pytest.fixture(scope="module")
+def codes(tiny) -> torch.Tensor:
+    """More frames than the attention window holds."""
+    return random_codes(2 * tiny.codec_config.sliding_window + 9)
+
+
+def test_one_pass_and_the_first_frame_equal_upstreams_decoder(codec, upstream_tiny, codes):
+    expected = upstream_pcm(upstream_tiny, codes)
+    assert expected.std() > 0.01  # a silent signal would hide every error
+    torch.testing.assert_close(codec.decode_all(codes), expected, atol=TOLERANCE, rtol=0)
+    first = codec.decode(codes[:1], codec.start())
+    torch.testing.assert_close(first, expected[:SAMPLES_PER_FRAME], atol=TOLERANCE, rtol=0)
+
+
+def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, monkeypatch):
+    decoder = upstream_decoder(raw_config(tiny), tiny.codec_tensors(), torch.float64)
+    norm = type(decoder.pre_transformer.norm)
+
+    def in_float64(self, x):  # upstream's own rounds to float32 on the way
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+    monkeypatch.setattr(norm, "forward", in_float64)
+    expected = upstream_pcm(decoder, codes).float()
+    torch.testing.assert_close(stream(codec64, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
+
+
+@settings(max_examples=25, deadline=None)
+@given(schedule=st.lists(st.integers(1, 20), min_size=1, max_size=12))
+def test_any_schedule_gives_the_samples_of_one_pass(codec, codes, schedule):
+    whole = codec.decode_all(codes)
+    torch.testing.assert_close(stream(codec, codes, schedule), whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("frame", [0, 1, 17, 32])
+def test_editing_a_frame_changes_nothing_before_its_first_sample(codec, codes, frame):
+    edited = codes.clone()
+    edited[frame] = (edited[frame] + 1000) % CODEBOOK_SIZE
+    changed = (codec.decode_all(codes) != codec.decode_all(edited)).nonzero()
+    assert frame * SAMPLES_PER_FRAME <= int(changed.min()) < (frame + 1) * SAMPLES_PER_FRAME
+
+
+def test_streams_of_one_decoder_do_not_mix(codec, codes):
+    others = random_codes(len(codes), seed=1)
+    states, pieces = (codec.start(), codec.start()), ([], [])
+    for t in range(0, len(codes), 3):
+        for mine, state, out in zip((codes, others), states, pieces, strict=True):
+            out.append(codec.decode(mine[t : t + 3], state))
+    torch.testing.assert_close(torch.cat(pieces[0]), codec.decode_all(codes), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(torch.cat(pieces[1]), codec.decode_all(others), atol=TOLERANCE, rtol=0)
+
+
+def test_a_state_copied_mid_stream_continues_identically_and_apart(codec, codes):
+    state = codec.start()
+    codec.decode(codes[:15], state)
+    fork = state.copy()
+    codec.decode(random_codes(7, seed=2), state)
+    assert (state.frames, fork.frames) == (22, 15)
+    whole = codec.decode_all(codes)[15 * SAMPLES_PER_FRAME :]
+    torch.testing.assert_close(stream(codec, codes[15:], [4], fork), whole, atol=TOLERANCE, rtol=0)
+
+
+def test_state_tensors_keep_their_addresses(codec, codes):
+    state = codec.start()
+
+    def addresses():
+        return [t.data_ptr() for t in (state.keys, state.values, state.position, *state.history)]
+
+    before = addresses()
+    stream(codec, codes[:20], [1, 2, 17], state)
+    assert addresses() == before
+
+
+def test_upstreams_chunked_decoding_is_reproduced(codec, upstream_tiny):
+    codes = random_codes(130)
+    for chunk, context in ((300, 25), (40, 10), (50, 50), (60, 0)):
+        with torch.inference_mode():
+            expected = upstream_tiny.chunked_decode(codes.t()[None], chunk, context)[0, 0]
+        torch.testing.assert_close(codec.decode_chunked(codes, chunk, context), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_default_chunks_are_upstreams(codec, upstream_tiny):
+    codes = random_codes(330)
+    with torch.inference_mode():
+        expected = upstream_tiny.chunked_decode(codes.t()[None])[0, 0]
+    torch.testing.assert_close(codec.decode_chunked(codes), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_chunks_are_exact_at_first_and_off_behind_a_context_shorter_than_the_window(tiny, codec, codes):
+    chunk, context = 20, tiny.codec_config.sliding_window // 3  # upstream: 25 frames, window 72
+    chunked, exact = codec.decode_chunked(codes, chunk, context), codec.decode_all(codes)
+    border = chunk * SAMPLES_PER_FRAME
+    torch.testing.assert_close(chunked[:border], exact[:border], atol=TOLERANCE, rtol=0)
+    assert (chunked[border:] - exact[border:]).abs().max() > 100 * TOLERANCE
+
+
+def test_samples_are_float32_and_clamped_to_full_scale(tiny, codes):
+    tensors = tiny.codec_tensors()
+    name = f"decoder.{len(tiny.codec_config.upsample_rates) + 2}.conv.weight"
+    loud = CodecDecoder(tiny.codec_config, tensors | {name: 100 * tensors[name]})
+    pcm = loud.decode_all(codes[:10])
+    assert pcm.dtype == torch.float32 and (pcm.min(), pcm.max()) == (-1, 1)
+
+
+def test_bf16_follows_fp32(tiny, codec, codes):
+    half = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.bfloat16)
+    pair = torch.stack((stream(half, codes[:30], [1, 2, 4]), codec.decode_all(codes[:30])))
+    assert torch.corrcoef(pair)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_other_integer_types_are_taken(codec, codes, dtype):
+    assert torch.equal(codec.decode_all(codes[:3].to(dtype)), codec.decode_all(codes[:3]))
+
+
+@pytest.mark.parametrize(
+    "codes, found",
+    [
+        (torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64), "T >= 1, 16\\), got \\(0, 16\\)"),
+        (torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), "got \\(16,\\)"),
+        (torch.zeros(2, NUM_CODEBOOKS - 1, dtype=torch.int64), "got \\(2, 15\\)"),
+        (torch.zeros(1, 2, NUM_CODEBOOKS, dtype=torch.int64), "got \\(1, 2, 16\\)"),
+        (torch.zeros(2, NUM_CODEBOOKS), "got torch.float32"),
+        (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.bool), "got torch.bool"),
+        ([[0] * NUM_CODEBOOKS], "got list"),
+        (torch.full((2, NUM_CODEBOOKS), -1), "found -1..-1"),
+        (torch.full((2, NUM_CODEBOOKS), CODEBOOK_SIZE), "found 2048..2048"),
+        (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.int64, device="meta"), "got meta"),
+    ],
+)
+def test_wrong_codes_are_refused_by_name_and_leave_the_state_alone(codec, codes, found):
+    state = codec.start()
+    with pytest.raises(CodecError, match=found):
+        codec.decode(codes, state)
+    assert state.frames == int(state.position) == 0
+
+
+def test_a_state_of_another_decoder_is_refused(codec, codec64, codes):
+    with pytest.raises(CodecError, match="another decoder"):
+        codec.decode(codes, codec64.start())
+
+
+def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule(tmp_path):
+    files = small_files("0.6b", "base", full_codec=True)
+    raw = files["speech_tokenizer/config.json"]
+    (tmp_path / "speech_tokenizer").mkdir()
+    (tmp_path / "speech_tokenizer" / "config.json").write_text(json.dumps(raw))
+    layout = {name: spec for name, spec in expected_codec_tensors(raw).items() if name.startswith("decoder.")}
+    tensors = {n.removeprefix("decoder."): t for n, t in random_tensors(layout, 0, torch.float32).items()}
+    codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20)
+    assert codec.start().bytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
+    expected = upstream_pcm(upstream_decoder(raw, tensors), codes)
+    whole = codec.decode_all(codes)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(stream(codec, codes, [1, 1, 2, 4, 8]), whole, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(whole, expected, atol=TOLERANCE, rtol=0)

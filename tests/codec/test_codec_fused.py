@@ -1,0 +1,145 @@
+"""The fused pass with plain operators in place of its kernels; and how its products are packed and cut.
+
+The kernels themselves need a device: tests/test_codec_fused_cuda.py.
+"""
+
+from __future__ import annotations
+
+import codec_stand_ins
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mktts.codec.decoder import CodecDecoder
+from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
+from mktts.codec.fused_pack import LOW_SCALE, MOVE_WORDS, copies, pack, tile
+from mktts.codec.layers import Linear
+from mktts.codec.state import CodecState
+from mktts.errors import BackendUnavailable
+from mktts.measure.parity.codec import random_codes, snr_db
+
+
+def tensors(state: CodecState) -> list[torch.Tensor]:
+    return [state.keys, state.values, *state.history, state.position]
+
+
+@pytest.fixture(scope="module")
+def codec(tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["split", "fp16"])
+def fused(tiny, request) -> FusedCodec:
+    decoder = FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu", half=request.param, kernels=codec_stand_ins)
+    decoder.half = request.param
+    return decoder
+
+
+def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fused):
+    ours, theirs = fused.start(), codec.start()
+    least_db, tolerance = (50, 0.1) if fused.half else (100, 1e-4)
+    for frames in (1, 1, 2, 3, 4, 8, 5, 8, 1):  # past the window
+        codes = random_codes(frames, seed=frames)
+        expected = codec.decode(codes, theirs)
+        assert snr_db(fused.decode(codes, ours), expected) > least_db
+        assert ours.frames == theirs.frames == int(ours.position)
+        for actual, wanted in zip(tensors(ours), tensors(theirs), strict=True):
+            torch.testing.assert_close(actual, wanted, atol=tolerance, rtol=0)
+
+
+def test_the_products_that_are_rounded_to_fp16_are_heard_above_fp32s_rounding_and_below_50_db(codec, fused):
+    codes = random_codes(8, seed=0)
+    ratio = snr_db(fused.decode(codes, fused.start()), codec.decode_all(codes))
+    assert 50 < ratio < 75 if fused.half else ratio > 100
+
+
+def test_states_of_the_plain_and_the_fused_decoder_are_exchangeable(codec, fused):
+    codes = random_codes(32, seed=1)
+    state = fused.start()
+    mixed = [(fused if t % 2 else codec).decode(piece, state) for t, piece in enumerate(codes.split(4))]
+    assert snr_db(torch.cat(mixed), codec.decode_all(codes)) > (50 if fused.half else 100)
+
+
+def test_more_frames_than_a_fused_pass_takes_are_decoded_by_plain_operators(codec, fused):
+    codes = random_codes(MAX_FUSED_FRAMES + 1, seed=2)
+    assert torch.equal(fused.decode_all(codes), codec.decode_all(codes))
+
+
+def test_only_what_is_packed_is_held_until_a_longer_pass_asks_for_plain_operators(tiny, codec):
+    fused = FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu", kernels=codec_stand_ins)
+    packed = held_bytes(fused)
+    stored = sum(t.nbytes for name, t in tiny.codec_tensors().items() if "input_proj.weight" not in name)
+    tables = sum(plan.load.nbytes + plan.save.nbytes for plan in fused._plans.values())
+    assert packed < stored + tables + 100_000  # two fp16 numbers for one of fp32; the rest is small
+    fused.decode(random_codes(MAX_FUSED_FRAMES, seed=5), fused.start())
+    assert held_bytes(fused) == packed
+    codes = random_codes(MAX_FUSED_FRAMES + 1, seed=6)
+    assert torch.equal(fused.decode_all(codes), codec.decode_all(codes))
+    assert held_bytes(fused) > packed
+
+
+def held_bytes(thing: object, seen: set[int] | None = None) -> int:
+    """Bytes of the memory behind all tensors of an object, less that of the files it may read again."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        if storage.data_ptr() in seen:
+            return 0
+        seen.add(storage.data_ptr())
+        return storage.nbytes()
+    if isinstance(thing, dict):
+        return sum(held_bytes(value, seen) for value in thing.values())
+    if isinstance(thing, (list, tuple)):
+        return sum(held_bytes(value, seen) for value in thing)
+    if not hasattr(thing, "__dict__") or isinstance(thing, type(torch)):
+        return 0
+    return sum(held_bytes(value, seen) for name, value in vars(thing).items() if name != "_tensors")
+
+
+def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):
+    with pytest.raises(BackendUnavailable, match="use variant='fp32'"):
+        FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu")
+
+
+def test_two_fp16_numbers_hold_a_weight_to_22_bits():
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(torch.randn(64, 48, generator=generator) * 0.02, None)
+    split, half = pack(linear, 64, split=True), pack(linear, 64, split=False)
+    assert half.low is None and torch.equal(half.high, split.high) and split.high.dtype == torch.float16
+    whole = split.high.float() + split.low.float() / LOW_SCALE
+    rounding = 2.0**-22 * linear.weight.t().abs() + 2.0**-35  # below fp16's normal range the spacing is fixed
+    assert ((whole - linear.weight.t()).abs() <= rounding).all()
+
+
+def test_the_weight_of_a_norm_is_part_of_the_product():
+    linear, norm = Linear(torch.ones(4, 3), None), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert torch.equal(pack(linear, 4, split=True, norm=norm).high.float(), norm.expand(3, 4))
+
+
+@given(
+    rows=st.integers(1, 20_000),
+    outs=st.integers(1, 400).map(lambda n: 4 * n),
+    channels=st.sampled_from([4, 16, 24, 96, 192, 512, 1024]),
+    taps=st.sampled_from([1, 2, 3, 7]),
+    splittable=st.booleans(),
+)
+def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps, splittable):
+    shape = tile(rows, outs, taps * channels, channels, splittable)
+    starts = [shape.part * z for z in range(shape.parts)]
+    assert starts[-1] < taps * channels <= shape.part * shape.parts  # no program is idle, none of the depth is left
+    assert shape.part % shape.depth == 0  # a program's last block reaches into no other program's part
+    assert splittable or shape.parts == 1
+    assert min(shape.rows, shape.outs, shape.depth) >= 16  # what the matrix units take
+    if shape.even:
+        assert channels % shape.depth == 0
+
+
+def test_copies_of_any_size_are_cut_into_pieces_that_a_program_holds():
+    table = copies([(0, 7, 2 * MOVE_WORDS + 1), (9_000, 10_000, 5)], torch.device("cpu"))
+    assert table.tolist() == [
+        [0, 7, MOVE_WORDS],
+        [MOVE_WORDS, 7 + MOVE_WORDS, MOVE_WORDS],
+        [2 * MOVE_WORDS, 7 + 2 * MOVE_WORDS, 1],
+        [9_000, 10_000, 5],
+    ]

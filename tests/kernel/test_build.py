@@ -1,0 +1,158 @@
+"""The frame kernel compiles for every target, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loops
+
+from mktts.checkpoint.random.tokenizer import SPECIALS
+from mktts.errors import BackendUnavailable
+from mktts.kernel import build as kernel_build
+from mktts.kernel.build import SHARED, STAGE_BYTES, TARGETS, Build, build_for, compile_kernel, target_of
+from mktts.kernel.tape import choose_shape, choose_text_shape
+from mktts.kernel.tape_stack import UnpackParams
+from mktts.measure.inspection import config_at
+from mktts.spec import ModelConfig
+from mktts.training.talker import sizes
+
+SLOW = pytest.mark.slow
+# Bytes of spill stores and loads together, and of the stack: the worst the pinned compiler gives, and a tenth. They
+# are where codes are drawn and between matrices. sm_90a's consumers may have 232 registers, those of others 168.
+SPILL_BYTES, STACK_BYTES = {"sm_90a": 500, "": 1_480}, {"sm_90a": 160, "": 320}
+
+
+def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
+    return {**choose_shape(config_at(size), multiprocessors).defines, "RING": 2}
+
+
+def report(build: Build, what: str, capsys) -> None:
+    with capsys.disabled():
+        print(f"\n{what}: {build.registers} registers, {build.spill_bytes} bytes spilled")
+
+
+def assert_registers_suffice(build: Build, arch: str) -> None:
+    stack = sum(map(int, re.findall(r"(\d+) bytes stack frame", build.log)))
+    assert "bytes stack frame" in build.log and 0 < build.registers <= 255
+    assert build.spill_bytes <= SPILL_BYTES.get(arch, SPILL_BYTES[""])
+    assert stack <= STACK_BYTES.get(arch, STACK_BYTES[""])
+    code = code_of(build.cubin)
+    assert len(tight_loops(code, arch)) > 50  # every poll and wait is one
+    assert local_in_tight_loops(code, arch) == []
+
+
+# The source has three branches: below sm_90, sm_90a, above. One target of each is quick enough for every run.
+@pytest.mark.parametrize(
+    "arch", [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=SLOW) for name in TARGETS]
+)
+def test_the_text_kernel_compiles_for_every_target(arch, capsys):
+    stack = replace(config_at("0.6b").talker, vocab_size=151_936)  # Qwen3-0.6B: the talker's stack, a text vocabulary
+    shape = {**choose_text_shape(stack, 132).defines, "RING": 2}
+    build = compile_kernel(shape, arch, "text.cu")
+    report(build, f"{arch} text", capsys)
+    assert_registers_suffice(build, arch)
+    assert build.constants == compile_kernel(shape, arch, SHARED).constants
+
+
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [
+        *((arch, "0.6b") for arch in TARGETS),
+        ("sm_90a", "1.7b"),
+        ("sm_90a", "tiny-projected"),
+        pytest.param("sm_86", "1.7b", marks=SLOW),
+    ],
+)
+def test_the_kernel_compiles_for_every_target(arch, size, capsys):
+    build = compile_kernel(defines(size), arch)
+    report(build, f"{arch} {size}", capsys)
+    assert build.cubin[:4] == b"\x7fELF"
+    assert_registers_suffice(build, arch)
+    assert build.constants == compile_kernel(defines(size), arch, SHARED).constants
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
+    text_ids = {"assistant": 1, "": 2_048} | {token: 2_000 + i for i, token in enumerate(SPECIALS)}
+    (tmp_path / "config.json").write_text(json.dumps(sizes.config_files(sizes.VOICE, text_ids)["config.json"]))
+    shape = choose_shape(ModelConfig.load(tmp_path), 132)
+    build = compile_kernel({**shape.defines, "RING": 2}, arch)
+    assert shape.blocks >= 32
+    assert_registers_suffice(build, arch)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
+def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
+    build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
+    assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
+    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(UnpackParams)
+
+
+@pytest.mark.parametrize(
+    ("arch", "multiprocessors"),
+    [("sm_80", 108), ("sm_86", 82), ("sm_89", 128), ("sm_90a", 132), ("sm_100", 148), ("sm_120", 170)],
+)
+@pytest.mark.parametrize("size", ["0.6b", "1.7b"])
+def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocessors, size):
+    build = build_for(choose_shape(config_at(size), multiprocessors).defines, arch, SHARED)
+    used = build.constants["mktts_shared_bytes"]
+    assert TARGETS[arch] - STAGE_BYTES < used <= TARGETS[arch]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_local_memory_is_found_in_machine_code(arch):
+    """A poll that counts in an array, as the kernels' own must not, beside one that counts in a register."""
+    loops = {True: "u32 n[16] = {}; while (v = *word) n[v & 15]++; v = n[word[1] & 15];", False: "while (*word) v++;"}
+    for local, loop in loops.items():
+        source = f"typedef unsigned u32; __global__ void poll(volatile u32* word) {{ u32 v = 0; {loop} word[2] = v; }}"
+        flags = [f"--gpu-architecture={arch}"]
+        code = code_of(kernel_build._compile(kernel_build.nvrtc()[0], source, "poll.cu", flags).cubin)
+        assert tight_loops(code, arch)
+        opcodes = {code[at] & 0xFFF for at in local_in_tight_loops(code, arch)}
+        assert bool(opcodes & LOADS) == bool(opcodes & STORES) == local
+
+
+def test_a_target_without_room_for_two_stages_is_named(monkeypatch):
+    monkeypatch.setitem(TARGETS, "sm_90a", 2 * STAGE_BYTES)
+    with pytest.raises(BackendUnavailable, match="shared memory"):
+        build_for(choose_shape(config_at("tiny"), 132).defines, "sm_90a")
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
+    (tmp_path / "kernels").write_text("a file where the folder would be")
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
+    assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu").cubin
+    assert "could not be kept" in capsys.readouterr().err
+
+
+def test_a_second_build_comes_from_the_cache(monkeypatch):
+    first = compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
+    monkeypatch.setattr(kernel_build, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu") == first
+
+
+def test_a_refused_source_shows_the_compilers_words():
+    with pytest.raises(BackendUnavailable, match="error"):
+        compile_kernel({**defines("tiny"), "HD": 20}, "sm_90a")
+
+
+def test_a_missing_source_folder_is_named(tmp_path):
+    with pytest.raises(BackendUnavailable, match=str(tmp_path)):
+        kernel_build.source(folder=tmp_path)
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(kernel_build, "_candidates", lambda: ["libnothing.so.0"])
+    with pytest.raises(BackendUnavailable, match="pip install nvidia-cuda-nvrtc"):
+        kernel_build.nvrtc.__wrapped__()
+
+
+def test_targets_follow_the_compute_capability():
+    assert target_of((9, 0)) == "sm_90a" and target_of((8, 6)) == "sm_86" and target_of((12, 0)) == "sm_120"
+    with pytest.raises(BackendUnavailable, match="7.5"):
+        target_of((7, 5))

@@ -1,0 +1,283 @@
+"""The megakernel backend against the oracle, on a GPU; its borders anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend
+from mktts.kernel.build import compile_kernel, source
+from mktts.kernel.params import Params, StreamParams
+from mktts.kernel.tape import choose_shape
+from mktts.measure.inspection import config_at
+from mktts.measure.parity.upstream import our_codes
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS
+from mktts.synth import Synthesizer
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
+GREEDY = Sampling().greedy()
+
+
+def prompt_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16) -> Prompt:
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", dtype)
+    return builder.build(TEXT)
+
+
+def kernel_of(checkpoint: Checkpoint) -> MegakernelBackend:
+    return MegakernelBackend(checkpoint.config, checkpoint.tensors())
+
+
+def frames_of(backend, prompt, state, count: int) -> torch.Tensor:
+    codes = [backend.step(state, prompt.row(state.frames - 1) if state.frames else None).codes for _ in range(count)]
+    return torch.stack(codes)
+
+
+def test_without_a_device_it_says_so(tiny):
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+@pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
+def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, structure):
+    struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
+    declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
+    assert [field for field, _ in structure._fields_] == declared
+
+
+def test_launch_parameters_have_the_size_the_compiler_gave_them():
+    shape = choose_shape(config_at("tiny"), 132)
+    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a")
+    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(Params)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny:margin", "random:tiny-projected:margin", "random:0.6b:margin"])
+def test_greedy_codes_are_the_oracles_where_margins_are_wide(source):
+    checkpoint = open_checkpoint(source)
+    prompt = prompt_of(checkpoint)
+    oracle = TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda")
+    expected = our_codes(oracle, prompt, GREEDY, 0, 60)
+    assert expected.shape == (60, NUM_CODEBOOKS)
+    assert torch.equal(our_codes(kernel_of(checkpoint), prompt, GREEDY, 0, 60), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_row_by_row_at_once_and_after_a_prefix_prompts_give_the_same_codes(tiny_margin, monkeypatch):
+    backend, prompt = kernel_of(tiny_margin), prompt_of(tiny_margin)
+    assert 0 < prompt.prefix_rows < len(prompt.embeds)
+
+    def codes(kernel_rows: int, **prefix: object) -> torch.Tensor:
+        monkeypatch.setattr("mktts.kernel.backend._KERNEL_ROWS", kernel_rows)
+        state = backend.start(prompt.embeds, GREEDY, 0, 30, **prefix)
+        return frames_of(backend, prompt, state, 30)
+
+    prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
+    expected = codes(10**6)
+    for kernel_rows in (0, 10**6):
+        assert torch.equal(codes(kernel_rows), expected)
+        for _ in range(2):  # made, then found
+            assert torch.equal(codes(kernel_rows, **prefix), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_end_of_speech_comes_at_the_oracles_frame():
+    checkpoint = open_checkpoint("random:tiny:margin:eos9")
+    codes = our_codes(kernel_of(checkpoint), prompt_of(checkpoint), GREEDY, 0, 40)
+    assert len(codes) == 9
+
+
+@pytest.mark.gpu
+@GPU
+def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    alone = [our_codes(backend, prompt, Sampling(), seed, 20) for seed in (1, 1, 2)]
+    assert torch.equal(alone[0], alone[1]) and not torch.equal(alone[0], alone[2])
+    states = [backend.start(prompt.embeds, Sampling(), seed, 20) for seed in (1, 2)]
+    turns = [[], []]
+    for _ in range(20):
+        for state, codes in zip(states, turns, strict=True):
+            codes.append(frames_of(backend, prompt, state, 1))
+    assert torch.equal(torch.cat(turns[0]), alone[0]) and torch.equal(torch.cat(turns[1]), alone[2])
+
+
+@pytest.mark.gpu
+@GPU
+def test_several_frames_a_launch_are_those_of_single_launches(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 30)
+    state, made = backend.start(prompt.embeds, Sampling(), 1, 30), []
+    for count in (1, 2, 3, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH):
+        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + count)]
+        made += [frame.codes for frame in backend.frames(state, rows)]
+    assert torch.equal(torch.stack(made), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_launch_that_is_closed_stops_within_a_frame_and_leaves_the_others_alone(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 20)
+    for _ in range(50):
+        state = backend.start(prompt.embeds, Sampling(), 2, 20)
+        frames = backend.frames(state, [None, *(prompt.row(t) for t in range(MAX_FRAMES_A_LAUNCH - 1))])
+        next(frames)
+        frames.close()
+        assert 1 <= state.frames <= MAX_FRAMES_A_LAUNCH
+    assert torch.equal(our_codes(backend, prompt, Sampling(), 1, 20), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_end_of_speech_ends_a_launch_of_several_frames():
+    checkpoint = open_checkpoint("random:tiny:margin:eos9")
+    backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
+    state, made = backend.start(prompt.embeds, GREEDY, 0, 40), []
+    while not state.ended:
+        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + 6)]
+        made += list(backend.frames(state, rows))
+    assert [frame.codes is None for frame in made] == [False] * 9 + [True]
+
+
+@pytest.mark.gpu
+@GPU
+def test_forcing_a_stream_onto_its_own_codes_changes_nothing(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 12)
+    state = backend.start(prompt.embeds, Sampling(), 1, 12)
+    for t, codes in enumerate(expected):
+        assert torch.equal(backend.step(state, prompt.row(t - 1) if t else None).codes, codes)
+        backend.force(state, codes)
+
+
+@pytest.mark.gpu
+@GPU
+def test_codes_stay_the_same_where_tags_begin_anew(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    frames = 3 * 65_536 // backend._tags_per_frame
+    expected = our_codes(backend, prompt, Sampling(), 1, 20)
+    our_codes(backend, prompt, Sampling(), 2, frames)
+    assert torch.equal(our_codes(backend, prompt, Sampling(), 1, 20), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_frame_that_times_out_is_named_and_the_next_stream_is_well(tiny, monkeypatch):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    expected = our_codes(backend, prompt, Sampling(), 1, 8)
+    state = backend.start(prompt.embeds, Sampling(), 1, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr("mktts.kernel.launch._TIMEOUT_NS", 50_000_000)
+        kernel = backend._launcher.kernel
+        patch.setattr(kernel, "blocks", kernel.blocks - 1)  # the others wait for it in vain
+        with pytest.raises(EngineError, match=r"block \d+, thread \d+ waited"):
+            frames_of(backend, prompt, state, 8)
+    with pytest.raises(CapacityError):
+        backend.step(state, prompt.row(0))
+    assert torch.equal(our_codes(backend, prompt, Sampling(), 1, 8), expected)
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_draw_follows_its_distribution(tiny):
+    """Code 0 of the first frame over many seeds, against the oracle's distribution before the draw."""
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    choice = Choice(top_k=4, temperature=0.9)
+    sampling = Sampling(talker=choice, predictor=Choice(do_sample=False))
+    oracle = TorchBackend(tiny.config, tiny.tensors(), "cuda")
+    state = oracle.start(prompt.embeds, sampling, 0, 4)
+    logits = oracle.code0_logits(state)
+    logits[tiny.config.talker.vocab_size - 1024 :] = -torch.inf
+    top = torch.topk(logits, 4)
+    expected = (top.values / 0.9).softmax(-1).cpu()
+    drawn = torch.tensor([int(our_codes(backend, prompt, sampling, seed, 1)[0, 0]) for seed in range(600)])
+    counts = torch.stack([(drawn == i).sum() for i in top.indices.cpu()])
+    assert counts.sum() == len(drawn)  # nothing outside the top four
+    assert (counts / len(drawn) - expected).abs().max() < 0.08
+
+
+@pytest.mark.gpu
+@GPU
+def test_its_logits_are_no_further_from_fp32_than_the_oracles():
+    """Teacher-forced on one run's codes: every head of every frame, bf16 against an fp32 run of the same weights."""
+    checkpoint = open_checkpoint("random:0.6b")
+    prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    backend, prompt = kernel_of(checkpoint), prompts[torch.bfloat16]
+    state = backend.start(prompt.embeds, Sampling(), 5, 24)
+    codes, ours = [], []
+    for t in range(24):
+        debug = backend.new_debug()
+        codes.append(backend.step(state, prompt.row(t - 1) if t else None, debug).codes)
+        ours.append(debug.logits.float())
+    ours, codes = torch.stack(ours), torch.stack(codes)
+    exact, theirs = (
+        forced_logits(TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda", dtype), prompts[dtype], codes)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    error = [(x - exact)[..., :2048].square().mean().sqrt().item() for x in (ours, theirs)]
+    print(f"rms error to fp32: megakernel {error[0]:.4f}, oracle bf16 {error[1]:.4f}")
+    assert error[0] <= 1.1 * error[1]
+
+
+def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> torch.Tensor:
+    """(T, 16, vocabulary) fp32 raw logits of the oracle when every choice is replaced by `codes` (T, 16)."""
+    size = oracle.config.talker.vocab_size
+    out = torch.zeros(len(codes), NUM_CODEBOOKS, size, device="cuda")
+    chosen, heads = [], []
+
+    def force(logits, *_):
+        heads.append(logits)
+        return chosen[len(heads) - 1].to(logits.device)
+
+    state = oracle.start(prompt.embeds, GREEDY, 0, len(codes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mktts.model.oracle.choose", force)
+        patch.setattr(TorchBackend, "_code0", lambda self, s: force(self.code0_logits(s)))
+        for t, frame in enumerate(codes):
+            chosen[:], heads[:] = list(frame), []
+            oracle.step(state, prompt.row(t - 1) if t else None)
+            for group, logits in enumerate(heads):
+                out[t, group, : len(logits)] = logits
+    return out
+
+
+@pytest.mark.gpu
+@GPU
+def test_borders(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
+    with pytest.raises(SamplingError, match="rng"):
+        backend.start(prompt.embeds, Sampling(rng="torch"), 0, 4)
+    with pytest.raises(CapacityError):
+        backend.start(prompt.embeds, GREEDY, 0, 10**6)
+    state = backend.start(prompt.embeds, GREEDY, 0, 1)
+    with pytest.raises(PromptError, match="None exactly on the first"):
+        backend.step(state, prompt.row(0))
+    frames_of(backend, prompt, state, 1)
+    with pytest.raises(CapacityError, match="at most 1"):
+        backend.step(state, prompt.row(0))
+
+
+@pytest.mark.gpu
+@GPU
+def test_the_synthesizer_speaks_with_it(tiny_margin):
+    with Synthesizer.load(tiny_margin, backend="megakernel") as synth:
+        assert synth.backend_name == "megakernel"
+        for _ in range(100):  # cancelled at once, again and again
+            synth.stream("Some words.", speaker="ryan", max_frames=50).cancel()
+        ours = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
+        pcm = ours.read()
+    with Synthesizer.load(tiny_margin, backend="torch") as synth:
+        theirs = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
+        theirs.read()
+    assert len(pcm) and torch.equal(ours.codes, theirs.codes)

@@ -1,0 +1,301 @@
+"""Prefill in padded pieces against the oracle's one pass; and its keys and values in the frame kernel's layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.kernel.prefill import ROW_BUCKETS, Kept, Prefill, deal
+from mktts.measure.inspection import config_at
+from mktts.model.qwen3 import Qwen3Stack, unit_rms
+from mktts.spec import StackConfig
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SMALL = StackConfig(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+)
+
+
+def stack(dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu") -> Qwen3Stack:
+    """Seeded weights that are bf16 numbers: the same on every device and in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    c, d = config, config.head_dim
+    shapes = {
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        "self_attn.q_proj": (c.num_attention_heads * d, c.hidden_size),
+        "self_attn.k_proj": (c.num_key_value_heads * d, c.hidden_size),
+        "self_attn.v_proj": (c.num_key_value_heads * d, c.hidden_size),
+        "self_attn.o_proj": (c.hidden_size, c.num_attention_heads * d),
+        "self_attn.q_norm": (d,),
+        "self_attn.k_norm": (d,),
+        "input_layernorm": (c.hidden_size,),
+        "post_attention_layernorm": (c.hidden_size,),
+    }
+    names = {f"layers.{i}.{name}": shape for i in range(c.num_hidden_layers) for name, shape in shapes.items()}
+    tensors = {}
+    for name, shape in (names | {"norm": (c.hidden_size,)}).items():
+        noise = torch.randn(shape, generator=generator)
+        weight = 1 + 0.3 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+        tensors[f"{name}.weight"] = weight.bfloat16()
+    return Qwen3Stack(config, tensors, "", torch.device(device), dtype)
+
+
+def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * rows + seed)).to(dtype)
+
+
+def small(dtype: torch.dtype = torch.float32, **settings) -> Prefill:
+    return Prefill(stack(dtype), **{"capacity": 512, "buckets": (4, 16, 64), **settings})
+
+
+@torch.inference_mode()
+def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden state of the last row, keys and values."""
+    cache = of.new_cache(len(rows))
+    return of.forward(rows[None], cache)[0, -1], cache.keys[:, 0], cache.values[:, 0]
+
+
+def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], error: float = 1e-5) -> bool:
+    return all(f.shape == e.shape and (f - e).abs().max() <= error for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17, 64, 65, 127, 129, 300, 512])
+def test_all_lengths_give_the_oracles_hidden_state_keys_and_values(rows):
+    prefill, x = small(), prompt(rows)
+    assert close((prefill.run(x), prefill.keys, prefill.values), oracle(x, stack()))
+    assert prefill.length == rows
+
+
+@pytest.mark.parametrize("past", [1, 9, 63, 64, 130])
+@pytest.mark.parametrize("rows", [1, 2, 70])
+def test_a_prompt_in_two_pieces_gives_the_oracles_single_pass(past, rows):
+    prefill, x = small(), prompt(past + rows)
+    prefill.run(x[:past])
+    hidden = prefill.run(x[past:], past)
+    assert close((hidden, prefill.keys, prefill.values), oracle(x, stack()))
+
+
+def test_the_last_row_is_what_the_oracle_makes_of_it_step_by_step():
+    x, of = prompt(30), stack()
+    cache = of.new_cache(30)
+    with torch.inference_mode():
+        for row in x:
+            hidden = of.forward(row[None, None], cache)
+    assert close((small().run(x),), (hidden[0, 0],))
+
+
+def test_in_bf16_it_is_no_further_from_fp64_than_the_oracle():
+    errors = []
+    for rows in (12, 40, 90):
+        x = prompt(rows, dtype=torch.bfloat16)
+        exact = oracle(x.double(), stack(torch.float64))
+        prefill = small(torch.bfloat16)
+        ours = (prefill.run(x), prefill.keys, prefill.values)
+        theirs = oracle(x, stack(torch.bfloat16))
+        errors.append(
+            [[(a.double() - e).square().mean() for a, e in zip(f, exact, strict=True)] for f in (ours, theirs)]
+        )
+    ours, theirs = torch.tensor(errors).mean(0).sqrt()
+    assert theirs.min() > 1e-4 and (ours <= 1.1 * theirs).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_prefilled_before_changes_nothing(dtype):
+    x, prefill = prompt(20, dtype=dtype), small(dtype)
+    expected = small(dtype).run(x)
+    prefill.run(prompt(400, seed=1, dtype=dtype))
+    assert torch.equal(prefill.run(x), expected)
+    prefill.run(torch.full((130, SMALL.hidden_size), torch.nan, dtype=dtype))
+    assert torch.equal(prefill.run(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rest", [1, 2, 25, 200])
+def test_a_restored_prefix_gives_the_bits_of_one_just_made(dtype, rest):
+    x, prefill = prompt(9 + rest, dtype=dtype), small(dtype)
+    prefill.run(x[:9])
+    kept = prefill.keep(9)
+    expected = (prefill.run(x[9:], 9), prefill.keys.clone(), prefill.values.clone())
+    prefill.run(prompt(333, seed=2, dtype=dtype))
+    prefill.restore(kept)
+    assert prefill.length == kept.length == 9
+    found = (prefill.run(x[9:], 9), prefill.keys, prefill.values)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_what_is_kept_is_a_copy_and_knows_its_size():
+    prefill = small()
+    prefill.run(prompt(9))
+    kept, before = prefill.keep(5), prefill.keys[:, :, :5].clone()
+    prefill.run(prompt(9, seed=3))
+    assert torch.equal(kept.keys, before) and not torch.equal(prefill.keys[:, :, :5], before)
+    assert kept.nbytes == 5 * 2 * SMALL.kv_bytes_per_position  # fp32 takes twice the bytes of bf16
+
+
+def test_a_result_belongs_to_the_caller():
+    prefill = small()
+    first = prefill.run(prompt(5))
+    before = first.clone()
+    prefill.run(prompt(6))
+    assert torch.equal(first, before)
+
+
+def test_warm_up_makes_every_pass_that_a_prompt_needs():
+    prefill = small(buckets=ROW_BUCKETS)
+    prefill.warm_up()
+    assert prefill.length == 0
+    made = set(prefill._passes)
+    for past in (0, 1, 63, 64, 112, 127, 128, 129, 300, 511):
+        prefill.run(prompt(512))
+        for rows in (1, 16, 17, 63, 64, 65, 128, 129, 200, 512):
+            if past + rows <= 512:
+                prefill._length = 512
+                prefill.run(prompt(rows), past)
+    assert set(prefill._passes) == made
+
+
+def test_borders():
+    prefill = small()
+    with pytest.raises(PromptError, match=r"must be \(L >= 1, 48\), got \(3, 47\)"):
+        prefill.run(torch.zeros(3, 47))
+    with pytest.raises(PromptError, match="got \\(0, 48\\)"):
+        prefill.run(prompt(1)[:0])
+    with pytest.raises(PromptError, match="float32 on cpu, got torch.bfloat16"):
+        prefill.run(prompt(1, dtype=torch.bfloat16))
+    with pytest.raises(PromptError, match=r"past must be in 0\.\.0"):
+        prefill.run(prompt(1), 1)
+    with pytest.raises(CapacityError, match="holds 512 positions, 513"):
+        prefill.run(prompt(513))
+    prefill.run(prompt(10))
+    with pytest.raises(CapacityError, match="10 positions are filled, 11"):
+        prefill.keep(11)
+    with pytest.raises(CapacityError, match="holds 512 positions, 513"):
+        prefill.run(prompt(503), 10)
+    with pytest.raises(CapacityError, match="kept keys and values must be"):
+        prefill.restore(Kept(torch.zeros(2, 3, 2, 513, 16)))
+    assert prefill.length == 10
+    for capacity in (0, 100, 8192):
+        with pytest.raises(CapacityError, match="capacity must be a multiple of 16"):
+            small(capacity=capacity)
+    with pytest.raises(BackendUnavailable, match="graphs=False"):
+        small(graphs=True)
+
+
+def test_a_fused_stack_shares_its_weights_and_gives_the_same_results():
+    plain, fused = stack(), stack()
+    fused.fuse()
+    layers = fused.layers[:]
+    fused.fuse()
+    assert all(a is b for a, b in zip(layers, fused.layers, strict=True))
+    for w, old in zip(fused.layers, plain.layers, strict=True):
+        assert w.q.data_ptr() == w.qkv.data_ptr() and w.gate.data_ptr() == w.gate_up.data_ptr()
+        assert w.v.untyped_storage().data_ptr() == w.qkv.untyped_storage().data_ptr()
+        assert all(torch.equal(getattr(w, name), getattr(old, name)) for name in ("q", "k", "v", "gate", "up"))
+    assert close(oracle(prompt(20), fused), oracle(prompt(20), plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_fused_norm_rounds_as_the_formula_does(dtype):
+    x = 3 * torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    h = x if dtype == torch.float64 else x.float()
+    expected = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    assert torch.equal(unit_rms(x, 1e-6), expected)
+
+
+@pytest.mark.parametrize(
+    "start, count", [(0, 1), (0, 4), (0, 10), (3, 1), (3, 2), (5, 2), (4, 8), (6, 13), (1, 19), (9, 0)]
+)
+def test_dealt_positions_lie_where_the_kernel_looks_for_them(start, count):
+    layers, heads, group, slots, head_dim = 2, 3, 4, 5, 8
+    kv = torch.full((layers, heads, group, slots, 2, head_dim), -1.0)
+    keys, values = torch.rand(2, layers, heads, count, head_dim)
+    deal(keys, values, kv, start)
+    for position in range(group * slots):
+        found = kv[:, :, position % group, position // group]
+        if start <= position < start + count:
+            assert torch.equal(found[:, :, 0], keys[:, :, position - start])
+            assert torch.equal(found[:, :, 1], values[:, :, position - start])
+        else:
+            assert (found == -1).all()
+
+
+def test_dealing_past_the_cache_is_refused():
+    kv, (keys, values) = torch.zeros(1, 1, 4, 2, 2, 8), torch.zeros(2, 1, 1, 5, 8)
+    deal(keys, values, kv, 3)
+    for start in (4, -1):
+        with pytest.raises(CapacityError, match="holds 8 positions"):
+            deal(keys, values, kv, start)
+
+
+# ---- on a GPU
+
+
+def released(dtype: torch.dtype = torch.bfloat16, layers: int = 4, **settings) -> Prefill:
+    config = replace(config_at("0.6b").talker, num_hidden_layers=layers)
+    return Prefill(stack(dtype, config, "cuda"), **settings)
+
+
+def on_gpu(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return prompt(rows, dtype=dtype, width=config_at("0.6b").talker.hidden_size).cuda()
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [1, 10, 17, 64, 100, 500])
+def test_graphs_give_the_bits_of_eager_passes(rows):
+    graphed, eager, x = released(), released(graphs=False), on_gpu(rows)
+    for _ in range(2):  # captured, then replayed
+        hidden = graphed.run(x)
+    assert torch.equal(hidden, eager.run(x))
+    assert torch.equal(graphed.keys, eager.keys) and torch.equal(graphed.values, eager.values)
+
+
+@pytest.mark.gpu
+@GPU
+def test_in_fp32_a_gpu_gives_what_the_cpu_gives():
+    x, on_cpu, on_gpu = prompt(300), small(), Prefill(stack(device="cuda"), capacity=512, buckets=(4, 16, 64))
+    expected = (on_cpu.run(x), on_cpu.keys, on_cpu.values)
+    found = (on_gpu.run(x.cuda()), on_gpu.keys, on_gpu.values)
+    assert close(tuple(t.cpu() for t in found), expected, 1e-3)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [10, 70, 300])
+def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
+    x, prefill, exact = on_gpu(rows), released(), released(torch.float32, graphs=False).stack
+    expected = oracle(x.float(), exact)
+    ours = (prefill.run(x), prefill.keys, prefill.values)
+    theirs = oracle(x, prefill.stack)
+    for place in (1, 2):  # keys, values: many numbers, so the figures are steady
+        errors = [(found[place].float() - expected[place]).square().mean().sqrt() for found in (ours, theirs)]
+        assert errors[0] <= 1.1 * errors[1]
+
+
+@pytest.mark.gpu
+@GPU
+def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
+    prefill, x = released(), on_gpu(40)
+    prefill.warm_up()
+    prefill.run(x[:9])
+    kept = prefill.keep(9)
+    expected = prefill.run(x[9:], 9)
+    prefill.run(torch.full_like(on_gpu(500), torch.nan))
+    prefill.restore(kept)
+    assert torch.equal(prefill.run(x[9:], 9), expected)
+    assert bool(expected.isfinite().all())

@@ -1,0 +1,252 @@
+"""Which rows of a prompt no text changes, by which key they are found, and what is kept of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from mktts.checkpoint import open_checkpoint
+from mktts.errors import CapacityError, PromptError
+from mktts.kernel.prefill import Prefill
+from mktts.kernel.prefixes import PrefixCache
+from mktts.measure.parity.upstream import made_up_voice
+from mktts.model.fed_prompt import FedPrompt
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.voice import Voice
+
+TEXTS = ("Hello there.", "Quite another text, and a longer one at that.", "x")
+BASE, CUSTOM, DESIGN = "random:tiny:base", "random:tiny-projected", "random:tiny:voice_design"
+ROLE, SPECIAL = 3, 1  # rows: the role's, codec padding with begin-of-text
+TAGS = {"auto": 3, "english": 4}  # think, begin, (language,) end
+
+
+@cache
+def builder(source: str) -> PromptBuilder:
+    checkpoint = open_checkpoint(source)
+    return PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
+
+
+def voice(frames: int) -> Voice:
+    return made_up_voice(open_checkpoint(BASE), frames)
+
+
+def fed(request: Request) -> FedPrompt:
+    prompt = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN).open(replace(request, text=""))
+    for char in request.text:
+        prompt.push(char)
+    prompt.close()
+    return prompt
+
+
+def assert_maximal(prompts: list[Prompt | FedPrompt]) -> int:
+    """The prefix rows of prompts that differ in text only: the same bits, one key, and another row behind them."""
+    (rows,), (key,) = {p.prefix_rows for p in prompts}, {p.prefix_key for p in prompts}
+    assert key is not None and all(0 < rows < len(p.embeds) for p in prompts)
+    first, *others = (p.embeds for p in prompts)
+    for other in others:
+        assert torch.equal(other[:rows], first[:rows])
+        assert not torch.equal(other[rows], first[rows])
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["whole", "streaming", "fed"])
+@pytest.mark.parametrize("language", ["auto", "english"])
+@pytest.mark.parametrize("instruct", [None, "Whisper, slowly."])
+@pytest.mark.parametrize("source", [CUSTOM, DESIGN, BASE])
+def test_the_prefix_ends_where_the_text_begins(source, instruct, language, layout, tiny):
+    if source == BASE and instruct:
+        with pytest.raises(PromptError, match="takes no instructions"):
+            builder(source).build(Request("a", instruct=instruct, voice=voice(0)))
+        return
+    who = {CUSTOM: {"speaker": "ryan"}, DESIGN: {}, BASE: {"voice": voice(0)}}[source]
+    requests = [Request(text, language, instruct=instruct, **who) for text in TEXTS]
+    if layout == "fed":
+        prompts = [fed(request) for request in requests]
+    else:
+        prompts = [builder(source).build(replace(request, layout=layout)) for request in requests]
+    rows = assert_maximal(prompts)
+    turn = len(builder(source).tokenizer.encode(f"user\n{instruct}")) + 3 if instruct else 0
+    assert rows == turn + ROLE + TAGS[language] + len(who) + SPECIAL
+
+
+@pytest.mark.parametrize("frames", [30, 60])
+@pytest.mark.parametrize("language", ["auto", "english"])
+def test_fed_text_leaves_a_recordings_transcript_in_the_prefix(language, frames):
+    transcript = len(builder(BASE).tokenizer.encode(voice(frames).transcript))
+    rows = assert_maximal([fed(Request(text, language, voice=voice(frames))) for text in TEXTS])
+    assert rows == ROLE + TAGS[language] + 1 + SPECIAL + transcript
+
+
+def test_a_prompt_that_the_transcript_fills_keeps_its_last_row():
+    frames = 2
+    assert len(builder(BASE).tokenizer.encode(voice(frames).transcript)) > frames + 1
+    prompts = [fed(Request(text, voice=voice(frames))) for text in TEXTS]
+    (rows,) = {p.prefix_rows for p in prompts}
+    assert rows == len(prompts[0].embeds) - 1 and len({p.prefix_key for p in prompts}) == 1
+    assert all(torch.equal(p.embeds, prompts[0].embeds) for p in prompts)
+
+
+@pytest.mark.parametrize("layout", ["whole", "streaming"])
+def test_known_text_leaves_the_transcript_out(layout):
+    """It is projected together with the text, which rounds by the number of rows."""
+    prompts = [builder(BASE).build(Request(text, voice=voice(30), layout=layout)) for text in TEXTS]
+    assert {p.prefix_rows for p in prompts} == {ROLE + TAGS["auto"] + 1 + SPECIAL}
+    assert len({p.prefix_key for p in prompts}) == 1
+    head = prompts[0].embeds[: prompts[0].prefix_rows]
+    assert all(torch.equal(p.embeds[: len(head)], head) for p in prompts)
+
+
+def test_keys_are_equal_exactly_where_prefixes_are(tiny):
+    """Every pair of requests of a checkpoint: built, fed, both layouts, all that a prefix is made of."""
+    other_voice = replace(voice(0), embedding=voice(0).embedding + 1)
+    other_codes = replace(voice(30), codes=voice(30).codes.flip(0))
+    other_words = replace(voice(30), transcript="Other words.")
+    requests = {
+        CUSTOM: [
+            Request("A", language, speaker, instruct)
+            for language in ("auto", "chinese", "english")
+            for speaker in ("eric", "ryan")
+            for instruct in (None, "Loud.", "loud.")
+        ],
+        DESIGN: [
+            Request("A", language, instruct=i) for language in ("auto", "french") for i in (None, "Calm.", "Low.")
+        ],
+        BASE: [
+            Request("A", language, voice=v)
+            for language in ("auto", "german")
+            for v in (voice(0), voice(0), other_voice, voice(30), other_codes, other_words)
+        ],
+    }
+    for source, some in requests.items():
+        prompts = [builder(source).build(replace(r, layout=layout)) for r in some for layout in ("whole", "streaming")]
+        prompts += [fed(r) for r in some]
+        prefixes = [p.embeds[: p.prefix_rows] for p in prompts]
+        for a, one in zip(prompts, prefixes, strict=True):
+            for b, other in zip(prompts, prefixes, strict=True):
+                same = torch.equal(one, other)
+                # Voices that share an embedding share a prefix of known text, under keys of their own.
+                assert same or a.prefix_key != b.prefix_key
+                assert a.prefix_key == b.prefix_key or not same or source == BASE
+
+
+def test_a_voices_digest_is_its_contents(tmp_path):
+    one = voice(30)
+    again = Voice.load(one.save(tmp_path / "voice.safetensors"))
+    assert again.digest == one.digest == voice(30).digest
+    others = [
+        voice(0),
+        replace(one, codes=one.codes.flip(0)),
+        replace(one, transcript="Other words."),
+        replace(one, embedding=one.embedding.double()),
+        replace(one, embedding=-one.embedding),
+    ]
+    assert len({v.digest for v in [one, *others]}) == 6
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def prefill(tiny) -> Prefill:
+    weights = Qwen3Stack(tiny.config.talker, tiny.tensors(), "talker.model.", torch.device("cpu"), torch.bfloat16)
+    return Prefill(weights, capacity=256)
+
+
+def prompts_of(*speakers: str, text: str = TEXTS[0]) -> list[Prompt]:
+    return [builder("random:tiny").build(Request(text, speaker=speaker, layout="streaming")) for speaker in speakers]
+
+
+def run(prefixes: PrefixCache, prompt: Prompt) -> tuple[torch.Tensor, ...]:
+    hidden = prefixes.run(prompt.embeds, prompt.prefix_rows, prompt.prefix_key)
+    return hidden, prefixes.prefill.keys.clone(), prefixes.prefill.values.clone()
+
+
+def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_a_known_prefix_gives_the_bits_of_a_new_one(prefill):
+    texts = [prompts_of("ryan", text=text)[0] for text in TEXTS]
+    expected = [run(PrefixCache(prefill), prompt) for prompt in texts]
+    prefixes = PrefixCache(prefill)
+    assert all(equal(run(prefixes, prompt), bits) for prompt, bits in zip(texts, expected, strict=True))
+    assert (prefixes.hits, prefixes.misses, len(prefixes)) == (len(TEXTS) - 1, 1, 1)
+    assert prefixes.nbytes == texts[0].prefix_rows * prefill.stack.config.kv_bytes_per_position
+    nothing = PrefixCache(prefill, max_entries=0)
+    assert equal(run(nothing, texts[0]), expected[0]) and not len(nothing)
+
+
+@pytest.mark.parametrize("key", ["key", None])
+def test_a_prefix_is_a_piece_of_its_own_even_where_it_is_not_kept(prefill, monkeypatch, key):
+    (prompt,) = prompts_of("ryan")
+    pieces, real = [], prefill.run
+    monkeypatch.setattr(prefill, "run", lambda rows, past=0: pieces.append((past, len(rows))) or real(rows, past))
+    prefixes, rows = PrefixCache(prefill), prompt.prefix_rows
+    for _ in range(2):
+        prefixes.run(prompt.embeds, rows, key)
+    new, rest = (0, rows), (rows, len(prompt.embeds) - rows)
+    assert pieces == [new, rest, *([new] if key is None else []), rest]
+
+
+def test_a_whole_prompt_is_close_to_one_in_two_pieces(prefill):
+    (prompt,) = prompts_of("ryan")
+    found = PrefixCache(prefill).run(prompt.embeds, prompt.prefix_rows, prompt.prefix_key).float()
+    whole = prefill.run(prompt.embeds).float()
+    assert torch.nn.functional.cosine_similarity(found, whole, 0) > 0.999
+
+
+def test_speakers_do_not_mix(prefill):
+    prefixes = PrefixCache(prefill)
+    prompts = prompts_of("ryan", "vivian", "eric")
+    first = [run(prefixes, prompt) for prompt in prompts]
+    assert all(equal(run(prefixes, p), bits) for p, bits in zip(prompts[::-1], first[::-1], strict=True))
+    assert (prefixes.hits, prefixes.misses) == (3, 3)
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def test_the_least_recently_used_goes_first(prefill):
+    ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
+    prefixes = PrefixCache(prefill, max_entries=2)
+    for prompt in (ryan, vivian, ryan, serena):
+        run(prefixes, prompt)
+    assert len(prefixes) == 2 and prefixes.hits == 1
+    run(prefixes, ryan)
+    assert prefixes.hits == 2
+    run(prefixes, vivian)
+    assert prefixes.hits == 2
+    each = prefixes.nbytes // 2
+    by_bytes = PrefixCache(prefill, max_bytes=2 * each)
+    for prompt in (ryan, vivian, serena):
+        run(by_bytes, prompt)
+    assert len(by_bytes) == 2 and by_bytes.nbytes == 2 * each
+    small = PrefixCache(prefill, max_bytes=each - 1)
+    run(small, ryan)
+    assert len(small) == small.nbytes == 0
+    prefixes.clear()
+    assert len(prefixes) == prefixes.nbytes == 0
+
+
+def test_a_prefix_alone_is_found_or_made(prefill):
+    (prompt,) = prompts_of("ryan")
+    rows = prompt.embeds[: prompt.prefix_rows]
+    prefixes = PrefixCache(prefill)
+    made = prefixes.prefix(rows, prompt.prefix_key)
+    assert prefixes.prefix(rows, prompt.prefix_key) is made
+    prefill.run(rows)
+    assert torch.equal(made.keys, prefill.keys) and torch.equal(made.values, prefill.values)
+
+
+def test_wrong_prefixes_are_refused(prefill):
+    (prompt,) = prompts_of("ryan")
+    prefixes = PrefixCache(prefill)
+    with pytest.raises(PromptError, match=r"prefix_rows must be in 0\.\."):
+        prefixes.run(prompt.embeds, len(prompt.embeds), prompt.prefix_key)
+    prefixes.run(prompt.embeds, 4, "key")
+    with pytest.raises(PromptError, match="names a prefix of 4 rows, this one has 5"):
+        prefixes.run(prompt.embeds, 5, "key")
+    with pytest.raises(CapacityError, match="must not be negative"):
+        PrefixCache(prefill, max_bytes=-1)

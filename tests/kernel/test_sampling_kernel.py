@@ -1,0 +1,123 @@
+"""The chooser of `mktts.model.sampling`, given a backend's own logits, against the codes that backend drew from
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mktts.checkpoint import open_checkpoint
+from mktts.measure.parity.upstream import first_mismatch, our_codes
+from mktts.model.oracle import TorchBackend
+from mktts.model.philox import gumbel
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Choice, Sampling, choose, restrict
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
+FRAMES = 200
+NUCLEUS, HOT = Choice(top_p=0.8), Choice(temperature=1.3, top_k=0)
+SETTINGS = {
+    "greedy": Sampling().greedy(),
+    "released": Sampling(),
+    "top-p": Sampling(NUCLEUS, NUCLEUS),
+    "top-p of all": Sampling(replace(NUCLEUS, top_k=0), replace(NUCLEUS, top_k=0)),
+    "hot, no filter": Sampling(HOT, HOT),
+    "penalty": Sampling(repetition_penalty=1.2),
+    "greedy with a penalty": Sampling(repetition_penalty=1.2).greedy(),
+    "greedy talker": Sampling(Choice(do_sample=False), Choice(temperature=0.5, top_k=7)),
+}
+
+
+def chosen(logits: Tensor, history: Tensor, config: ModelConfig, sampling: Sampling, seed: int) -> list[int]:
+    """The sixteen codes, on the CPU, of the raw logits (16, vocabulary) of the frame after `history` (N,)."""
+    logits, frame = logits.float().cpu(), len(history)
+    scores = restrict(logits[0], history, sampling.repetition_penalty, config.codec_ids.eos)
+    (noise,) = torch.from_numpy(gumbel(seed, frame, range(1), len(scores)))
+    codes = [int(choose(scores, sampling.talker, noise))]
+    size = config.predictor.vocab_size
+    noises = torch.from_numpy(gumbel(seed, frame, range(1, NUM_CODEBOOKS), size))
+    return codes + [
+        int(choose(row, sampling.predictor, noise)) for row, noise in zip(logits[1:, :size], noises, strict=True)
+    ]
+
+
+def compare(backend, prompt, sampling: Sampling, frames: int, step) -> None:
+    """Streams of seeds 40, 41, ... until `frames` frames were compared; `step(state, text)` gives codes and logits."""
+    config, compared, seed = backend.config, 0, 39
+    while compared < frames:
+        seed, history = seed + 1, []
+        state = backend.start(prompt.embeds, sampling, seed, frames - compared)
+        while compared < frames:
+            codes, logits = step(state, prompt.row(len(history) - 1) if history else None)
+            expected = chosen(logits, torch.tensor(history, dtype=torch.int64), config, sampling, seed)
+            if codes is None:
+                assert expected[0] == config.codec_ids.eos, f"seed {seed}, frame {len(history)}"
+                break
+            assert codes.tolist() == expected, f"seed {seed}, frame {len(history)}"
+            history.append(expected[0])
+            compared += 1
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_oracles_codes_are_the_choosers(setting, tiny, monkeypatch):
+    backend = TorchBackend(tiny.config, tiny.tensors())
+    prompt = PromptBuilder(tiny.config, tiny.tensors(), tiny.tokenizer()).build(TEXT)
+    raw: list[Tensor] = []
+    code0_logits = backend.code0_logits
+
+    def record_code0(state):
+        raw.append(code0_logits(state))
+        return raw[-1]
+
+    def record(logits, *settings):
+        raw.append(logits)
+        return choose(logits, *settings)
+
+    def step(state, text):
+        raw.clear()
+        codes = backend.step(state, text).codes
+        heads = [raw[0], *raw[2:]]  # the second is code 0 again, penalised
+        logits = torch.zeros(NUM_CODEBOOKS, len(raw[0]))
+        for row, head in zip(logits, heads, strict=codes is not None):
+            row[: len(head)] = head
+        return codes, logits
+
+    monkeypatch.setattr(backend, "code0_logits", record_code0)
+    monkeypatch.setattr("mktts.model.oracle.choose", record)
+    compare(backend, prompt, SETTINGS[setting], 12, step)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny:margin", "random:tiny:margin:eos9"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_kernels_codes_are_the_choosers(setting, source):
+    from mktts.kernel.backend import MegakernelBackend
+
+    checkpoint = open_checkpoint(source)
+    tensors = checkpoint.tensors()
+    backend = MegakernelBackend(checkpoint.config, tensors)
+    prompt = PromptBuilder(checkpoint.config, tensors, checkpoint.tokenizer(), "cuda", torch.bfloat16).build(TEXT)
+    debug = backend.new_debug()
+    compare(backend, prompt, SETTINGS[setting], FRAMES, lambda *at: (backend.step(*at, debug).codes, debug.logits))
+
+
+@pytest.mark.gpu
+@GPU
+def test_kernel_and_oracle_draw_the_same_codes_until_rounding_decides_one(tiny_margin):
+    from mktts.kernel.backend import MegakernelBackend
+
+    config, tensors = tiny_margin.config, tiny_margin.tensors()
+    prompt = PromptBuilder(config, tensors, tiny_margin.tokenizer(), "cuda", torch.bfloat16).build(TEXT)
+    hot, agreed = Sampling(Choice(temperature=3.0, top_k=0), Choice(temperature=3.0, top_k=0)), []
+    kernel, oracle = MegakernelBackend(config, tensors), TorchBackend(config, tensors, "cuda")
+    for seed in range(5):
+        frame, book = first_mismatch(*(our_codes(each, prompt, hot, seed, 8) for each in (kernel, oracle))) or (8, 0)
+        agreed.append(NUM_CODEBOOKS * frame + book)
+    assert sum(agreed) > 150, agreed  # of 640; other draws would part at once

@@ -1,0 +1,280 @@
+"""Text checkpoints: the layout against transformers and the released file, the loader against broken folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_checkpoint import file_bytes
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
+
+from mktts.errors import CheckpointError
+from mktts.llm import checkpoint as text_model
+from mktts.llm.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    TextCheckpoint,
+    TextConfig,
+    expected_text_tensors,
+    open_text_checkpoint,
+)
+from mktts.llm.random import config_json, ensure_named, make
+from mktts.llm.tokens import Detokenizer, TextVocabulary
+
+TEXTS = (
+    "Hello world, this is the weather today.",
+    " user\n\nassistant  iPhone JavaScript\t1234 x²",
+    "你好世界，今天天气 こんにちは 안녕하세요 สวัสดี",
+    "für mañana 🙂👩‍👩‍👧 e\u0301 don't I'LL \r\n ",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint_cache: None) -> TextCheckpoint:
+    return open_text_checkpoint("random:tiny")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tiny: TextCheckpoint) -> TextVocabulary:
+    return tiny.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def upstream_tokenizer(tiny: TextCheckpoint) -> Any:
+    return AutoTokenizer.from_pretrained(tiny.folder)
+
+
+@pytest.fixture
+def copied(tiny: TextCheckpoint, tmp_path: Path) -> Path:
+    """A folder of its own to break."""
+    return Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file; None removes the key."""
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def test_layout_gives_the_released_file_to_the_byte(tmp_path):
+    """Qwen/Qwen3-0.6B's model.safetensors: tied, and the head stored all the same."""
+    (tmp_path / "config.json").write_text(json.dumps(config_json("0.6b")))
+    layout = expected_text_tensors(TextConfig.load(tmp_path))
+    assert sum(spec.params for spec in layout.values()) == 596_049_920
+    layout[HEAD] = layout[EMBEDDING]
+    assert len(layout) == 311
+    assert file_bytes(layout, "BF16", {"format": "pt"}) == 1_503_300_328
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("tiny", {}),
+        ("tiny", {"store_head": True}),
+        ("tiny-untied", {"shards": 3}),
+        ("tiny", {"margin": True, "dtype": torch.float32}),
+    ],
+    ids=["tied", "head-stored", "untied-sharded", "margin-fp32"],
+)
+def test_transformers_finds_every_tensor_in_its_place(tmp_path, size, options):
+    folder = make(tmp_path / "made", size, **options)
+    ours = open_text_checkpoint(folder)
+    model, info = Qwen3ForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == options.get("dtype", torch.bfloat16)
+    theirs = model.state_dict()
+    tensors = ours.tensors()
+    assert theirs.keys() - tensors.keys() == ({HEAD} if ours.config.tied else set())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
+
+
+def test_configuration_is_what_transformers_reads(tiny):
+    theirs, stack = AutoConfig.from_pretrained(tiny.folder), tiny.config.stack
+    assert all(getattr(theirs, name) == value for name, value in vars(stack).items())
+    assert tiny.config.tied == theirs.tie_word_embeddings and tiny.is_random
+
+
+def test_choice_and_ends_are_what_transformers_reads(tiny, copied):
+    theirs, ours = GenerationConfig.from_pretrained(tiny.folder), tiny.choice()
+    assert all(getattr(theirs, name) == value for name, value in vars(ours).items())
+    assert list(tiny.config.eos_ids) == theirs.eos_token_id
+    (copied / "generation_config.json").unlink()
+    bare = open_text_checkpoint(copied)
+    assert all(getattr(GenerationConfig(), name) == value for name, value in vars(bare.choice()).items())
+    assert bare.config.eos_ids == (AutoConfig.from_pretrained(copied).eos_token_id,)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_text_becomes_the_ids_of_transformers_and_comes_back(vocabulary, upstream_tokenizer, text):
+    ids = vocabulary.encode(text)
+    assert ids == upstream_tokenizer.encode(text)
+    assert vocabulary.decode(ids) == upstream_tokenizer.decode(ids)
+
+
+ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(151_640, 151_680))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(ALL_IDS, max_size=12))
+def test_pieces_join_to_the_text_of_transformers(vocabulary, upstream_tokenizer, ids):
+    """Broken UTF-8, special, added and unused ids included."""
+    pieces = Detokenizer(vocabulary)
+    text = "".join(pieces.push(i) for i in ids) + pieces.finish()
+    assert text == upstream_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_no_piece_splits_a_character(vocabulary):
+    text = "ü🙂語"
+    by_byte = {vocabulary.data(i): i for i in range(256)}
+    pieces = Detokenizer(vocabulary)
+    got = [pieces.push(by_byte[bytes([byte])]) for byte in text.encode()]
+    assert [piece for piece in got if piece] == list(text) and len(got) == len(text.encode())
+    assert pieces.finish() == ""
+
+
+def test_tokenizer_json_serves_alone(copied, upstream_tokenizer):
+    upstream_tokenizer.save_pretrained(copied)
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        (copied / name).unlink(missing_ok=True)
+    assert (copied / "tokenizer.json").is_file()
+    vocabulary = open_text_checkpoint(copied).tokenizer()
+    ids = [i for text in TEXTS for i in vocabulary.encode(text)]
+    assert ids == [i for text in TEXTS for i in upstream_tokenizer.encode(text)]
+    added = upstream_tokenizer.get_added_vocab()
+    assert vocabulary.added == added
+    assert vocabulary.decode(list(added.values())) == upstream_tokenizer.decode(
+        list(added.values()), skip_special_tokens=True
+    )
+    raw = json.loads((copied / "tokenizer.json").read_text())
+    raw["pre_tokenizer"] = {"type": "ByteLevel"}
+    (copied / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="pre-tokenizer"):
+        open_text_checkpoint(copied).tokenizer()
+
+
+def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
+    edit(copied / "config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
+    assert open_text_checkpoint(copied).config == tiny.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3_tts"}, "model_type must be 'qwen3', found 'qwen3_tts'.*Synthesizer"),
+        ({"model_type": None}, "model_type must be 'qwen3', found None"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
+        ({"attention_bias": True}, "attention_bias must be False, found True"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window must be False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling must be None, found .*yarn"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*default.*yarn"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"head_dim": None}, "head_dim must be a whole number above 0, found None"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number above 0, found 2.5"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, found 0"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, found 4 and 3"),
+        ({"head_dim": 31}, "head_dim must be even"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"tie_word_embeddings": False}, "lm_head.weight: expected shape .*found no such tensor"),
+        ({"num_hidden_layers": 4}, "layers.3.*no such tensor"),
+        ({"num_hidden_layers": 2}, "layers.2.*expected no such tensor"),
+        ({"vocab_size": 151_900}, "embed_tokens.weight: expected shape"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_is_not_computed_is_refused_by_name(copied, changes, message):
+    edit(copied / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_text_checkpoint(copied)
+    assert str(copied) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_k": "many"}, "generation_config.json"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty must be 1.0, found 1.1"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"eos_token_id": [1, 999_999]}, "eos_token_id must be ids below vocab_size 151936"),
+        ({"eos_token_id": "end"}, "eos_token_id"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_generation_setting_out_of_range_is_refused_by_name(copied, changes, message):
+    edit(copied / "generation_config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        open_text_checkpoint(copied)
+
+
+def _retype(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in weights.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json: expected this file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors or"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs"), "Git LFS pointer"),
+        (_retype, "expected dtype BF16 or F32, found F16"),
+        (
+            lambda folder: (folder / "vocab.json").unlink(),
+            "merges.txt, or tokenizer.json, found neither",
+        ),
+        (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: expected a BPE vocabulary"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("{}"), "expected added_tokens_decoder"),
+        (
+            lambda folder: edit(
+                folder / "tokenizer_config.json", added_tokens_decoder={"151936": {"content": "x", "special": True}}
+            ),
+            "expected ids below the embedding's 151936 rows, found 151936",
+        ),
+    ],
+    ids=["config", "weights", "pointer", "dtype", "vocab", "torn-vocab", "added", "too-large"],
+)
+def test_a_broken_folder_is_named(copied: Path, breakage: Callable[[Path], object], message: str):
+    breakage(copied)
+    with pytest.raises(CheckpointError, match=message):
+        open_text_checkpoint(copied).tokenizer()
+
+
+@pytest.mark.parametrize("source", ["random:enormous", "random:tiny:loud", "absent-folder", "", "random:"])
+def test_a_source_that_is_none_says_what_is_allowed(source):
+    with pytest.raises(CheckpointError, match="random:"):
+        open_text_checkpoint(source)
+
+
+def test_a_hub_id_is_downloaded_and_opened(tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(text_model, "download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
+    opened = open_text_checkpoint("Qwen/Qwen3-0.6B", "commit")
+    assert asked == [("Qwen/Qwen3-0.6B", "commit")] and opened.revision == "commit" and opened.folder == tiny.folder
+
+
+def test_a_random_checkpoint_is_made_once_and_follows_its_seed(tmp_path):
+    first = ensure_named("random:tiny", tmp_path)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert ensure_named("random:tiny", tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
+    weights = [load_file(folder / "model.safetensors")[EMBEDDING] for folder in (first, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    with pytest.raises(CheckpointError, match="found content"):
+        make(first)
+
+
+def test_an_unknown_size_or_dtype_leaves_nothing_behind(tmp_path):
+    for options in ({"size": "huge"}, {"dtype": torch.float16}, {"shards": 10_000}):
+        with pytest.raises(CheckpointError):
+            make(tmp_path / "made", **options)
+    assert list(tmp_path.iterdir()) == []

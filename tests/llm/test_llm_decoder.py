@@ -1,0 +1,377 @@
+"""The text oracle against transformers' Qwen3ForCausalLM; the token stream against a stand-in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from mktts.errors import (
+    BackendUnavailable,
+    CapacityError,
+    CheckpointError,
+    EngineError,
+    OptionsError,
+    PromptError,
+    TextError,
+)
+from mktts.llm.backend import TorchTextBackend
+from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
+from mktts.llm.decoder import TextDecoder
+from mktts.model.philox import gumbel
+from mktts.model.sampling import Choice, distribution
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GREEDY = Choice(do_sample=False)
+PROMPT = "Hello world, this is the weather today: user question, please answer."
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SIZES = pytest.mark.parametrize("size", ["tiny", "tiny-untied"])
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint_cache: None) -> TextCheckpoint:
+    return open_text_checkpoint("random:tiny")
+
+
+@cache
+def pair(size: str, dtype: torch.dtype) -> tuple[TextDecoder, Qwen3ForCausalLM]:
+    decoder = TextDecoder.load(f"random:{size}", device="cpu", dtype=dtype)
+    return decoder, Qwen3ForCausalLM.from_pretrained(decoder.checkpoint.folder, dtype=dtype).eval()
+
+
+def backend_of(checkpoint: TextCheckpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> TorchTextBackend:
+    return TorchTextBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+
+
+def upstream_ids(model: Qwen3ForCausalLM, ids: list[int], tokens: int, **settings: Any) -> list[int]:
+    prompt = torch.tensor([ids])
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **settings)
+    return made[0, len(ids) :].tolist()
+
+
+@DTYPES
+@SIZES
+def test_logits_are_those_of_transformers(size, dtype):
+    """Prompt at once, then row by row, both with forced tokens: bit for bit, in bfloat16 too."""
+    decoder, model = pair(size, dtype)
+    ids = decoder.vocabulary.encode(PROMPT)
+    backend = backend_of(decoder.checkpoint, dtype)
+    state = backend.start(torch.tensor(ids), GREEDY, 0, 8)
+    with torch.inference_mode():
+        out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        for forced in (5, 151_643, 77_091, 5):
+            assert torch.equal(backend.logits(state), out.logits[0, -1].float())
+            state.last = forced
+            out = model(torch.tensor([[forced]]), past_key_values=out.past_key_values, use_cache=True)
+
+
+@DTYPES
+@SIZES
+def test_greedy_tokens_are_those_of_transformers(size, dtype):
+    decoder, model = pair(size, dtype)
+    stream = decoder.generate(PROMPT, choice=GREEDY, max_tokens=64)
+    text = stream.read()
+    expected = upstream_ids(model, decoder.vocabulary.encode(PROMPT), 64, do_sample=False)
+    assert stream.ids == expected and len(set(expected)) > 20
+    assert text == decoder.vocabulary.decode(expected)
+
+
+def test_one_token_is_prompt_enough():
+    decoder, model = pair("tiny", torch.float32)
+    stream = decoder.generate([9], choice=GREEDY, max_tokens=5)
+    stream.read()
+    assert stream.ids == upstream_ids(model, [9], 5, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "choice", [None, Choice(temperature=1.5, top_k=0, top_p=0.7), Choice(top_k=5)], ids=["own", "top-p", "top-k"]
+)
+def test_the_distribution_before_the_draw_is_that_of_transformers(choice):
+    """None: what generation_config.json says, as transformers' generate reads it by itself."""
+    decoder, model = pair("tiny", torch.bfloat16)
+    ids = decoder.vocabulary.encode(PROMPT)
+    settings = {} if choice is None else {**vars(choice)}
+    made = model.generate(
+        torch.tensor([ids]), max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
+    )
+    backend = backend_of(decoder.checkpoint, torch.bfloat16)
+    logits = backend.logits(backend.start(torch.tensor(ids), GREEDY, 0, 1))
+    assert torch.equal(distribution(logits, choice or decoder.choice), made.scores[0][0].softmax(-1))
+
+
+def test_token_i_is_the_draw_of_frame_i(tiny):
+    """score + Gumbel noise of (seed, token index, codebook 0), over the kept ids: what every backend must draw."""
+    backend, choice = backend_of(tiny), Choice(temperature=1.3, top_k=40, top_p=0.9)
+    state = backend.start(torch.tensor([5, 6, 7]), choice, 2**40 + 3, 6)
+    ids, expected = [], []
+    for index in range(6):
+        scores = backend.logits(state) / choice.temperature
+        kept = distribution(backend.logits(state), choice) > 0
+        noise = torch.from_numpy(gumbel(2**40 + 3, index, range(1), len(scores)))[0]
+        expected.append(int((scores.masked_fill(~kept, -torch.inf) + noise).argmax()))
+        ids += backend.step(state)
+    assert ids == expected and 1 < int(kept.sum()) <= 40
+
+
+def test_a_seed_repeats_and_calls_may_be_divided_anyhow(tiny):
+    decoder = TextDecoder.load(tiny, device="cpu")
+    streams = [
+        decoder.generate(PROMPT, seed=seed, max_tokens=12, tokens_per_step=step)
+        for seed, step in ((1, 1), (1, 5), (1, 100), (2, 1))
+    ]
+    interleaved = [[token.id for token in group] for group in zip(*streams, strict=True)]
+    first, *same, other = ([row[i] for row in interleaved] for i in range(4))
+    assert all(ids == first for ids in same) and other != first
+    drawn = {decoder.generate(PROMPT, max_tokens=1).seed for _ in range(3)}
+    assert len(drawn) == 3
+
+
+def test_wide_margins_make_greedy_tokens_independent_of_the_dtype():
+    """What backends are compared on: the runner-up is far behind at every step, and no token comes twice."""
+    checkpoint = open_text_checkpoint("random:tiny:margin")
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = backend_of(checkpoint, dtype)
+        state = backend.start(torch.tensor([1, 2, 3]), GREEDY, 0, 40)
+        margins, ids = [], []
+        for _ in range(40):
+            best = backend.logits(state).topk(2).values
+            margins.append(float(best[0] - best[1]))
+            ids += backend.step(state)
+        assert min(margins) > 3
+        runs.append(ids)
+    assert runs[0] == runs[1] and len(set(runs[0])) == 40
+
+
+def test_the_oracle_ends_a_call_at_an_end_id_and_goes_on_when_asked(tiny):
+    backend, prompt = backend_of(tiny), torch.tensor([5, 6, 7])
+    ids = backend.step(backend.start(prompt, GREEDY, 0, 10), 10)
+    end = ids[4]
+    first = ids.index(end)
+    backend.config = SimpleNamespace(stack=tiny.config.stack, eos_ids=(end,))
+    state = backend.start(prompt, GREEDY, 0, 10)
+    assert backend.step(state, 10) == ids[: first + 1]
+    rest = []
+    while len(rest) < 9 - first:
+        rest += backend.step(state, 100)
+    assert ids[: first + 1] + rest == ids
+    with pytest.raises(CapacityError, match="max_tokens 10"):
+        backend.step(state)
+
+
+@dataclass
+class FakeBackend:
+    """Gives `ids` one after the other, whatever the prompt, and obeys the interface's rules about ends."""
+
+    ids: Sequence[int]
+    eos_ids: Sequence[int] = ()
+    fail_at: int | None = None
+    name: str = "fake"
+    started: list[tuple[list[int], Choice, int, int]] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> SimpleNamespace:
+        self.started.append((prompt.tolist(), choice, seed, max_tokens))
+        return SimpleNamespace(tokens=0, max_tokens=max_tokens)
+
+    def step(self, state: SimpleNamespace, count: int = 1) -> list[int]:
+        self.calls.append(count)
+        made: list[int] = []
+        while len(made) < min(count, state.max_tokens - state.tokens):
+            if state.tokens == self.fail_at:
+                raise EngineError("the kernel stopped")
+            made.append(self.ids[state.tokens % len(self.ids)])
+            state.tokens += 1
+            if made[-1] in self.eos_ids:
+                break
+        return made
+
+
+def faked(tiny: TextCheckpoint, ids: Sequence[int], **settings: Any) -> tuple[TextDecoder, FakeBackend]:
+    backend = FakeBackend(ids, tiny.config.eos_ids, **settings)
+    return TextDecoder(backend, tiny), backend
+
+
+def test_a_stream_ends_at_max_tokens(tiny):
+    decoder, backend = faked(tiny, [10, 11, 12])
+    stream = decoder.generate([1, 2], max_tokens=5, seed=7, choice=GREEDY, tokens_per_step=2)
+    assert stream.finish_reason is None and stream.seed == 7
+    tokens = list(stream)
+    assert [(token.index, token.id) for token in tokens] == list(enumerate([10, 11, 12, 10, 11]))
+    assert stream.ids == [token.id for token in tokens] and stream.finish_reason == "max_tokens"
+    assert backend.started == [([1, 2], GREEDY, 7, 5)] and backend.calls == [2, 2, 2]
+    assert 0 < tokens[0].ready_ms <= tokens[-1].ready_ms
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
+def test_an_end_id_is_the_last_token_and_has_no_text(tiny, tokens_per_step):
+    end = tiny.config.eos_ids[0]
+    decoder, backend = faked(tiny, [10, 11, end, 12])
+    stream = decoder.generate("Hello", tokens_per_step=tokens_per_step)
+    tokens = list(stream)
+    assert [token.id for token in tokens] == [10, 11, end] and tokens[-1].text == ""
+    assert stream.finish_reason == "eos" and backend.started[0][1] == tiny.choice()
+
+
+def test_an_end_id_is_passed_over_on_request(tiny):
+    end = tiny.config.eos_ids[1]
+    decoder, _ = faked(tiny, [10, end, 12])
+    stream = decoder.generate("Hello", max_tokens=7, stop_at_eos=False, tokens_per_step=4)
+    assert [token.id for token in stream] == [10, end, 12, 10, end, 12, 10]
+    assert stream.finish_reason == "max_tokens"
+
+
+def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
+    decoder, backend = faked(tiny, [10, 11, 12])
+    stream = decoder.generate("Hello", tokens_per_step=3)
+    assert next(stream).id == 10
+    stream.cancel()
+    stream.cancel()
+    assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
+    assert backend.calls == [3] and stream._state is None
+    with decoder.generate("Hello") as other:
+        next(other)
+    assert other.finish_reason == "cancelled"
+    done = decoder.generate("Hello", max_tokens=1)
+    done.read()
+    done.cancel()
+    assert done.finish_reason == "max_tokens"
+
+
+def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
+    decoder, _ = faked(tiny, [10], fail_at=2)
+    stream = decoder.generate("Hello")
+    with pytest.raises(EngineError, match="the kernel stopped"):
+        list(stream)
+    assert stream.ids == [10, 10] and stream.finish_reason is None and list(stream) == []
+
+
+def test_text_comes_in_whole_characters(tiny):
+    text = "aü🙂語z"
+    vocabulary = tiny.tokenizer()
+    by_byte = {vocabulary.data(i): i for i in range(256)}
+    ids = [by_byte[bytes([byte])] for byte in text.encode()]
+    decoder, _ = faked(tiny, ids)
+    pieces = [token.text for token in decoder.generate("Hello", max_tokens=len(ids))]
+    assert pieces == ["a", "", "ü", "", "", "", "🙂", "", "", "語", "z"]
+    cut = [token.text for token in decoder.generate("Hello", max_tokens=5)]
+    assert cut == ["a", "", "ü", "", "\ufffd"]  # the limit fell inside the character
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "error", "message"),
+    [
+        ("", {}, TextError, "at least one token"),
+        ([], {}, TextError, "at least one token"),
+        (7, {}, TextError, "text or a list of token ids, got int"),
+        ([1, 2.5], {}, TextError, "list of token ids"),
+        ([True], {}, TextError, "list of token ids"),
+        ("half \ud800", {}, TextError, "surrogate"),
+        ([151_936], {}, PromptError, "from 0 to 151935"),
+        ([-1], {}, PromptError, "from 0 to 151935, got -1"),
+        ([2**70], {}, PromptError, "from 0 to 151935"),
+        ([1] * 40_000, {"max_tokens": 961}, CapacityError, "40960 positions"),
+        ([1], {"max_tokens": 0}, OptionsError, "max_tokens"),
+        ([1], {"tokens_per_step": 0}, OptionsError, "tokens_per_step"),
+        ([1], {"seed": -1}, OptionsError, "seed"),
+        ([1], {"seed": 1.5}, OptionsError, "seed"),
+    ],
+    ids=range(14),
+)
+def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, error, message):
+    decoder, backend = faked(tiny, [10])
+    with pytest.raises(error, match=message):
+        decoder.generate(prompt, **settings)
+    assert backend.started == []
+
+
+def test_the_oracle_checks_its_own_border(tiny):
+    backend = backend_of(tiny)
+    for prompt, max_tokens, error in (
+        (torch.zeros(0, dtype=torch.int64), 1, PromptError),
+        (torch.zeros(1, 2, dtype=torch.int64), 1, PromptError),
+        (torch.zeros(2), 1, PromptError),
+        (torch.zeros(2, dtype=torch.int64), 0, CapacityError),
+        (torch.zeros(2, dtype=torch.int64), 40_960, CapacityError),
+    ):
+        with pytest.raises(error):
+            backend.start(prompt, GREEDY, 0, max_tokens)
+
+
+def test_a_closed_decoder_says_so_and_open_streams_go_on(tiny):
+    with faked(tiny, [10])[0] as decoder:
+        stream = decoder.generate("Hello", max_tokens=3)
+    assert len(list(stream)) == 3
+    with pytest.raises(EngineError, match="closed"):
+        decoder.generate("Hello")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "upstream"}, "backend must be one of"),
+        ({"device": "abacus"}, "abacus"),
+        ({"backend": "megakernel", "device": "cpu"}, "megakernel"),
+    ],
+    ids=["backend", "device", "kernel-on-cpu"],
+)
+def test_a_backend_that_cannot_run_is_named(tiny, settings, message):
+    with pytest.raises(BackendUnavailable, match=message):
+        TextDecoder.load(tiny, **settings)
+
+
+def test_a_missing_checkpoint_is_named():
+    with pytest.raises(CheckpointError, match="absent"):
+        TextDecoder.load("absent-folder")
+
+
+def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch, caplog):
+    """On a pretended CUDA device, with a stand-in for the kernel's module."""
+
+    def refuse(*_: object) -> None:
+        raise BackendUnavailable("no room for its grid")
+
+    made: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(TextKernelBackend=lambda *words: made.append(words) or FakeBackend([1], name="megakernel"))
+    monkeypatch.setitem(sys.modules, "mktts.llm.kernel", kernel)
+    monkeypatch.setattr("mktts.llm.decoder.device_named", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("mktts.llm.decoder.TorchTextBackend", lambda *words: FakeBackend([1], name="torch"))
+    assert TextDecoder.load(tiny).backend_name == "megakernel"
+    config, tensors, device, dtype = made[0]
+    assert config == tiny.config and "lm_head.weight" not in tensors
+    assert (device.type, dtype) == ("cuda", torch.bfloat16)
+    assert TextDecoder.load(tiny, dtype=torch.float32).backend_name == "torch"
+    kernel.TextKernelBackend = refuse
+    assert TextDecoder.load(tiny).backend_name == "torch" and "no room for its grid" in caplog.text
+    with pytest.raises(BackendUnavailable, match="no room"):
+        TextDecoder.load(tiny, backend="megakernel")
+
+
+@pytest.mark.gpu
+@GPU
+@DTYPES
+def test_greedy_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(dtype):
+    checkpoint, prompt = open_text_checkpoint("random:tiny:margin"), torch.tensor([1, 2, 3])
+    backends = [backend_of(checkpoint, dtype, device) for device in ("cpu", "cuda")]
+    runs = [backend.step(backend.start(prompt, GREEDY, 0, 100), 100) for backend in backends]
+    assert runs[0] == runs[1] and len(runs[0]) == 100
+
+
+@pytest.mark.gpu
+@GPU
+def test_sampled_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide():
+    """At a temperature at which the runners-up do come."""
+    checkpoint, choice = open_text_checkpoint("random:tiny:margin"), Choice(temperature=4.0, top_k=20)
+    backends = [backend_of(checkpoint, torch.float32, device) for device in ("cpu", "cuda")]
+    prompt = torch.tensor([1, 2, 3])
+    runs = [backend.step(backend.start(prompt, choice, 5, 60), 60) for backend in backends]
+    assert runs[0] == runs[1] != backends[0].step(backends[0].start(prompt, GREEDY, 0, 60), 60)

@@ -1,0 +1,90 @@
+"""The text kernel against the torch oracle, on a GPU; its packing anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mktts.kernel.tape import Shape, choose_text_shape, pack_wide_head
+from mktts.llm.backend import TorchTextBackend
+from mktts.llm.checkpoint import open_text_checkpoint
+from mktts.model.philox import gumbel
+from mktts.model.sampling import Choice, choose
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GREEDY = Choice(do_sample=False)
+CHOICES = {
+    "greedy": GREEDY,
+    "released": Choice(temperature=0.6, top_k=20, top_p=0.95),
+    "top-k": Choice(temperature=0.9, top_k=20),
+    "hot, no filter": Choice(temperature=1.5, top_k=0),
+    "top-p of all": Choice(temperature=1.0, top_k=0, top_p=0.5),
+}
+
+
+def kernel_of(checkpoint):
+    from mktts.llm.kernel import TextKernelBackend
+
+    return TextKernelBackend(checkpoint.config, checkpoint.tensors())
+
+
+def test_a_wide_head_gives_every_row_to_one_block():
+    shape: Shape = choose_text_shape(open_text_checkpoint("random:tiny").config.stack, 132)
+    rows, width = 5_000, 64
+    weight = torch.arange(1, rows + 1, dtype=torch.float32)[:, None].expand(rows, width)  # a row is its number
+    packed = pack_wide_head(shape, weight)
+    counts = torch.bincount(packed.flatten().long(), minlength=rows + 1)
+    assert torch.equal(counts[1:], torch.full((rows,), width))
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny:margin", "random:0.6b:margin"])
+def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
+    checkpoint = open_text_checkpoint(source)
+    oracle, kernel = TorchTextBackend(checkpoint.config, checkpoint.tensors(), "cuda"), kernel_of(checkpoint)
+    for prompt in (torch.arange(1, 2), torch.arange(5, 45)):
+        theirs, ours = (backend.start(prompt, GREEDY, 0, 100) for backend in (oracle, kernel))
+        expected = [oracle.step(theirs)[0] for _ in range(100)]
+        made: list[int] = []
+        for count in (1, 2, 30, 67):  # an end id ends a call, not the text
+            target = len(made) + count
+            while len(made) < target:
+                made += kernel.step(ours, target - len(made))
+        assert made == expected
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
+    checkpoint, choice = open_text_checkpoint(source), CHOICES[name]
+    kernel, size = kernel_of(checkpoint), checkpoint.config.stack.vocab_size
+    state = kernel.start(torch.arange(7, 20), choice, 11, 60)
+    debug = torch.zeros(1, size, dtype=torch.bfloat16, device="cuda")
+    for index in range(60):
+        (token,) = kernel.step(state, 1, debug)
+        logits = debug[0].float().cpu()
+        (noise,) = torch.from_numpy(gumbel(11, index, range(1), size))
+        assert token == int(choose(logits, choice, noise)), index
+
+
+@pytest.mark.gpu
+@GPU
+def test_its_logits_are_no_further_from_fp32_than_the_oracles():
+    checkpoint = open_text_checkpoint("random:0.6b")
+    config, tensors = checkpoint.config, checkpoint.tensors()
+    kernel = kernel_of(checkpoint)
+    bf16, fp32 = (TorchTextBackend(config, tensors, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
+    states = [backend.start(torch.arange(7, 40), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
+    debug = torch.zeros(1, config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+    squares = torch.zeros(2)
+    for _ in range(40):
+        (token,) = kernel.step(states[0], 1, debug)
+        theirs, exact = (b.logits(s) for b, s in zip((bf16, fp32), states[1:], strict=True))
+        states[1].last = states[2].last = token
+        squares += torch.stack([(x - exact).square().mean() for x in (debug[0].float(), theirs)]).cpu()
+    ours, oracle = (squares / 40).sqrt().tolist()
+    print(f"rms error to fp32: kernel {ours:.4f}, oracle bf16 {oracle:.4f}")
+    assert ours <= 1.1 * oracle

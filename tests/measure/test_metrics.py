@@ -1,0 +1,134 @@
+"""The definitions in mktts.measure.metrics, on made-up chunks whose answers are worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mktts.errors import MetricsError
+from mktts.measure import metrics
+from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+LOUD = 2 * 10 ** (AUDIBLE_DBFS / 20)
+QUIET = 0.5 * 10 ** (AUDIBLE_DBFS / 20)
+
+
+def chunk(ready_ms: float, frames: int = 1, level: float = LOUD, **stages: float) -> SimpleNamespace:
+    names = ("prefill_ms", "talker_ms", "predictor_ms", "codec_ms")
+    timings = SimpleNamespace(ready_ms=ready_ms, **{name: stages.get(name, 0.0) for name in names})
+    pcm = np.full(frames * SAMPLES_PER_FRAME, level, dtype=np.float32)
+    return SimpleNamespace(pcm=pcm, frames=frames, timings=timings, start_s=0.0)
+
+
+def test_ttfc_is_the_first_chunk_and_rtf_the_last():
+    found = metrics.summarise([chunk(30.0), chunk(50.0, frames=3)])
+    assert found.ttfc_ms == 30.0
+    assert found.audio_s == pytest.approx(4 * FRAME_MS / 1_000)
+    assert found.rtf == pytest.approx(50.0 / (4 * FRAME_MS))
+
+
+def test_stage_times_are_per_frame():
+    stages = dict(talker_ms=4.0, predictor_ms=8.0, codec_ms=2.0)
+    found = metrics.summarise([chunk(1.0, prefill_ms=5.0, **stages), chunk(2.0, frames=3, **stages)])
+    assert (found.talker_ms_per_frame, found.predictor_ms_per_frame, found.codec_ms_per_frame) == (2.0, 4.0, 1.0)
+    assert found.prefill_ms == 5.0 and found.frames == 4
+
+
+def test_audible_ttfc_counts_the_silent_lead_as_a_listener_hears_it():
+    silent_frame = chunk(10.0, level=QUIET)
+    assert metrics.summarise([silent_frame, chunk(20.0)]).audible_ttfc_ms == pytest.approx(10.0 + FRAME_MS)
+
+
+def test_audible_ttfc_counts_a_stall_before_the_first_sound():
+    late_ms = 10.0 + FRAME_MS + 7.0
+    assert metrics.summarise([chunk(10.0, level=QUIET), chunk(late_ms)]).audible_ttfc_ms == pytest.approx(late_ms)
+
+
+def test_audible_ttfc_is_within_the_chunk_at_the_first_loud_sample():
+    first = chunk(10.0, level=0.0)
+    first.pcm[480:] = -LOUD
+    assert metrics.summarise([first]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 480 / SAMPLE_RATE_HZ)
+
+
+def test_audible_ttfc_of_silence_is_none():
+    assert metrics.summarise([chunk(1.0, level=QUIET)]).audible_ttfc_ms is None
+
+
+def test_no_audio_is_a_named_error():
+    with pytest.raises(MetricsError, match="at least one chunk"):
+        metrics.summarise([chunk(1.0, frames=0)])
+
+
+def test_player_that_runs_dry_counts_each_stall_once():
+    frame = SAMPLES_PER_FRAME
+    ready_ms = [0.0, FRAME_MS + 5.0, FRAME_MS + 6.0, 3 * FRAME_MS + 15.0]  # 5 ms late, early, 10 ms late on top
+    found = metrics.play(ready_ms, [frame] * 4)
+    assert found.underruns == 2
+    assert found.stalled_ms == pytest.approx(15.0)
+    assert found.starts_ms == pytest.approx((0.0, FRAME_MS + 5.0, 2 * FRAME_MS + 5.0, 3 * FRAME_MS + 15.0))
+
+
+@given(st.lists(st.tuples(st.floats(0, 500), st.integers(1, 8)), min_size=1, max_size=20))
+def test_prebuffer_is_just_enough_to_never_run_dry(steps):
+    ready_ms = np.cumsum([wait for wait, _ in steps]).tolist()
+    samples = [frames * SAMPLES_PER_FRAME for _, frames in steps]
+    found = metrics.play(ready_ms, samples)
+    audio_before_ms = np.concatenate([[0], np.cumsum(samples)[:-1]]) * 1_000 / SAMPLE_RATE_HZ
+    slack_ms = ready_ms[0] + found.prebuffer_ms + audio_before_ms - ready_ms
+    assert slack_ms.min() == pytest.approx(0, abs=1e-6)
+    assert found.stalled_ms == pytest.approx(found.prebuffer_ms, abs=1e-6)  # waiting first or in between is as long
+    assert (found.underruns == 0) == (found.prebuffer_ms == 0)
+
+
+def test_percentiles_of_known_values():
+    found = metrics.percentiles(range(101))
+    assert found == {"median": 50.0, "p95": 95.0, "min": 0.0, "max": 100.0, "n": 101}
+    assert metrics.percentiles([3.0]) == {"median": 3.0, "p95": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
+def test_percentiles_refuse_nothing_and_nan(values):
+    with pytest.raises(MetricsError):
+        metrics.percentiles(values)
+
+
+def test_record_merges_and_sorts(tmp_path):
+    metrics.record(tmp_path / "run", b=1, a=np.float32(0.5))
+    metrics.record(tmp_path / "run", c="text", b=True)
+    text = (tmp_path / "run" / "metrics.json").read_text()
+    assert json.loads(text) == {"a": 0.5, "b": True, "c": "text"}
+    assert text.index('"a"') < text.index('"b"') < text.index('"c"')
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.json"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.inf, None, [1, 2], {"x": 1}, np.zeros(2)])
+def test_record_refuses_what_is_no_scalar_by_name_and_writes_nothing(tmp_path, value):
+    metrics.record(tmp_path, good=1)
+    with pytest.raises(MetricsError, match="'bad_ms'"):
+        metrics.record(tmp_path, good=2, bad_ms=value)
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"good": 1}
+
+
+def test_environment_is_flat_and_json():
+    found = metrics.environment()
+    assert {"python", "torch", "numpy", "platform", "cpu", "cpu_cores", "gpu", "gpu_driver"} <= set(found)
+    assert {"git_revision", "date_utc"} <= set(found)
+    assert all(value is None or isinstance(value, (str, int, float)) for value in found.values())
+    json.dumps(found, allow_nan=False)
+
+
+def test_peak_rss_counts_what_a_process_touched_and_not_its_parent():
+    code = (
+        "from mktts.measure.metrics import peak_rss_bytes as peak; import numpy as np; a = peak(); "
+        "block = np.ones(a + 64 * 2**20, dtype=np.uint8); del block; print(a, peak())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before + 32 * 2**20 <= after <= 3 * before + 64 * 2**20

@@ -1,0 +1,135 @@
+"""Codes of the torch backend equal to upstream's own generate, frame for frame: greedy and sampled, CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from upstream_models import loaded
+
+from mktts.checkpoint import open_checkpoint
+from mktts.measure.parity.upstream import DTYPES, compare_codes, first_mismatch, main, our_codes, run, standard_requests
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS
+from mktts.synth.upstream import generate_codes
+
+SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
+FRAMES = 5
+LIKE_UPSTREAM = Sampling(rng="torch")
+
+
+def backend_of(checkpoint, dtype: torch.dtype) -> tuple[TorchBackend, PromptBuilder]:
+    tensors = checkpoint.tensors()
+    return (
+        TorchBackend(checkpoint.config, tensors, dtype=dtype),
+        PromptBuilder(checkpoint.config, tensors, checkpoint.tokenizer(), dtype=dtype),
+    )
+
+
+def test_the_requests_below_are_twenty_texts_over_all_modes(tiny):
+    requests = [request for source in SOURCES for request in standard_requests(open_checkpoint(source))]
+    assert len({request.text for request in requests}) >= 20
+    assert {(r.voice is None, r.voice is not None and r.voice.codes is None) for r in requests} == {
+        (True, False), (False, True), (False, False)
+    }  # fmt: skip
+    assert {request.layout for request in requests} == {None, "whole", "streaming"}
+
+
+def crossed() -> list:
+    """Every source with every choice and type. Where only the prompt is another one, half of that is enough for every
+    run: choosing and rounding are those of the first two sources."""
+    combinations = itertools.product(SOURCES, ("greedy", "sampled"), DTYPES)
+    quick = {("greedy", "fp32"), ("sampled", "bf16")}
+    return [
+        pytest.param(*row, marks=() if row[0] in SOURCES[:2] or row[1:] in quick else pytest.mark.slow)
+        for row in combinations
+    ]
+
+
+@pytest.mark.parametrize(("source", "choice", "dtype"), crossed())
+def test_codes_are_equal_frame_for_frame_in_every_mode(source, choice, dtype, tiny):
+    checkpoint, upstream = loaded(source, DTYPES[dtype])
+    sampling = checkpoint.sampling() if choice == "sampled" else checkpoint.sampling().greedy()
+    requests = standard_requests(checkpoint)
+    rows = compare_codes(checkpoint, requests, sampling, 7, FRAMES, DTYPES[dtype], upstream)
+    assert [row for row in rows if not row["equal"]] == []
+    assert len(rows) == len(requests) and min(row["frames"] for row in rows) >= 2
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(Choice(top_p=0.7), Choice(top_p=0.9, top_k=0)),
+        Sampling(Choice(top_k=0, temperature=1.0), Choice(top_k=1)),
+        Sampling(Choice(temperature=0.3), Choice(do_sample=False), repetition_penalty=1.0),
+        Sampling(Choice(do_sample=False), Choice(temperature=2.0, top_k=5), repetition_penalty=1.5),
+    ],
+    ids=["top-p", "no top-k", "greedy predictor, no penalty", "greedy talker, strong penalty"],
+)
+def test_every_sampling_setting_means_what_it_means_upstream(tiny, sampling):
+    checkpoint, upstream = loaded("random:tiny", torch.float32)
+    rows = compare_codes(checkpoint, standard_requests(checkpoint)[:2], sampling, 3, 12, torch.float32, upstream)
+    assert [row for row in rows if not row["equal"]] == []
+
+
+@pytest.mark.parametrize("max_frames", [1, 2, 20])
+def test_end_of_speech_and_the_frame_limit_come_at_upstreams_frame(tiny, max_frames):
+    checkpoint, upstream = loaded("random:tiny:margin:eos9", torch.float32)
+    (row,) = compare_codes(
+        checkpoint, [Request("Hello.", speaker="ryan")], Sampling().greedy(), 0, max_frames, torch.float32, upstream
+    )
+    assert row["equal"] and row["frames"] == min(max_frames, 9)
+
+
+def test_interleaved_streams_give_the_codes_of_each_alone(tiny):
+    checkpoint, upstream = loaded("random:tiny", torch.bfloat16)
+    backend, builder = backend_of(checkpoint, torch.bfloat16)
+    requests = standard_requests(checkpoint)[:3]
+    prompts = [builder.build(request) for request in requests]
+    seeds = (5, 5, 6)
+    states = [backend.start(p.embeds, LIKE_UPSTREAM, s, FRAMES) for p, s in zip(prompts, seeds, strict=True)]
+    frames: list[list[torch.Tensor]] = [[], [], []]
+    for t in range(FRAMES):
+        for prompt, state, out in zip(prompts, states, frames, strict=True):
+            out.append(backend.step(state, prompt.row(t - 1) if t else None).codes)
+    for request, seed, out in zip(requests, seeds, frames, strict=True):
+        expected = generate_codes(upstream, request, LIKE_UPSTREAM, seed, FRAMES)
+        assert first_mismatch(torch.stack(out), expected) is None
+
+
+def test_another_seed_or_text_is_seen_as_a_mismatch(tiny):
+    checkpoint, _ = loaded("random:tiny", torch.bfloat16)
+    backend, builder = backend_of(checkpoint, torch.bfloat16)
+    prompt = builder.build(Request("Hello.", speaker="ryan"))
+    codes = our_codes(backend, prompt, Sampling(), 1, 6)
+    assert first_mismatch(codes, our_codes(backend, prompt, Sampling(), 1, 6)) is None
+    assert first_mismatch(codes, our_codes(backend, prompt, Sampling(), 2, 6)) is not None
+
+
+def test_a_mismatch_is_named_by_frame_and_codebook():
+    codes = torch.zeros(4, NUM_CODEBOOKS, dtype=torch.int64)
+    other = codes.clone()
+    other[2, 5] = 1
+    assert first_mismatch(other, codes) == (2, 5)
+    assert first_mismatch(codes[:3], codes) == first_mismatch(codes, codes[:3]) == (3, 0)
+
+
+def test_the_command_writes_rows_and_machine(tiny, tmp_path, capsys):
+    out = tmp_path / "parity.json"
+    assert main(["--checkpoint", "random:tiny", "--frames", "3", "--requests", "2", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["equal"] and len(report["prompts"]) == 2 and len(report["codes"]) == 4
+    assert {row["frames"] for row in report["codes"]} == {3}
+    assert report["weights"].startswith("random weights") and report["environment"]["torch"] == torch.__version__
+    assert "'equal': True" in capsys.readouterr().out
+    assert main(["--checkpoint", "no/such folder"]) == 2
+
+
+@pytest.mark.slow
+def test_full_size_0_6b_custom_voice_codes_are_upstreams():
+    report = run("random:0.6b", torch.bfloat16, frames=12, requests=1)
+    assert report["equal"], report

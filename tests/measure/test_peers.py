@@ -1,0 +1,112 @@
+"""The adapters of other implementations, on stand-ins with their interfaces and on upstream itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from mktts.errors import BackendUnavailable
+from mktts.measure.bench import peers
+from mktts.model.prompt import Request
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+REQUEST = Request("Some words.", "auto", "ryan", layout="streaming")
+
+
+class FakeTokenizer:
+    @classmethod
+    def from_pretrained(cls, folder):
+        assert folder == "folder"
+        return "loaded without the flag"
+
+
+class FakeFaster:
+    """The interface of faster-qwen3-tts 0.5.4 that the adapter uses; a frame takes 5 ms by its own clock."""
+
+    asked: dict = {}
+
+    def __init__(self) -> None:
+        self.model = types.SimpleNamespace(processor=types.SimpleNamespace(tokenizer=FakeTokenizer()))
+
+    @classmethod
+    def from_pretrained(cls, model_name, device="cuda", dtype=torch.bfloat16):
+        print("a banner")
+        return cls()
+
+    def _prepare_generation_custom(self, text, language, speaker, instruct=None, non_streaming_mode=True):
+        assert (text, language, speaker, non_streaming_mode) == ("Some words.", "auto", "ryan", False)
+        return None, None, None, torch.zeros(1, 9, 4), None, None, None
+
+    def generate_custom_voice_streaming(
+        self,
+        text,
+        speaker,
+        language,
+        instruct=None,
+        non_streaming_mode=None,
+        max_new_tokens=2048,
+        min_new_tokens=2,
+        temperature=0.9,
+        top_k=50,
+        top_p=1.0,
+        do_sample=True,
+        repetition_penalty=1.05,
+        chunk_size=12,
+    ):
+        FakeFaster.asked = dict(locals())
+        made = 0
+        while made < max_new_tokens:
+            steps = min(chunk_size, max_new_tokens - made)
+            made += steps
+            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
+            yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
+
+
+@pytest.fixture
+def faster(monkeypatch, capsys) -> peers.FasterPeer:
+    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", types.SimpleNamespace(FasterQwen3TTS=FakeFaster))
+    peer = peers.FasterPeer("folder", "cpu")
+    assert capsys.readouterr().out == ""  # standard output is for the figures
+    assert peer._model.model.processor.tokenizer == "loaded without the flag"
+    return peer
+
+
+def test_a_streamed_run_knows_its_first_pcm_its_audio_and_where_each_frame_was(faster):
+    run = faster.stream(REQUEST, Sampling(Choice(temperature=0.7, top_k=20)), 0, max_frames=10, chunk_frames=4)
+    assert run.audio_s == pytest.approx(0.8)
+    assert run.frame_ms == [(9 + 4, 5.0), (9 + 8, 5.0), (9 + 10, 5.0)]
+    assert 0 < run.first_pcm_ms <= run.total_ms
+    assert run.rtf == pytest.approx(run.total_ms / 800)
+    asked = FakeFaster.asked
+    assert (asked["temperature"], asked["top_k"], asked["chunk_size"]) == (0.7, 20, 4)
+    assert (asked["text"], asked["speaker"], asked["non_streaming_mode"]) == ("Some words.", "ryan", False)
+
+
+def test_an_absent_peer_is_named_with_the_reason(monkeypatch, tiny):
+    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", None)
+    with pytest.raises(BackendUnavailable, match="faster_qwen3_tts is needed"):
+        peers.FasterPeer(tiny.folder, "cpu")
+
+
+def test_upstream_runs_frames_and_whole_utterances(tiny):
+    pytest.importorskip("qwen_tts")
+    peer = peers.UpstreamPeer(tiny.folder, "cpu", torch.float32)
+    speaker = next(iter(tiny.config.speakers))
+    request = Request("Some words.", speaker=speaker, layout="streaming")
+    run = peer.frames(request, Sampling(), 0, 5)
+    first = run.frame_ms[0][0]
+    assert [position for position, _ in run.frame_ms] == [first, first + 1, first + 2, first + 3]
+    assert all(ms > 0 for _, ms in run.frame_ms) and run.total_ms > sum(ms for _, ms in run.frame_ms)
+    whole = peer.utterance(request, Sampling(), 0, 5)
+    assert whole.audio_s == pytest.approx(5 * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ)
+    assert whole.first_pcm_ms == whole.total_ms > 0
+
+
+def test_versions_tell_what_is_installed_and_what_is_not():
+    found = peers.versions(("torch", "a-package-that-is-not-there"))
+    assert found["torch"] and found["a-package-that-is-not-there"] is None

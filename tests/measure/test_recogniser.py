@@ -1,0 +1,82 @@
+"""Words, their errors and the recogniser that hears them, against known truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mktts.errors import MetricsError
+from mktts.measure.recogniser import Recogniser, loop_model, to_16_khz, vocabulary_of
+from mktts.measure.word_errors import errors_by_sound, rate_ratio, word_errors, words
+from mktts.training.data.codec_data import vowels
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "errors"),
+    [("a b c", "a b c", 0), ("a b c", "a c", 1), ("a b c", "a x c d", 2), ("a", "", 1), ("", "a b", 2)],
+)
+def test_word_errors(said, heard, errors):
+    assert word_errors(said.split(), heard.split()) == errors
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Hello, world - it's Twenty-one dogs'!", "hello world it's twenty one dogs"),
+        ("1,250 of 7 birds", "one thousand two hundred fifty of seven birds"),
+        ("In 1984, 1900 and 1905", "in nineteen eighty four nineteen hundred and nineteen oh five"),
+        ("2005; 30; 512; 4000021", "two thousand five thirty five hundred twelve four million twenty one"),
+        ("007 for Dr. Brown", "zero zero seven for doctor brown"),
+    ],
+)
+def test_words_as_the_teacher_says_them(text, said):
+    assert words(text) == said.split()
+
+
+def test_words_of_one_sound_are_one_word():
+    sound = {"to": "T UW", "two": "T UW"}
+    assert errors_by_sound("To me.", "two me", lambda word: sound.get(word, word)) == 0
+    assert errors_by_sound("To me.", "two we", lambda word: sound.get(word, word)) == 1
+
+
+def test_ratio_of_rates_and_its_interval():
+    assert rate_ratio([1, 2, 0], [2, 4, 0]) == (2.0, 2.0, 2.0)
+    assert rate_ratio([0, 0], [1, 0]) is None
+    drawn = np.random.default_rng(3)
+    few, many = (rate_ratio(drawn.poisson(1, n), drawn.poisson(1.5, n)) for n in (10, 1000))
+    assert many[1] < 1.5 < many[2] and many[2] - many[1] < 0.2 * (few[2] - few[1])  # narrows as 1 / sqrt(n): a tenth
+    with pytest.raises(MetricsError):
+        rate_ratio([1], [1, 2])
+
+
+def test_a_tone_at_16_khz_keeps_frequency_phase_and_level_and_what_would_fold_is_gone():
+    n24, n16 = np.arange(12_000), np.arange(8_000)
+    tone = to_16_khz(0.5 * np.sin(2 * np.pi * 3_000 * n24 / 24_000))
+    assert len(tone) == 8_000
+    assert np.abs(tone - 0.5 * np.sin(2 * np.pi * 3_000 * n16 / 16_000))[200:-200].max() < 1e-3
+    assert np.abs(to_16_khz(0.5 * np.sin(2 * np.pi * 9_000 * n24 / 24_000)))[200:-200].max() < 1e-4
+    assert len(to_16_khz(np.zeros(0, np.float32))) == 0
+
+
+def test_the_loop_is_a_distribution():
+    shares = [line.split() for line in loop_model(["b", "a", "b"]).splitlines() if line.startswith("-")]
+    assert [word for _, word in shares] == ["<s>", "</s>", "a", "b"]
+    assert sum(10 ** float(share) for share, _ in shares) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def recognisers():
+    texts = ["Yes, the kettle is two.", "Zzyzxq"]
+    return {"closed": Recogniser(vocabulary_of(texts)), "free": Recogniser()}
+
+
+def test_the_recogniser_names_what_it_lacks_and_hears_the_same_again(recognisers):
+    closed = recognisers["closed"]
+    assert closed.knows("kettle") and not closed.knows("zzyzxq")
+    assert closed.sound("two") == closed.sound("to") != closed.sound("kettle") and closed.sound("zzyzxq") == "zzyzxq"
+    speech, noise = vowels(0.7, 1) / np.float32(32768), np.random.default_rng(0).normal(0, 0.1, 9_000)
+    first = closed.hear(speech)
+    closed.hear(noise)
+    assert closed.hear(speech) == first
+    assert set(first.split()) <= {"yes", "the", "kettle", "is", "two"}
+    assert closed.hear(np.zeros(0, np.float32)) == ""

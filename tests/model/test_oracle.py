@@ -1,0 +1,143 @@
+"""The oracle's state and borders, and the same codes on CUDA as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.measure.parity.upstream import first_mismatch, our_codes
+from mktts.model.oracle import TorchBackend, TorchStream
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TEXT = Request("Some words, spoken in the streaming layout.", speaker="ryan", layout="streaming")
+
+
+def made(checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[TorchBackend, Prompt]:
+    tensors = checkpoint.tensors()
+    builder = PromptBuilder(checkpoint.config, tensors, checkpoint.tokenizer(), device, dtype)
+    return TorchBackend(checkpoint.config, tensors, device, dtype), builder.build(TEXT)
+
+
+def run(backend: TorchBackend, prompt: Prompt, state: TorchStream, frames: int) -> torch.Tensor:
+    made_frames = []
+    for _ in range(frames):
+        text = prompt.row(state.frames - 1) if state.frames else None
+        made_frames.append(backend.step(state, text).codes)
+    return torch.stack(made_frames)
+
+
+@pytest.mark.parametrize("rng", ["philox", "torch"])
+def test_a_copied_stream_goes_on_alike_and_apart(tiny, rng):
+    backend, prompt = made(tiny)
+    state = backend.start(prompt.embeds, Sampling(rng=rng), seed=3, max_frames=12)
+    run(backend, prompt, state, 4)
+    fork = state.copy()
+    rest = run(backend, prompt, state, 6)
+    assert torch.equal(run(backend, prompt, fork, 6), rest)
+    assert fork.cache.keys.data_ptr() != state.cache.keys.data_ptr()
+
+
+def test_an_unseeded_stream_is_not_the_seeded_one(tiny):
+    backend, prompt = made(tiny)
+    states = [backend.start(prompt.embeds, Sampling(), seed, 6) for seed in (None, None, 0, 0)]
+    codes = [run(backend, prompt, state, 6) for state in states]
+    assert torch.equal(codes[2], codes[3])
+    assert not torch.equal(codes[0], codes[1])
+
+
+def test_both_generators_repeat_with_the_seed_and_differ_from_each_other(tiny):
+    backend, prompt = made(tiny)
+    first, again, other = (
+        [our_codes(backend, prompt, Sampling(rng=rng), seed, 6) for rng in ("philox", "torch")] for seed in (1, 1, 2)
+    )
+    for rng in (0, 1):
+        assert torch.equal(first[rng], again[rng]) and not torch.equal(first[rng], other[rng])
+    assert not torch.equal(*first)
+
+
+def test_the_upper_half_of_a_seed_counts(tiny):
+    backend, prompt = made(tiny)
+    codes = [our_codes(backend, prompt, Sampling(), seed, 4) for seed in (5, 5 + 2**32, 2**64 - 1)]
+    assert not torch.equal(codes[0], codes[1]) and not torch.equal(codes[0], codes[2])
+
+
+@pytest.mark.parametrize("rng", ["philox", "torch"])
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_named(tiny, rng, seed):
+    backend, prompt = made(tiny)
+    with pytest.raises(SamplingError, match="seed"):
+        backend.start(prompt.embeds, Sampling(rng=rng), seed, 4)
+
+
+def test_draws_are_the_same_however_many_streams_take_turns(tiny):
+    backend, prompt = made(tiny)
+    alone = [our_codes(backend, prompt, Sampling(), seed, 8) for seed in (1, 2, 1)]
+    states = [backend.start(prompt.embeds, Sampling(), seed, 8) for seed in (1, 2, 1)]
+    frames = [[], [], []]
+    for turn in range(3 * 8):  # the third stream starts when the others are under way
+        which = turn % 2 if turn < 8 else (turn - 8) % 3 if turn < 20 else 2
+        frames[which].append(run(backend, prompt, states[which], 1))
+    for made_frames, expected in zip(frames, alone, strict=True):
+        assert torch.equal(torch.cat(made_frames), expected[: len(made_frames)]) and len(made_frames) == 8
+
+
+def test_another_precision_draws_the_same_codes_until_rounding_decides_one(tiny_margin):
+    """Rounding is all that backends differ by. Hot, so that nearly every code is another than the greedy one."""
+    hot = Sampling(Choice(temperature=3.0, top_k=0), Choice(temperature=3.0, top_k=0))
+    single, half = (made(tiny_margin, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    greedy, agreed = our_codes(*single, hot.greedy(), 0, 8), []
+    for seed in range(5):
+        codes = our_codes(*single, hot, seed, 8)
+        assert (codes != greedy).float().mean() > 0.9
+        frame, book = first_mismatch(our_codes(*half, hot, seed, 8), codes) or (8, 0)
+        agreed.append(NUM_CODEBOOKS * frame + book)
+    assert sum(agreed) > 150, agreed  # of 640; other draws would part at once
+
+
+def test_control_ids_are_never_code_0(tiny):
+    backend, prompt = made(tiny)
+    hot = Sampling(talker=Choice(temperature=50.0, top_k=0))
+    state = backend.start(prompt.embeds, hot, seed=0, max_frames=60)
+    code0 = run(backend, prompt, state, 60)[:, 0]
+    assert int(code0.max()) < tiny.config.talker.vocab_size - SUPPRESSED_TAIL
+
+
+def test_a_stream_past_its_frames_is_refused(tiny):
+    backend, prompt = made(tiny)
+    state = backend.start(prompt.embeds, Sampling().greedy(), 0, max_frames=2)
+    run(backend, prompt, state, 2)
+    with pytest.raises(CapacityError, match="at most 2"):
+        backend.step(state, prompt.row(1))
+
+
+@pytest.mark.parametrize("max_frames", [0, 10**7])
+def test_an_impossible_number_of_frames_is_named(tiny, max_frames):
+    backend, prompt = made(tiny)
+    with pytest.raises(CapacityError, match="max_frames"):
+        backend.start(prompt.embeds, Sampling(), 0, max_frames)
+
+
+def test_a_prompt_of_another_width_is_named(tiny):
+    backend, _ = made(tiny)
+    with pytest.raises(PromptError, match=str(tiny.config.talker.hidden_size)):
+        backend.start(torch.zeros(5, 7), Sampling(), 0, 4)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_greedy_codes_on_cuda_are_those_of_the_cpu_where_margins_are_wide(tiny_margin, dtype):
+    codes = [our_codes(*made(tiny_margin, device, dtype), Sampling().greedy(), 0, 40) for device in ("cpu", "cuda")]
+    assert codes[0].shape == (40, NUM_CODEBOOKS) and torch.equal(*codes)
+
+
+@pytest.mark.gpu
+@GPU
+def test_sampled_codes_on_cuda_repeat_with_their_seed(tiny):
+    backend, prompt = made(tiny, "cuda", torch.bfloat16)
+    first, again, other = (our_codes(backend, prompt, Sampling(), seed, 20) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)

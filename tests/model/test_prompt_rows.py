@@ -1,0 +1,73 @@
+"""Rows that prompts look up: kept ones stay as they were made, and rows read on the host are those of the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mktts.checkpoint import Checkpoint
+from mktts.model.prompt import PromptBuilder, Request
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+REQUESTS = [
+    Request("Some words.", speaker="ryan"),
+    Request("Other words, and more of them.", speaker="ryan", language="english", layout="streaming"),
+]
+
+
+def builder_of(checkpoint: Checkpoint, device: str = "cpu", tensors=None, dtype=torch.bfloat16) -> PromptBuilder:
+    return PromptBuilder(
+        checkpoint.config, tensors or checkpoint.tensors(), checkpoint.tokenizer(), device=device, dtype=dtype
+    )
+
+
+def rows_of(builder: PromptBuilder, request: Request) -> torch.Tensor:
+    prompt = builder.build(request)
+    return torch.cat((prompt.embeds, prompt.trailing, prompt.pad[None]))
+
+
+def fed_rows_of(builder: PromptBuilder) -> torch.Tensor:
+    fed = builder.open(Request("", speaker="ryan"))
+    fed.push("Words that ")
+    fed.push("come later.")
+    fed.close()
+    return torch.cat((fed.embeds, torch.stack([fed.row(frame) for frame in range(12)])))
+
+
+def test_rows_that_are_kept_are_those_of_a_new_builder_whatever_was_built_before(tiny):
+    used = builder_of(tiny)
+    for _ in range(2):
+        for request in REQUESTS:
+            assert torch.equal(rows_of(used, request), rows_of(builder_of(tiny), request))
+        assert torch.equal(fed_rows_of(used), fed_rows_of(builder_of(tiny)))
+
+
+def test_special_rows_are_made_once(tiny, monkeypatch):
+    builder = builder_of(tiny)
+    rows_of(builder, REQUESTS[0])
+    asked = []
+    made = builder.text_rows
+    monkeypatch.setattr(builder, "text_rows", lambda ids: asked.append(list(ids)) or made(ids))
+    rows_of(builder, REQUESTS[0])
+    assert asked == [builder.tokenizer.encode(REQUESTS[0].text)]  # the text alone
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_read_on_the_host_give_the_bits_of_a_table_on_the_device(tiny, dtype):
+    uploaded = {name: tensor.cuda() for name, tensor in tiny.tensors().items()}
+    ours, theirs = builder_of(tiny, "cuda", dtype=dtype), builder_of(tiny, "cuda", uploaded, dtype)
+    for request in REQUESTS:
+        assert torch.equal(rows_of(ours, request), rows_of(theirs, request))
+    assert torch.equal(fed_rows_of(ours), fed_rows_of(theirs))
+
+
+@pytest.mark.gpu
+@GPU
+def test_the_text_table_takes_no_memory_of_the_device(tiny):
+    table = tiny.tensors()["talker.model.text_embedding.weight"]
+    before = torch.cuda.memory_allocated()
+    builder = builder_of(tiny, "cuda")
+    assert torch.cuda.memory_allocated() - before < table.nbytes
+    assert builder.text_rows([1, 2]).is_cuda

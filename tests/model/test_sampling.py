@@ -1,0 +1,203 @@
+"""Sampling against transformers' own logits processors, bit for bit; Philox's draws against their distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mktts.errors import SamplingError
+from mktts.model.philox import gumbel
+from mktts.model.sampling import Choice, Sampling, checked_seed, choose, distribution, kept, penalise, restrict
+from mktts.spec import CODEBOOK_SIZE, MIN_NEW_FRAMES, SUPPRESSED_TAIL
+
+SIZE = 300
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CHOICES = {
+    "released": Choice(),
+    "no filter": Choice(temperature=1.3, top_k=0),
+    "top-p": Choice(top_k=0, top_p=0.8),
+    "top-k and top-p": Choice(temperature=0.7, top_k=20, top_p=0.9),
+    "cold": Choice(temperature=0.3, top_k=5),
+}
+
+
+def logits_of(seed: int) -> torch.Tensor:
+    """Logits rounded as bf16 gives them, so that ties occur."""
+    return (torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16().float()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 0.9, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 50, 1_000]),
+    top_p=st.sampled_from([0.1, 0.8, 0.95, 1.0]),
+)
+def test_distribution_is_that_of_transformers_warpers(seed, temperature, top_k, top_p):
+    logits = logits_of(seed)
+    scores = logits[None].clone()
+    if temperature != 1.0:
+        scores = TemperatureLogitsWarper(temperature)(None, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    ours = distribution(logits, Choice(temperature=temperature, top_k=top_k, top_p=top_p))
+    assert torch.equal(ours, scores.softmax(-1)[0])
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.05, 2.0, 0.5])
+def test_penalty_is_that_of_transformers(penalty):
+    logits, history = logits_of(1), torch.tensor([3, 7, 7, 250])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(history[None], logits[None].clone())[0]
+    assert torch.equal(penalise(logits, history, penalty), expected)
+
+
+def test_penalty_leaves_its_input_alone():
+    logits = logits_of(2)
+    before = logits.clone()
+    penalise(logits, torch.tensor([1, 2]), 1.3)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("frames", [0, MIN_NEW_FRAMES - 1, MIN_NEW_FRAMES, 30])
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_code_0_is_drawn_after_all_of_transformers_processors_in_upstreams_order(choice, frames):
+    size, eos, penalty = CODEBOOK_SIZE + SUPPRESSED_TAIL, CODEBOOK_SIZE + 102, 1.2
+    generator = torch.Generator().manual_seed(frames)
+    logits = torch.randn(size, generator=generator) * 3
+    logits[eos] += 12  # so that it matters whether it may be said
+    history = torch.randint(CODEBOOK_SIZE, (frames,), generator=generator)
+    logits[history] += 6
+    suppressed = [token for token in range(CODEBOOK_SIZE, size) if token != eos]
+    # The prompt went in as embeddings, so transformers' input_ids are the codes so far.
+    processors = [
+        RepetitionPenaltyLogitsProcessor(penalty),
+        MinNewTokensLengthLogitsProcessor(0, MIN_NEW_FRAMES, eos),
+        SuppressTokensLogitsProcessor(suppressed),
+        TemperatureLogitsWarper(choice.temperature),
+    ]
+    processors += [TopKLogitsWarper(choice.top_k)] if choice.top_k else []
+    processors += [TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else []
+    scores = logits[None].clone()
+    for processor in processors:
+        scores = processor(history[None], scores)
+    before = logits.clone()
+    ours = restrict(logits, history, penalty, eos)
+    assert torch.equal(kept(ours, choice), scores[0]) and torch.equal(logits, before)
+    noise = noise_rows(50, size)
+    assert [int(choose(ours, choice, row)) for row in noise] == (scores + noise).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_philoxs_draws_follow_their_distribution(choice):
+    """Pearson's chi-square; cells that expect fewer than five draws count as one. The seed is fixed."""
+    logits, draws = logits_of(6), 6_000
+    drawn = torch.stack([choose(logits, choice, row) for row in noise_rows(draws, SIZE)])
+    expected = kept(logits, choice).double().softmax(-1) * draws
+    found = torch.bincount(drawn, minlength=SIZE).double()
+    assert found[expected == 0].sum() == 0
+    rare = expected < 5
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    found = torch.cat((found[~rare], found[rare].sum()[None]))
+    cells = expected > 0
+    statistic = ((found - expected)[cells].square() / expected[cells]).sum()
+    freedom = int(cells.sum()) - 1
+    assert statistic < freedom + 3.5 * (2 * freedom) ** 0.5  # mean + 3.5 standard deviations
+
+
+def noise_rows(count: int, size: int) -> torch.Tensor:
+    """(count, size) Gumbel noise of sixteen codebooks of as many frames as that takes."""
+    frames = range(-(-count // 16))
+    return torch.cat([torch.from_numpy(gumbel(9, frame, range(16), size)) for frame in frames])[:count]
+
+
+def test_of_equals_the_lowest_wins_and_top_p_leaves_the_highest():
+    even, noise = torch.zeros(8), torch.zeros(8)
+    assert int(choose(even, Choice(top_k=0), noise)) == 0
+    assert kept(even, Choice(temperature=1.0, top_k=3)).tolist() == [0] * 8
+    many = kept(torch.zeros(512), Choice(temperature=1.0, top_k=0, top_p=0.5))  # as many as a sorting network reorders
+    assert many.isfinite().tolist() == [False] * 256 + [True] * 256
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_on_cuda_the_same_ids_are_drawn(choice):
+    for row, noise in enumerate(noise_rows(200, SIZE)):
+        logits = penalise(logits_of(row), torch.tensor([1, 5, 9]), 1.2)
+        on_cuda = penalise(logits_of(row).cuda(), torch.tensor([1, 5, 9], device="cuda"), 1.2)
+        assert torch.equal(on_cuda.cpu(), logits)
+        assert int(choose(on_cuda, choice, noise.cuda())) == int(choose(logits, choice, noise))
+
+
+@pytest.mark.parametrize("rng", ["philox", "torch"])
+def test_forbidden_ids_are_never_drawn(rng):
+    logits = logits_of(3)
+    logits[10:] = -torch.inf
+    generator = torch.Generator().manual_seed(0)
+    sources = noise_rows(200, SIZE) if rng == "philox" else [generator] * 200
+    drawn = {int(choose(logits, Choice(temperature=5.0, top_k=0), source)) for source in sources}
+    assert max(drawn) < 10 and len(drawn) > 3
+
+
+def test_draws_follow_the_generator_and_greedy_ignores_it():
+    logits = logits_of(4)
+    draws = [
+        [int(choose(logits, Choice(), generator)) for _ in range(20)]
+        for generator in (torch.Generator().manual_seed(5), torch.Generator().manual_seed(5))
+    ]
+    assert draws[0] == draws[1] and len(set(draws[0])) > 1
+    assert int(choose(logits, Choice(do_sample=False), None)) == int(logits.argmax())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(kwargs, named):
+    with pytest.raises(SamplingError, match=named):
+        Choice(**kwargs)
+
+
+def test_an_unknown_generator_is_named():
+    with pytest.raises(SamplingError, match="philox.*torch.*numpy"):
+        Sampling(rng="numpy")
+    assert Sampling().rng == "philox" and Sampling(rng="torch").greedy().rng == "torch"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "7", True])
+def test_a_seed_out_of_range_is_named(seed):
+    with pytest.raises(SamplingError, match=r"seed.*below 2\^64"):
+        checked_seed(seed)
+
+
+def test_seeds_in_range_are_taken_and_none_draws_another_each_time():
+    assert [checked_seed(seed) for seed in (0, 2**64 - 1)] == [0, 2**64 - 1]
+    drawn = {checked_seed(None) for _ in range(20)}
+    assert len(drawn) == 20 and all(0 <= seed < 2**64 for seed in drawn)
+
+
+def test_a_bad_penalty_is_named_and_greedy_keeps_the_rest():
+    with pytest.raises(SamplingError, match="repetition_penalty"):
+        Sampling(repetition_penalty=0.0)
+    greedy = Sampling(talker=Choice(top_k=7), repetition_penalty=1.2).greedy()
+    assert not greedy.talker.do_sample and not greedy.predictor.do_sample
+    assert greedy.talker.top_k == 7 and greedy.repetition_penalty == 1.2

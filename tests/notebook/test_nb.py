@@ -1,0 +1,260 @@
+"""Notebook helpers: run folders, clips, tables, controls, and the rows of the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+from mktts.audio import read_audio
+from mktts.errors import MetricsError, MkttsError
+from mktts.measure import machine
+from mktts.measure.metrics import StreamMetrics
+from mktts.notebook import nb, report
+from mktts.spec import SAMPLE_RATE_HZ
+
+
+@pytest.fixture
+def shown():
+    """What the code under test displays, as MIME bundles."""
+    InteractiveShell.instance()
+    with capture_output() as captured:
+        yield captured
+    InteractiveShell.clear_instance()
+
+
+def bundles(captured):
+    return [output.data for output in captured.outputs]
+
+
+# ---- run folders
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "notebooks" / "deep").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("inside", [".", "notebooks", "notebooks/deep"])
+def test_a_run_by_hand_goes_to_the_repositorys_outputs_from_any_folder_in_it(checkout, inside, monkeypatch):
+    monkeypatch.chdir(checkout / inside)
+    assert nb.run_dir("", "03_streaming") == checkout / "outputs" / "runs" / "03_streaming-manual"
+    assert (checkout / "outputs" / "runs" / "03_streaming-manual").is_dir()
+
+
+def test_a_given_run_folder_is_taken_relative_to_the_working_folder(checkout, monkeypatch):
+    monkeypatch.chdir(checkout / "notebooks")
+    assert nb.run_dir("../outputs/runs/x", "03_streaming") == checkout / "outputs" / "runs" / "x"
+
+
+def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (nb.repository() / "mktts" / "nb.py").is_file()
+
+
+# ---- clips
+
+
+def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, shown):
+    pcm = np.full(SAMPLE_RATE_HZ // 10, 0.25, np.float32)
+    path = nb.clip(pcm, "Streamed, as it came", tmp_path, random_weights=False)
+    assert path == tmp_path / "streamed_as_it_came.wav"
+    samples, rate_hz = read_audio(path)
+    assert rate_hz == SAMPLE_RATE_HZ and np.abs(samples - 0.25).max() < 1e-4
+    label, audio = bundles(shown)
+    assert "random" not in label["text/plain"]
+    import base64
+    import re
+
+    data = base64.b64decode(re.search(r"base64,([^\"]+)", audio["text/html"]).group(1))
+    assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
+
+
+def test_audio_of_random_weights_is_labelled_as_not_speech(tmp_path, shown):
+    nb.clip(np.zeros(100, np.float32), "x", tmp_path, random_weights=True)
+    assert nb.RANDOM_WEIGHTS in bundles(shown)[0]["text/html"] and "not speech" in nb.RANDOM_WEIGHTS
+
+
+def test_a_long_clip_is_written_whole_and_embedded_in_part(tmp_path, shown):
+    pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
+    path = nb.clip(pcm, "long", tmp_path, random_weights=False)
+    assert len(read_audio(path)[0]) == len(pcm)
+    label, audio = bundles(shown)
+    assert "embedded" in label["text/plain"]
+    assert len(audio["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
+
+
+@pytest.mark.parametrize(
+    "pcm",
+    [np.zeros(0, np.float32), np.zeros(3), np.zeros((2, 2), np.float32), np.array([1.5], np.float32)],
+    ids=["empty", "float64", "stereo", "above full scale"],
+)
+def test_unusable_pcm_is_refused_before_anything_is_written(pcm, tmp_path):
+    with pytest.raises(MkttsError, match="clip 'x'"):
+        nb.clip(pcm, "x", tmp_path, random_weights=False)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- tables
+
+
+def test_a_table_has_every_key_as_a_column_and_escapes_its_cells(shown):
+    nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
+    (data,) = bundles(shown)
+    assert data["text/plain"].splitlines() == ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"]
+    assert "&lt;b&gt;" in data["text/html"] and "<b>" not in data["text/html"]
+
+
+def test_a_table_leaves_out_what_it_is_told_to(shown):
+    nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
+    assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.20e-07"), (0.0, "0"),
+     (None, ""), ((1, 2), "1, 2"), ("x", "x")],
+)  # fmt: skip
+def test_cells_read_well(value, text):
+    assert nb.cell(value) == text
+
+
+# ---- controls
+
+
+def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
+    panel = nb.controls({"SPEAKER": ["", "ryan"]}, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5)
+    assert panel.values == {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5}
+    panel._widgets["TEXT"].value = "Ho"
+    assert panel.values["TEXT"] == "Ho"
+
+
+def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter():
+    with pytest.raises(MkttsError, match="SPEAKER='nobody'"):
+        nb.controls({"SPEAKER": ["ryan"]}, SPEAKER="nobody")
+    with pytest.raises(MkttsError, match="VOICE"):
+        nb.controls({"VOICE": ["a"]}, SPEAKER="nobody")
+
+
+async def test_start_runs_once_on_the_cells_loop_even_from_another_thread_and_stop_calls_stop(shown):
+    panel, events = nb.controls(TEXT="Hi"), []
+    done = asyncio.Event()
+
+    async def start():
+        events.append((panel.values["TEXT"], asyncio.get_running_loop() is loop, panel.start_button.disabled))
+        done.set()
+
+    loop = asyncio.get_running_loop()
+    panel.show(start=start, stop=lambda: events.append("stop"))
+    await asyncio.to_thread(panel.start_button.click)
+    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.sleep(0.01)
+    panel.stop_button.click()
+    assert events == [("Hi", True, True), "stop"] and not panel.start_button.disabled
+
+
+async def test_an_error_of_a_started_run_is_shown_in_the_panel(shown):
+    panel = nb.controls(TEXT="Hi")
+
+    async def start():
+        raise MkttsError("no such <speaker>")
+
+    panel.show(start=start, stop=lambda: None)
+    panel.start_button.click()
+    await asyncio.sleep(0.05)
+    assert panel.message.value == "MkttsError: no such &lt;speaker&gt;"
+
+
+def test_stream_arguments_translate_parameters_and_refuse_unknown_ones(tiny):
+    values = {"TEXT": "Hi", "LANGUAGE": "auto", "SPEAKER": "", "INSTRUCT": "", "VOICE": "", "SEED": 1, "MAX_FRAMES": 9}
+    arguments = nb.stream_arguments(tiny, **values, SCHEDULE="1,2")
+    assert arguments.pop("options").schedule == (1, 2)
+    assert arguments == {
+        "text": "Hi",
+        "language": "auto",
+        "speaker": next(iter(tiny.config.speakers)),
+        "instruct": None,
+        "voice": None,
+        "seed": 1,
+        "max_frames": 9,
+    }
+    assert not any("dialect" in name for name in nb.languages(tiny)) and "english" in nb.languages(tiny)
+    with pytest.raises(MkttsError, match="SPEED"):
+        nb.stream_arguments(tiny, SPEED=2)
+
+
+# ---- report
+
+
+def metrics(**changes):
+    base = dict(
+        ttfc_ms=50.0, audible_ttfc_ms=130.0, rtf=0.5, audio_s=0.8, compute_ms=400.0, frames=10, prefill_ms=10.0,
+        talker_ms_per_frame=5.0, predictor_ms_per_frame=20.0, codec_ms_per_frame=10.0, underruns=1, stalled_ms=3.0,
+        prebuffer_ms=3.0,
+    )  # fmt: skip
+    return StreamMetrics(**{**base, **changes})
+
+
+def test_stages_and_the_rest_add_up_to_the_time_per_frame():
+    stages = report.stages_per_frame([metrics(), metrics(compute_ms=600.0)])
+    assert stages == {"talker": 5.0, "predictor": 20.0, "codec": 10.0, "other": 15.0}
+
+
+def test_repeats_become_medians_sums_and_skip_silent_utterances():
+    recorded = report.over_repeats([metrics(ttfc_ms=40.0), metrics(ttfc_ms=60.0, audible_ttfc_ms=None)])
+    assert recorded["ttfc_ms_median"] == 50.0 and recorded["audible_ttfc_ms_median"] == 130.0
+    assert recorded["underruns"] == 2 and recorded["repeats"] == 2 and recorded["frame_ms"] == 40.0
+
+
+def test_collected_reads_the_nearest_table_and_the_manual_runs(tmp_path):
+    import pandas
+
+    rows = [
+        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
+        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / report.TABLE)
+    for name in ("06_report-manual", "03_streaming-manual"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "03_streaming-manual" / "metrics.json").write_text(json.dumps({"rtf": 0.25}))
+    found = report.collected(tmp_path / "runs" / "06_report-manual")
+    assert found == [*rows, {"run": "03_streaming-manual", "notebook": "03_streaming", "rtf": 0.25}]
+    coverage = {line["notebook"]: line for line in report.coverage(found)}
+    assert (
+        coverage["02_parity"]["failed"] == 1 and "mktts run notebooks/02_parity.ipynb" in coverage["02_parity"]["note"]
+    )
+    assert coverage["04_metrics"]["note"] == ""
+    assert report.points(report.of_notebook(found, "04_metrics"), "rtf_median") == [("c", 0.5)]
+
+
+def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):
+    (tmp_path / "runs" / "06_report").mkdir(parents=True)
+    assert report.collected(tmp_path / "runs" / "06_report") == []
+    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
+    with pytest.raises(MetricsError, match=report.TABLE):
+        report.collected(tmp_path / "runs" / "06_report")
+
+
+# ---- machine
+
+
+def test_every_machine_row_says_what_was_found_and_what_follows(tmp_path):
+    rows = machine.resources(tmp_path)
+    assert {"CPU", "GPU", "memory", "disk", "torch"} <= {row["what"] for row in rows}
+    assert all(row["found"] and row["consequence"] for row in rows)
+
+
+def test_a_package_that_fails_to_import_is_missing_with_its_reason(monkeypatch):
+    def broken(name):
+        raise OSError("libc10_cuda.so: cannot open")
+
+    monkeypatch.setattr(machine.importlib, "import_module", broken)
+    row = machine._package_row("soundfile", "reads", "only saved voices")
+    assert row["found"].startswith(machine.MISSING) and "libc10_cuda" in row["found"]
+    assert row["consequence"] == "only saved voices"

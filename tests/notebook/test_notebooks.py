@@ -1,0 +1,237 @@
+"""The notebooks: how they are written, and that each one runs headless from its parameters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
+from mktts.notebook import evidence as kernel_report
+from mktts.notebook import grid
+from mktts.notebook import runs as batch
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TITLES = [
+    "00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "06_report", "07_voice",
+]  # fmt: skip
+MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
+COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
+STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
+
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path):
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def trees(path):
+    return [ast.parse(cell.source, type_comments=False) for cell in code_cells(path)]
+
+
+def nodes(path, kind):
+    return [node for tree in trees(path) for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def parameters(path):
+    """Name -> annotated assignment of the parameters cell."""
+    tree = ast.parse(next(c.source for c in code_cells(path) if c.metadata.get("tags") == ["parameters"]))
+    return {statement.target.id: statement for statement in tree.body}
+
+
+def stderr_of(path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    return "".join(output.text for output in outputs if output.get("name") == "stderr")
+
+
+def test_the_story_is_complete():
+    assert [path.stem for path in NOTEBOOKS] == TITLES
+
+
+@each
+def test_notebook_holds_no_results_and_no_foreign_metadata(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}
+    assert notebook.metadata.kernelspec == {
+        "display_name": "Python 3 (ipykernel)",
+        "language": "python",
+        "name": "python3",
+    }
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+
+
+@each
+def test_notebook_opens_with_the_question_it_answers(path):
+    first = read(path).cells[0]
+    assert first.cell_type == "markdown"
+    assert re.match(rf"# {path.stem[:2]} · .+\?\n\n\w", first.source)
+
+
+@each
+def test_parameters_are_one_cell_of_typed_commented_literals(path):
+    cells = code_cells(path)
+    assert [index for index, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", [])] == [0]
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(cells[0].source).readline)
+        if token.type == tokenize.COMMENT and len(token.string) > 5
+    }
+    for statement in ast.parse(cells[0].source).body:
+        assert isinstance(statement, ast.AnnAssign), ast.unparse(statement)
+        name, kind, value = statement.target.id, statement.annotation.id, ast.literal_eval(statement.value)
+        assert name == name.upper() and type(value).__name__ == kind, name
+        assert statement.lineno in comments, f"{name} has no comment that explains it"
+    assert parameters(path)["RUN_DIR"].value.value == ""
+
+
+@each
+def test_the_checkpoint_that_is_opened_by_default_is_the_packages(path):
+    found = parameters(path).get("CHECKPOINT")
+    if found is not None:
+        assert found.value.value == ("small" if path.stem == "07_voice" else DEFAULT_CHECKPOINT)
+        assert path.stem == "07_voice" or SOURCES in code_cells(path)[0].source
+
+
+@each
+def test_cells_are_short_and_functions_at_most_ten_lines(path):
+    for cell in code_cells(path):
+        assert len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.source
+    for function in nodes(path, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        assert function.end_lineno - function.lineno < MAX_FUNCTION_LINES, ast.unparse(function)
+    assert not nodes(path, ast.ClassDef)
+
+
+@each
+def test_streams_are_read_with_async_for_so_that_buttons_work(path):
+    for loop in nodes(path, (ast.For, ast.comprehension)):
+        if isinstance(loop, ast.comprehension) and loop.is_async:
+            continue
+        calls = [
+            n.func.attr for n in ast.walk(loop.iter) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+        ]
+        assert not STREAMS & set(calls), ast.unparse(loop.iter)
+    if path.stem in ("03_streaming", "04_metrics"):
+        assert nodes(path, ast.AsyncFor)
+
+
+@each
+def test_widgets_change_only_what_a_parameter_defines(path):
+    for call in nodes(path, ast.Call):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "controls":
+            keywords = [k for k in call.keywords if k.arg]
+            keywords += [k for outer in call.keywords if not outer.arg for k in outer.value.keywords]
+            assert len(keywords) >= 3
+            for keyword in keywords:
+                assert keyword.arg in parameters(path) and keyword.value.id == keyword.arg
+        assert "interact" not in ast.unparse(call.func)
+
+
+@each
+def test_no_machine_paths_hosts_or_path_tricks(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"[\"'(\s](/[a-z]+/|~/|[A-Z]:\\)", text)
+    assert not re.search(r"https?://|sys\.path|!pip|%pip", text)
+
+
+@each
+def test_the_last_cell_records_metrics(path):
+    assert "metrics.record(\n    run_dir," in code_cells(path)[-1].source
+
+
+@pytest.mark.parametrize("stem", ["02_parity", "03_streaming", "04_metrics", "05_pipecat_live"])
+def test_a_notebook_that_may_run_on_random_weights_says_what_its_audio_is(stem):
+    prose = "\n".join(cell.source for cell in read(FOLDER / f"{stem}.ipynb").cells if cell.cell_type == "markdown")
+    assert re.search(r"Random weights: this is noise; timing and (parity|turn-taking) are real\.", prose)
+
+
+# ---- execution, small
+
+SMALL = {
+    "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "has_megakernel", "missing"], []),
+    "01_weights": (
+        ["SECTIONS=none"],
+        ["bytes_per_frame", "kernel_times", "params"],
+        ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
+    ),
+    "02_parity": (
+        ["FULL_CODEC=false", "FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3"],
+        ["codec_error_streamed", "codes_equal", "kernel", "prompts_equal"],
+        ["codec_error.png"],
+    ),
+    "03_streaming": (
+        ["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."],
+        ["backend", "fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
+        ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
+    ),
+    "04_metrics": (
+        ["MAX_FRAMES=10", "REPEATS=3"],
+        ["rtf_median", "talker_ms_per_frame", "ttfc_ms_p95", "underruns"],
+        ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
+    ),
+    "05_pipecat_live": (
+        ["SEED=1"],
+        ["barge_in_ms", "first_audio_ms_median", "interruptions", "silence_ms", "stale_frames", "turns"],
+        ["conversation.png", "conversation.wav", "latency.json"],
+    ),
+    "06_report": ([], ["missing", "runs_read"], []),
+    "07_voice": (["MAX_FRAMES=8"], ["missing", "params", "rtf_median", "ttfc_ms_median"], []),
+}
+
+
+@pytest.fixture
+def run_notebook(monkeypatch, tmp_path):
+    """Executes a notebook as `mktts run` does, in a temporary folder; returns its metrics and its run folder."""
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))  # the kernel starts in notebooks/
+    out = tmp_path / "runs"
+
+    def run(stem, settings):
+        (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
+        found = batch.execute(planned, out, {"cpu": "a test's"}, timeout_s=120)
+        assert found["status"] == "ok", found
+        batch.collect(out, tmp_path / "metrics.parquet")
+        return found, out / planned.name
+
+    return run
+
+
+@pytest.mark.parametrize("stem", TITLES)
+def test_notebook_runs_headless_and_records(stem, run_notebook):
+    settings, recorded, files = SMALL[stem]
+    found, folder = run_notebook(stem, settings)
+    assert set(recorded) <= set(found)
+    assert {path.name for path in folder.iterdir()} >= {"executed.ipynb", "metrics.json", *files}
+    executed = folder / "executed.ipynb"
+    assert executed.stat().st_size < (4_000_000 if stem == "07_voice" else 2_000_000)  # the voice is there to be heard
+    outputs = json.dumps([cell.get("outputs", []) for cell in read(executed).cells])
+    assert "Figure(" not in outputs, "a figure was shown as text"
+    assert COMPILING.sub("", stderr_of(executed)) == "", "the notebook writes warnings"
+
+
+def test_what_was_measured_elsewhere_is_shown_with_its_machine(run_notebook):
+    _, folder = run_notebook("01_weights", ["SECTIONS=none"])
+    shown = "\n".join(str(cell.get("outputs", "")) for cell in read(folder / "executed.ipynb").cells)
+    assert kernel_report.provenance(kernel_report.reference("bench")) in shown
+
+
+def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
+    run_notebook("04_metrics", ["MAX_FRAMES=4", "REPEATS=2"])
+    found, folder = run_notebook("06_report", [])
+    assert found["runs_read"] == found["runs_measured"] == 1
+    assert {"ttfc.png", "rtf.png", "stages.png"} <= {path.name for path in folder.iterdir()}
+    assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]

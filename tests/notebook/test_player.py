@@ -1,0 +1,139 @@
+"""The live player and the notebook helpers, without a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mktts.errors import MkttsError
+from mktts.notebook import player
+from mktts.spec import SAMPLE_RATE_HZ
+
+JS = Path(player.__file__).with_name("player.js")
+
+
+@pytest.fixture
+def live():
+    """A player that keeps what it would have sent to the page."""
+    widget = player.live_player()
+    sent = []
+    widget.send = lambda content, buffers=None: sent.append((content["kind"], b"".join(buffers or [])))
+    return widget, sent
+
+
+def test_pcm_becomes_little_endian_16_bit_and_clips():
+    pcm = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 1.5, -1.5], dtype=np.float32)
+    assert np.frombuffer(player.pcm16_bytes(pcm), "<i2").tolist() == [0, 16384, -16384, 32767, -32767, 32767, -32767]
+
+
+@pytest.mark.parametrize(
+    ("pcm", "named"),
+    [
+        (np.zeros((2, 3), np.float32), r"\(2, 3\)"),
+        (np.zeros(3, np.int16), "int16"),
+        (np.array([0.0, np.nan], np.float32), "NaN"),
+    ],
+    ids=["stereo", "integers", "nan"],
+)
+def test_unusable_pcm_is_refused_by_name(pcm, named):
+    with pytest.raises(MkttsError, match=named):
+        player.pcm16_bytes(pcm)
+
+
+def test_without_a_front_end_every_call_is_harmless():
+    widget = player.live_player()
+    widget.begin()
+    for _ in range(100):
+        widget.write(np.zeros(480, np.float32))
+    widget.end()
+    assert widget.stop_requested is False and widget.report == {}
+
+
+def test_writes_carry_one_binary_buffer_each_and_empty_pcm_none(live):
+    widget, sent = live
+    widget.begin()
+    widget.write(np.full(3, 0.25, np.float32))
+    widget.write(np.zeros(0, np.float32))
+    widget.end()
+    assert [kind for kind, _ in sent] == ["begin", "pcm", "end"]
+    assert np.frombuffer(sent[1][1], "<i2").tolist() == [8192] * 3
+
+
+class FakeStream:
+    """Five chunks; remembers whether it was cancelled."""
+
+    cancelled = False
+
+    def cancel(self):
+        self.cancelled = True
+
+    async def __aiter__(self):
+        for value in range(5):
+            if self.cancelled:
+                return
+            yield SimpleNamespace(pcm=np.full(4, value / 10, np.float32))
+
+
+async def test_play_passes_every_chunk_on_and_ends_the_utterance(live):
+    widget, sent = live
+    chunks = [chunk async for chunk in widget.play(FakeStream())]
+    assert [round(float(c.pcm[0]), 1) for c in chunks] == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert [kind for kind, _ in sent] == ["begin", *["pcm"] * 5, "end"]
+
+
+async def test_a_stop_pressed_during_play_cancels_the_stream(live):
+    widget, sent = live
+    stream, heard = FakeStream(), 0
+    async for _ in widget.play(stream):
+        heard += 1
+        asyncio.get_running_loop().call_soon(widget.stop)  # as a button's message: seen when the loop yields
+    assert stream.cancelled and heard < 5
+    assert sent[-1][0] == "end"
+
+
+def test_the_next_utterance_starts_with_the_stop_flag_cleared(live):
+    widget, _ = live
+    widget.stop()
+    widget.begin()
+    assert widget.stop_requested is False
+
+
+def test_the_report_of_the_page_is_kept_and_worded(live):
+    widget, _ = live
+    message = {"kind": "ended", "chunks": 7, "underruns": 1, "first_sound_ms": 12.3, "context": "suspended"}
+    widget._handle_custom_msg(message, [])
+    assert widget.report == message
+    assert "7 chunks, 1 underruns, first sound 12 ms" in widget.status and "press any key" in widget.status
+
+
+def test_the_widget_plays_at_the_codecs_rate():
+    assert player.live_player().sample_rate_hz == SAMPLE_RATE_HZ
+    assert "24000" not in JS.read_text(encoding="utf-8")
+
+
+def test_script_and_widget_agree_on_traits_and_messages():
+    script = JS.read_text(encoding="utf-8")
+    traits = player.live_player().traits(sync=True)
+    used = set(re.findall(r'model\.[gs]et\("(\w+)"', script)) | set(re.findall(r'"change:(\w+)"', script))
+    assert used and used <= set(traits)
+    source = Path(player.__file__).read_text(encoding="utf-8")
+    handled = set(re.findall(r'message\.kind === "(\w+)"', script))
+    assert handled == set(re.findall(r'send\(\{"kind": "(\w+)"', source))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_script_schedules_chunks_back_to_back_and_counts_underruns(tmp_path):
+    done = subprocess.run(
+        ["node", str(Path(__file__).with_name("player_harness.mjs")), str(JS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

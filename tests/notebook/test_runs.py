@@ -1,0 +1,179 @@
+"""Grids of notebook runs, on small notebooks written here and executed for real."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from mktts.errors import BatchError
+from mktts.notebook import grid
+from mktts.notebook import runs as batch
+
+PARAMETERS = """\
+TEXT: str = "a=b # not a comment"  # what to say
+SEED: int = 0
+SCALE: float = 1.0
+FLAG: bool = False
+SHAPE: tuple = (1, 2)
+PLAIN = 3
+RUN_DIR: str = ""
+"""
+
+
+def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Path:
+    nodes = [nbformat.v4.new_code_cell(source) for source in cells]
+    if parameters is not None:
+        nodes.insert(0, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    nbformat.write(nbformat.v4.new_notebook(cells=nodes), path)
+    return path
+
+
+def run(*words: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    batch.add_arguments(parser)
+    return batch.main(parser.parse_args([str(word) for word in words]))
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_parameters_have_the_annotated_type_and_the_literal_default(tmp_path):
+    found = grid.read_notebook(notebook(tmp_path / "n.ipynb")).parameters
+    assert found["TEXT"] == ("str", "a=b # not a comment")
+    assert found["SHAPE"] == ("tuple", (1, 2))
+    assert found["PLAIN"] == ("int", 3)
+
+
+def test_grid_is_every_combination_typed_and_in_order(tmp_path):
+    runs = grid.plan([notebook(tmp_path / "n.ipynb")], ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"])
+    assert [run.parameters for run in runs] == [
+        {"SEED": seed, "FLAG": flag, "SCALE": 0.5} for seed in (1, 2) for flag in (True, False)
+    ]
+    assert all(isinstance(run.parameters["FLAG"], bool) for run in runs)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_quoted_values_keep_their_commas_and_quotes(tmp_path):
+    runs = grid.plan([notebook(tmp_path / "n.ipynb")], ['TEXT="Yes, please.","He said ""no"".",plain'])
+    assert [run.parameters["TEXT"] for run in runs] == ["Yes, please.", 'He said "no".', "plain"]
+
+
+def test_run_name_depends_on_the_set_values_only(tmp_path):
+    path = notebook(tmp_path / "n.ipynb")
+    [plain], [one], [same], [other] = (grid.plan([path], s) for s in ([], ["SEED=1"], ["SEED=1"], ["SEED=2"]))
+    assert plain.name == "n"
+    assert one.name == same.name != other.name
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("SPEED=1", "SPEED.*no such parameter.*FLAG, PLAIN, SCALE, SEED"),
+        ("SEED=1.5", "SEED.*whole number.*1.5"),
+        ("FLAG=1", "FLAG.*true or false"),
+        ("SCALE=nan", "SCALE.*finite"),
+        ("SHAPE=1", "SHAPE.*tuple.*only int"),
+        ("SEED=1,2,1", "SEED.*twice"),
+        ("SEED", "NAME=value"),
+        ('TEXT="open', "quote"),
+        ("RUN_DIR=x", "RUN_DIR.*runner"),
+    ],
+)
+def test_bad_setting_is_refused_by_name_before_anything_runs(tmp_path, setting, message):
+    path = notebook(tmp_path / "n.ipynb", "open('ran', 'w')")
+    with pytest.raises(BatchError, match=message):
+        run(path, "--set", setting, "--out", tmp_path / "runs")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "runs").exists()
+
+
+def test_name_unknown_to_one_of_two_notebooks_is_refused(tmp_path):
+    first, second = notebook(tmp_path / "a.ipynb"), notebook(tmp_path / "b.ipynb", parameters="OTHER: int = 1")
+    with pytest.raises(BatchError, match=r"b\.ipynb has no such parameter; it has: OTHER"):
+        grid.plan([first, second], ["SEED=1"])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"cells": 3}'])
+def test_file_that_is_no_notebook_is_refused(tmp_path, text):
+    path = tmp_path / "n.ipynb"
+    path.write_text(text)
+    with pytest.raises(BatchError, match=r"n\.ipynb: expected a notebook"):
+        grid.plan([path], [])
+
+
+def test_computed_parameter_is_refused(tmp_path):
+    with pytest.raises(BatchError, match="literals"):
+        grid.read_notebook(notebook(tmp_path / "n.ipynb", parameters="A: int = len('x')"))
+
+
+RECORDS = (
+    "from mktts.measure.metrics import record\nassert SEED != 2, 'two is refused'\n"
+    "record(RUN_DIR, seed_squared=SEED**2)"
+)
+
+
+def test_grid_runs_record_continue_after_a_failure_resume_and_collect(tmp_path, monkeypatch, capsys):
+    """One test, because each kernel costs seconds: three runs of which one fails, then a resumed call."""
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    path = notebook(Path("books/n.ipynb"), RECORDS, "print(RUN_DIR)\nopen(f'{RUN_DIR}/note.txt', 'w').write('x')")
+    out = Path("outputs/runs")
+    calls = ["--set", "SEED=1,2,3", "--out", out]
+
+    assert run(path, *calls) == 1
+    runs = grid.plan([path], ["SEED=1,2,3"])
+    ok, bad, last = (out / r.name for r in runs)
+    assert sorted(os.listdir(out)) == sorted(r.name for r in runs)  # and no temporary folder
+    for folder in (ok, bad, last):
+        assert {"executed.ipynb", "parameters.json", "environment.json", "metrics.json"} <= set(os.listdir(folder))
+    assert read(ok / "metrics.json")["status"] == "ok" and read(ok / "metrics.json")["seed_squared"] == 1
+    assert read(last / "metrics.json")["seed_squared"] == 9  # the run after the failed one
+    failure = read(bad / "metrics.json")
+    assert (failure["status"], failure["ename"], failure["evalue"]) == ("error", "AssertionError", "two is refused")
+    assert read(last / "parameters.json")["parameters"]["SEED"] == 3
+    assert read(last / "parameters.json")["parameters"]["SCALE"] == 1.0  # defaults are recorded too
+    assert (ok / "note.txt").exists() and not (bad / "note.txt").exists()
+    executed = (ok / "executed.ipynb").read_text()
+    assert ".partial" not in executed and str(tmp_path) not in executed and f"../outputs/runs/{ok.name}" in executed
+
+    table = pandas.read_parquet("outputs/metrics.parquet").set_index("run")
+    assert table.loc[last.name, "seed_squared"] == 9 and table.loc[last.name, "param.SEED"] == 3
+    assert table.loc[bad.name, "status"] == "error" and pandas.isna(table.loc[bad.name, "seed_squared"])
+    assert table["env.python"].notna().all()
+
+    before = (ok / "metrics.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(path, *calls, "--resume") == 1  # the failed run is tried again, the others are not
+    assert (ok / "metrics.json").stat().st_mtime_ns == before
+    assert capsys.readouterr().out.count("done before") == 2
+
+
+def test_changed_notebook_is_not_taken_as_done(tmp_path):
+    path = notebook(tmp_path / "n.ipynb")
+    [planned] = grid.plan([path], [])
+    folder = tmp_path / "runs" / planned.name
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text('{"status": "ok"}')
+    (folder / "parameters.json").write_text(json.dumps({"notebook_sha256": planned.notebook.sha256}))
+    assert batch.is_done(tmp_path / "runs", planned)
+    [changed] = grid.plan([notebook(path, "1 + 1")], [])
+    assert not batch.is_done(tmp_path / "runs", changed)
+
+
+def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", "import os; os._exit(1)", parameters=None)
+    stale = tmp_path / "runs" / "n" / "stale.txt"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("from an earlier run")
+    [planned] = grid.plan([path], [])
+    metrics = batch.execute(planned, tmp_path / "runs", {}, timeout_s=60)
+    assert metrics["status"] == "error" and metrics["ename"] == "DeadKernelError"
+    assert not stale.exists()
+    assert read(stale.parent / "metrics.json") == metrics

@@ -1,0 +1,382 @@
+"""A source of speech behind a server: faults of the server and the connection, refusals, backpressure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fake_server import Client, FakeServer, failure, forever
+from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat.utils.errors import ErrorCategory
+from pipecat_fakes import PIECE, TOO_LATE_S, WAIT_S, Talk, turn
+from served import Served, first_speaker, served
+from websockets.asyncio.client import connect
+
+from mktts.audio import to_pcm16
+from mktts.checkpoint import Checkpoint
+from mktts.errors import (
+    AccessError,
+    BusyError,
+    EngineError,
+    OptionsError,
+    PromptError,
+    SamplingError,
+    TextError,
+    VoiceError,
+)
+from mktts.model.sampling import Choice, Sampling
+from mktts.pipecat import MkttsTTSService, RemoteSource, Speech, SpeechFailedFrame, Style
+from mktts.pipecat.remote_speech import KEPT_PIECES
+from mktts.server.limits import Limits
+from mktts.synth import Synthesizer
+
+KEY = "a-key-of-the-tests"
+MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold
+
+
+@pytest.fixture(scope="module")
+def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(synth: Synthesizer) -> Iterator[Served]:
+    with served(synth, Limits(max_streams=1), api_key=KEY) as running:
+        yield running
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def taken(speech: Speech) -> bytes:
+    async with asyncio.timeout(WAIT_S):
+        return b"".join([piece async for piece in speech])
+
+
+async def breaks_off(client: Client) -> None:
+    await client.read("start")
+    await client.started()
+    await client.audio(PIECE, PIECE, PIECE)
+    client.break_off()
+
+
+async def hangs(client: Client) -> None:
+    await client.read("start")
+    await client.started()
+    await client.audio(PIECE, PIECE, PIECE)
+    client.socket.transport.pause_reading()  # pings too
+    await forever(client)
+
+
+async def stops(client: Client) -> None:
+    await client.read("start")
+    await client.started()
+    await client.audio(PIECE, PIECE, PIECE)
+    await client.finished("error", "stopping")
+    await forever(client)
+
+
+async def babbles(client: Client) -> None:
+    await client.read("start")
+    await client.audio(PIECE, PIECE, PIECE)
+    await client.socket.send("[1, 2]")
+    await forever(client)
+
+
+@pytest.mark.parametrize("script", [breaks_off, hangs, stops, babbles])
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_a_server_lost_in_mid_utterance_is_a_permanent_error_and_the_context_is_true(script, mode):
+    text = "One two three four five six seven eight nine ten eleven."
+    async with FakeServer(script) as server:
+        tts = MkttsTTSService(
+            source=RemoteSource(server.url, silence_s=0.1), text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S
+        )
+        async with Talk(tts) as talk:
+            await talk.say(*turn(text))
+            await talk.until(lambda: talk.up and talk.of(LLMFullResponseEndFrame))
+            await talk.say(*turn("Never said."))
+    errors = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    assert [(type(error.exception), error.permanent) for error in errors] == [(EngineError, True)]
+    assert not tts.is_usable
+    assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == 3 * PIECE
+    assert talk.heard() and "One two three".startswith(talk.heard())  # of a quarter of a second
+    assert sum(message["type"] == "start" for client in server.clients for message in client.got) == 1  # no retry
+
+
+async def test_a_lost_connection_is_replaced_at_the_next_utterance():
+    async def once(client: Client) -> None:
+        await client.read("start")
+        await client.audio(PIECE)
+        await client.finished()
+        client.break_off()
+
+    async with FakeServer(once) as server:
+        source = RemoteSource(server.url)
+        await source.connect()
+        for _ in range(3):
+            assert await taken(await source.speak("Hello.", Style())) == PIECE
+            await until(lambda: not source._connections)
+        await source.disconnect()
+    assert len(server.clients) == 3
+
+
+async def test_a_slow_server_that_answers_pings_is_waited_for():
+    async def slow(client: Client) -> None:
+        await client.read("start")
+        await asyncio.sleep(1.0)
+        await client.audio(PIECE)
+        await client.finished()
+        await forever(client)
+
+    async with FakeServer(slow) as server:
+        source = RemoteSource(server.url, silence_s=0.3)
+        assert await taken(await source.speak("Hello.", Style())) == PIECE
+        await source.disconnect()
+
+
+async def test_what_arrives_after_a_cancel_is_dropped_and_the_next_utterance_is_whole():
+    async def late(client: Client) -> None:
+        await client.read("start")
+        await client.audio(*[PIECE] * 3)
+        await client.read("start")  # the next one's: by now the first has been cancelled
+        await client.audio(*[PIECE] * 20)
+        await client.finished("cancelled")
+        await client.audio(b"\1\0", b"\2\0")
+        await client.finished()
+        await forever(client)
+
+    async with FakeServer(late) as server:
+        source = RemoteSource(server.url)
+        first = await source.speak("One.", Style())
+        assert await anext(first) == PIECE
+        first.cancel()
+        second = await source.speak("Two.", Style())
+        assert await taken(first) == b"" and first.finish_reason == "cancelled"
+        assert await taken(second) == b"\1\0\2\0" and second.finish_reason == "eos"
+        await source.disconnect()
+    assert [message["type"] for message in server.clients[0].got] == ["start", "cancel", "start"]
+    assert len(server.clients) == 1
+
+
+async def test_a_server_that_does_not_answer_cancels_gets_no_endless_row_of_starts():
+    async with FakeServer(forever) as server:
+        source = RemoteSource(server.url)
+        for _ in range(9):
+            (await source.speak("One.", Style())).cancel()
+        await until(lambda: len(server.clients) == 3)
+        await source.disconnect()
+
+
+async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
+    piece, sent = bytes(30_000), 0
+
+    async def fast(client: Client) -> None:
+        nonlocal sent
+        await client.read("start")
+        for _ in range(2_000):
+            await client.audio(piece)
+            sent += 1
+        await client.finished()
+        await forever(client)
+
+    async with FakeServer(fast) as server:
+        source = RemoteSource(server.url, silence_s=0.1)
+        speech = await source.speak("Hello.", Style())
+        await anext(speech)
+        await until(lambda: len(speech._pieces) == KEPT_PIECES)
+        await asyncio.sleep(0.3)  # long enough for all of it; not reading is no silence of the server either
+        assert len(speech._pieces) == KEPT_PIECES
+        assert sent * len(piece) < MOST_IN_SOCKETS_BYTES
+        assert len(await taken(speech)) == 1_999 * len(piece)
+        await source.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("busy", BusyError),
+        ("text_too_long", TextError),
+        ("idle", TextError),
+        ("unknown_speaker", PromptError),
+        ("bad_prompt", PromptError),
+        ("bad_voice", VoiceError),
+        ("bad_sampling", SamplingError),
+        ("duration_too_long", OptionsError),
+        ("engine_error", EngineError),
+        ("of a later version", EngineError),
+    ],
+)
+async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error):
+    async def refuse(client: Client) -> None:
+        await client.read("start")
+        await client.say("error", error=failure(code))
+        await client.read("start")
+        await client.started()
+        await client.audio(PIECE)
+        await client.finished("error", code)
+        await forever(client)
+
+    async with FakeServer(refuse) as server:
+        source = RemoteSource(server.url)
+        refused = await source.open(Style())
+        refused.feed("Hello.")
+        refused.finish()
+        with pytest.raises(error, match="told by the server"):
+            await anext(refused)
+        broken = await source.speak("Hello.", Style())
+        assert await anext(broken) == PIECE
+        with pytest.raises(error, match="told by the server"):
+            await anext(broken)
+        assert await taken(broken) == b""
+        await source.disconnect()
+
+
+async def test_disconnecting_ends_what_is_spoken_with_an_error():
+    async with FakeServer(forever) as server:
+        source = RemoteSource(server.url)
+        await source.connect()
+        speech = await source.speak("Hello.", Style())
+        waiting = asyncio.create_task(taken(speech))
+        await asyncio.sleep(0)
+        await source.disconnect()
+        with pytest.raises(EngineError, match="disconnected"):
+            await waiting
+
+
+async def test_cancelling_the_task_that_waits_cancels_the_generation():
+    async with FakeServer(lambda client: client.read("cancel")) as server:
+        source = RemoteSource(server.url)
+        speech = await source.speak("Hello.", Style())
+        waiting = asyncio.create_task(taken(speech))
+        await until(lambda: server.clients and server.clients[0].got)
+        waiting.cancel()
+        await until(lambda: server.clients[0].got and server.clients[0].got[-1]["type"] == "cancel")
+        await source.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("health", "error", "match"),
+    [
+        ({"status": "stopping"}, EngineError, "stopping"),
+        ({"speakers": None}, EngineError, "does not answer as"),
+        ({"model": {}}, EngineError, "does not answer as"),
+    ],
+)
+async def test_a_server_that_is_none_or_stops_is_refused_at_the_start(health, error, match):
+    async with FakeServer(forever, **health) as server:
+        with pytest.raises(error, match=match):
+            await RemoteSource(server.url).connect()
+
+
+async def test_no_server_is_a_permanent_error_at_the_start_and_the_pipeline_ends_in_order():
+    async with FakeServer(forever) as server:
+        url = server.url
+    with pytest.raises(EngineError, match="python -m mktts serve"):
+        await RemoteSource(url).connect()
+    with pytest.raises(EngineError, match="python -m mktts serve"):
+        await RemoteSource(url).speak("Hello.", Style())
+    tts = MkttsTTSService(source=RemoteSource(url))
+    async with Talk(tts) as talk:
+        await talk.say(TTSSpeakFrame("Never said."))
+    assert not tts.is_usable
+    assert talk.samples() == 0 and talk.heard() == ""
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+async def test_a_wrong_key_is_named_and_permanent(server, key):
+    with pytest.raises(AccessError, match="api_key") as refused:
+        await RemoteSource(server.url, key).connect()
+    assert "another" not in str(refused.value)
+    tts = MkttsTTSService(source=RemoteSource(server.url, key))
+    async with Talk(tts):
+        pass
+    assert not tts.is_usable
+
+
+async def test_a_voice_that_the_server_lacks_is_found_out_at_the_start(server):
+    source = RemoteSource(server.url, KEY)
+    tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice="mine.safetensors"))
+    async with Talk(tts):
+        assert not tts.is_usable
+    with pytest.raises(PromptError, match="--voice NAME=FILE"):
+        source.check(Style(voice="mine.safetensors"))
+
+
+async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny):
+    tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with Talk(tts) as talk:
+        async with connect(server.ws, additional_headers=headers) as other:
+            await other.send('{"type": "start"}')
+            await other.recv()
+            await talk.say(*turn("One two."))
+            await talk.until(lambda: talk.of(TTSStoppedFrame))
+        await until(lambda: server.studio.streams_open == 0)
+        await talk.say(*turn("Three four."))
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    assert [(type(f.exception), f.permanent, f.category) for f in failed] == [
+        (BusyError, False, ErrorCategory.RATE_LIMIT)
+    ]
+    assert tts.is_usable
+    assert talk.heard() == "Three four."
+
+
+async def test_after_a_cancel_the_next_utterance_is_the_synthesizers(server, synth, tiny):
+    source = RemoteSource(server.url, KEY, max_frames=6)
+    await source.connect()
+    assert source.name == tiny.folder.name and source.random_weights
+    for _ in range(4):
+        speech = await source.open(Style())
+        speech.feed("This is cancelled.")
+        await anext(speech)
+        speech.cancel()
+    sampling = Sampling(Choice(temperature=0.5), Choice(top_k=3, top_p=0.9), 1.3)
+    pcm = await taken(await source.speak("Hello.", Style(seed=3, sampling=sampling)))
+    speaker = first_speaker(tiny)
+    assert pcm == to_pcm16(synth.say("Hello.", speaker=speaker, seed=3, sampling=sampling, max_frames=6))
+    assert len(source._connections) == 1
+    await source.disconnect()
+    assert not source._connections
+    await until(lambda: server.studio.streams_open == 0)
+
+
+async def test_a_setting_out_of_the_servers_range_is_an_error_of_the_settings(server):
+    source = RemoteSource(server.url, KEY)
+    sampling = replace(Sampling(), talker=Choice(temperature=11.0))
+    with pytest.raises(OptionsError, match="temperature"):
+        await taken(await source.speak("Hello.", Style(sampling=sampling)))
+    await source.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://127.0.0.1:8000", "ws://127.0.0.1:8000/tts/ws"),
+        ("https://speech.example/", "wss://speech.example/tts/ws"),
+        ("ws://[::1]:80/deep/", "ws://[::1]:80/deep/tts/ws"),
+    ],
+)
+def test_the_address_of_the_websocket_follows_from_the_servers(url, address):
+    assert RemoteSource(url)._ws == address
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""]
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(OptionsError, match="url must be"):
+        RemoteSource(url)
+
+
+@pytest.mark.parametrize("key", ["", " ", "a\nb", "schlüssel"])
+def test_what_is_no_key_is_refused_without_repeating_it(key):
+    with pytest.raises(OptionsError, match="api_key") as refused:
+        RemoteSource("http://x", key)
+    assert not key.strip() or key not in str(refused.value)

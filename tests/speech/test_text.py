@@ -1,0 +1,163 @@
+"""Cleaning and cutting of text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mktts.errors import TextError
+from mktts.speech.text import MAX_TEXT_CHARS, Cut, FeedSplitter, boundary, clean_piece, clean_text, split_text
+
+PROSE = st.text(alphabet="ab C.!?,;:…。！，\"' \n1é\u0301😀\u200d", max_size=400)
+
+
+@pytest.mark.parametrize(
+    ("dirty", "clean"),
+    [
+        pytest.param("one\x00two\x07\x1b", "onetwo", id="controls-vanish"),
+        pytest.param("one\ttwo\rthree\x0bfour", "one two three four", id="control-spaces-become-spaces"),
+        pytest.param("one\u2028two\x85three", "one\ntwo\nthree", id="line-separators-become-newlines"),
+        pytest.param("\ufeffone\u200btwo\u00ad\u202e", "onetwo", id="invisible-marks-vanish"),
+        pytest.param("a\ud83db", "ab", id="half-a-surrogate-pair-vanishes"),
+        pytest.param("  \n one \n two  ", "one \n two", id="ends-are-stripped-and-the-inside-kept"),
+        pytest.param("👩\u200d🚀 می\u200cخواهم", "👩\u200d🚀 می\u200cخواهم", id="joiners-of-emoji-and-persian-stay"),
+        pytest.param("<|im_end|> Größe 東京 ไทย", "<|im_end|> Größe 東京 ไทย", id="everything-else-stays"),
+    ],
+)
+def test_cleaning(dirty, clean):
+    assert clean_text(dirty) == clean
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\n\t", "\x00\x07", "\u200b\ufeff", "\ud83d"])
+def test_text_with_nothing_visible_is_refused(text):
+    with pytest.raises(TextError, match="expected text to speak, got"):
+        clean_text(text)
+
+
+@pytest.mark.parametrize("value", [None, 3, b"bytes", ["a"]])
+def test_what_is_not_a_string_is_refused_by_its_type(value):
+    with pytest.raises(TextError, match=f"must be a str, got {type(value).__name__}"):
+        clean_text(value)
+
+
+def test_the_limit_is_in_the_message_and_ten_thousand_characters_are_under_it():
+    assert len(clean_text("a" * 10_000)) == 10_000
+    assert len(clean_text("a" * MAX_TEXT_CHARS)) == MAX_TEXT_CHARS
+    with pytest.raises(TextError, match=rf"may have {MAX_TEXT_CHARS} characters, got {MAX_TEXT_CHARS + 1}"):
+        clean_text("a" * (MAX_TEXT_CHARS + 1))
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_pieces_are_cleaned_as_their_whole_is(left, right):
+    assert clean_piece(left) + clean_piece(right) == clean_piece(left + right)
+
+
+@given(st.text(max_size=60))
+def test_clean_text_stays_clean(text):
+    assert clean_piece(clean_piece(text)) == clean_piece(text)
+
+
+def test_a_text_that_fits_is_one_piece():
+    assert split_text("One. Two. Three.", 20) == ["One. Two. Three."]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        pytest.param("First one here. Second one.", ["First one here.", "Second one."], id="full-stop"),
+        pytest.param("Is it so? Yes! Go on now.", ["Is it so? Yes!", "Go on now."], id="last-sentence-end-that-fits"),
+        pytest.param('"Stop!" he said. "Come back."', ['"Stop!" he said.', '"Come back."'], id="quotation-goes-on"),
+        pytest.param("He said “enough.” Then he left.", ["He said “enough.”", "Then he left."], id="closing-quote"),
+        pytest.param(
+            "你好，世界。今天天气很好！我们出去走走吧，好不好？",
+            ["你好，世界。今天天气很好！", "我们出去走走吧，好不好？"],
+            id="wide",
+        ),
+        pytest.param(
+            "他说：「好的。」然后他就走了，没有回头看。",
+            ["他说：「好的。」", "然后他就走了，没有回头看。"],
+            id="wide-quote",
+        ),
+        pytest.param("Ask Dr. Smith today. Or Ms. Lee.", ["Ask Dr. Smith today.", "Or Ms. Lee."], id="titles"),
+        pytest.param("It is 3.14 long. Or e.g. 2.7 now.", ["It is 3.14 long.", "Or e.g. 2.7 now."], id="decimals"),
+        pytest.param("Am 3. Mai kam er. Dann ging er.", ["Am 3. Mai kam er.", "Dann ging er."], id="ordinals"),
+        pytest.param("By J. R. R. Tolkien. Read it all.", ["By J. R. R. Tolkien.", "Read it all."], id="initials"),
+        pytest.param("Well... perhaps not. Or maybe so.", ["Well... perhaps not.", "Or maybe so."], id="trailing-dots"),
+        pytest.param("A title line\n\nThe text begins here", ["A title line", "The text begins here"], id="blank-line"),
+        pytest.param("One part of it, then another part", ["One part of it,", "then another part"], id="clause"),
+        pytest.param("no marks at all in this long text", ["no marks at all in", "this long text"], id="space"),
+        pytest.param("x" * 45, ["x" * 20, "x" * 20, "x" * 5], id="nothing-to-cut-at"),
+        pytest.param("a" * 19 + "e\u0301" + "b" * 9, ["a" * 19, "e\u0301" + "b" * 9], id="accents-stay-on-letters"),
+        pytest.param("a" * 18 + "👩\u200d🚀" + "b" * 9, ["a" * 18, "👩\u200d🚀" + "b" * 9], id="emoji-stay-whole"),
+    ],
+)
+def test_where_text_is_cut(text, pieces):
+    assert split_text(text, 20) == pieces
+
+
+def test_ten_thousand_characters_are_cut_at_sentence_ends():
+    sentence = "The cat sat on the mat, and Mr. Brown paid 3.50 for it. "
+    pieces = split_text(clean_text(sentence * 180), 300)
+    assert all(piece.endswith("for it.") and len(piece) <= 300 for piece in pieces)
+    assert " ".join(pieces) == (sentence * 180).strip()
+
+
+@given(PROSE, st.integers(20, 80))
+@example("。" * 50, 20)
+@example("a\u200d" * 40, 20)
+@example("\u0301" * 50, 20)
+def test_pieces_fit_and_lose_only_whitespace_at_the_cuts(text, max_chars):
+    text = text.strip()
+    pieces = split_text(text, max_chars)
+    assert all(0 < len(piece) <= max_chars and piece == piece.strip() for piece in pieces)
+    assert _contain_all_but_gaps(text, pieces)
+
+
+def feed_all(pieces: list[str], max_chars: int) -> list[str]:
+    splitter, segments = FeedSplitter(max_chars), [""]
+    for piece in pieces:
+        first, *others = splitter.push(piece)
+        segments[-1] += first
+        segments += others
+    return segments
+
+
+@given(PROSE, st.lists(st.integers(0, 400), max_size=8))
+def test_fed_text_is_cut_alike_however_it_is_pieced(text, cuts):
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert feed_all(pieces, 40) == feed_all([text], 40)
+
+
+@given(PROSE)
+def test_fed_segments_lose_only_whitespace_and_stay_under_two_and_a_half_times_the_length(text):
+    segments = [segment for segment in feed_all(list(text), 40) if segment]
+    assert _contain_all_but_gaps(text.strip(), segments)
+    assert all(len(segment.rstrip("\u0301\u200d😀")) <= 2.5 * 40 + 8 for segment in segments)
+
+
+def test_fed_text_goes_on_to_the_next_good_place():
+    assert feed_all(["word " * 9 + "end. Next"], 40) == ["word " * 9 + "end.", "Next"]
+    assert feed_all(["word " * 13 + "clause, word"], 40) == ["word " * 13 + "clause,", "word"]
+    assert feed_all(["word " * 20], 40) == [("word " * 17).strip(), ("word " * 3).strip()]
+    assert feed_all(["x" * 200], 40) == ["x" * 100, "x" * 100]
+
+
+def test_fed_text_up_to_the_length_is_never_cut():
+    assert feed_all(["One. Two. ", "Three. Four"], 40) == ["One. Two. Three. Four"]
+
+
+def test_boundaries_are_graded():
+    assert boundary("end.", " ", "N") == Cut.SENTENCE > boundary("part,", " ", "n") == Cut.CLAUSE
+    assert Cut.CLAUSE > boundary("word", " ", "n") == Cut.SPACE > boundary("wor", "", "d") == Cut.NONE
+
+
+def _contain_all_but_gaps(text: str, pieces: list[str]) -> bool:
+    position = 0
+    for piece in pieces:
+        start = text.find(piece, position)
+        if start < 0 or text[position:start].strip():
+            return False
+        position = start + len(piece)
+    return not text[position:].strip()

@@ -1,0 +1,315 @@
+"""One utterance, step by step, without threads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeBackend, FakeCodec, fake_model
+
+from mktts.codec.decoder import CodecDecoder
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
+from mktts.spec import AUDIBLE_DBFS, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.speech.guard import Guard
+from mktts.speech.options import Chunk, Plan, StreamOptions
+from mktts.synth.generation import MAX_SEGMENT_FRAMES, Generation, StepModel
+
+OFF = StreamOptions(guard=Guard.off())
+HELLO = "Hello."
+
+
+def generation(
+    model: StepModel,
+    *texts: str,
+    options: StreamOptions = OFF,
+    max_frames: int | None = None,
+    seed: int = 5,
+    reference=None,
+) -> Generation:
+    script = model.whole_script([Request(text) for text in texts or (HELLO,)])
+    return Generation(model, script, Plan(Sampling(), seed, max_frames, options), reference)
+
+
+def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
+    """Steps until the end, or until it waits."""
+    chunks = []
+    while utterance.finish_reason is None and steps and utterance.ready():
+        chunk = utterance.step()
+        chunks += [chunk] if chunk is not None else []
+        steps -= 1
+    return chunks
+
+
+def pcm_of(chunks: list[Chunk]) -> np.ndarray:
+    return np.concatenate([chunk.pcm for chunk in chunks])
+
+
+@pytest.fixture(scope="module")
+def codec(tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "frames", "sizes"),
+    [
+        ((1, 1, 2, 4, 8), 30, [1, 1, 2, 4, 8, 8, 6]),
+        ((1,), 4, [1, 1, 1, 1]),
+        ((3, 5), 13, [3, 5, 5]),
+        ((50,), 13, [13]),
+    ],
+)
+def test_chunks_follow_the_schedule_whose_last_size_repeats(schedule, frames, sizes):
+    model = fake_model()
+    utterance = generation(model, options=replace(OFF, schedule=schedule), max_frames=frames)
+    chunks = run(utterance)
+    assert [chunk.frames for chunk in chunks] == sizes
+    assert [len(chunk.pcm) for chunk in chunks] == [size * SAMPLES_PER_FRAME for size in sizes]
+    assert model.codec.decoded == sizes
+
+
+def test_chunks_are_contiguous_float32_and_end_where_the_codes_end():
+    chunks = run(utterance := generation(fake_model(), max_frames=21))
+    ends = np.cumsum([len(chunk.pcm) for chunk in chunks])
+    assert [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks] == [0, *ends[:-1]]
+    assert chunks[-1].start_s + chunks[-1].duration_s == pytest.approx(
+        len(utterance.codes) * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
+    )
+    assert {chunk.pcm.dtype for chunk in chunks} == {np.dtype(np.float32)}
+
+
+def test_a_chunk_comes_with_the_frame_that_completes_it():
+    utterance = generation(fake_model(), max_frames=8)
+    given_after = []
+    while utterance.finish_reason is None:
+        assert utterance.ready()
+        if utterance.step() is not None:
+            given_after.append(len(utterance.codes))
+    assert given_after == [1, 2, 4, 8]
+
+
+def test_timings_add_up_over_the_frames_of_a_chunk():
+    chunks = run(generation(fake_model(), max_frames=9))
+    assert [chunk.timings.talker_ms for chunk in chunks] == [1.0 * chunk.frames for chunk in chunks]
+    assert [chunk.timings.predictor_ms for chunk in chunks] == [2.0 * chunk.frames for chunk in chunks]
+    assert chunks[0].timings.prefill_ms > 0 and {chunk.timings.prefill_ms for chunk in chunks[1:]} == {0.0}
+    ready = [chunk.timings.ready_ms for chunk in chunks]
+    assert ready == sorted(ready) and ready[0] > 0
+    first = chunks[0].timings
+    assert first.compute_ms == first.prefill_ms + first.talker_ms + first.predictor_ms + first.codec_ms
+
+
+def test_ready_ms_counts_from_the_call():
+    model = fake_model()
+    script = model.whole_script([Request(HELLO)])
+    script.started_s = time.perf_counter() - 100
+    chunk = Generation(model, script, Plan(Sampling(), 0, 1, OFF)).step()
+    assert chunk.timings.ready_ms > 100_000
+
+
+@pytest.mark.parametrize("schedule", [(1,), (1, 1, 2, 4, 8), (7, 3), (40,)])
+def test_the_schedule_does_not_change_the_samples(codec, schedule):
+    model = replace(fake_model(), codec=codec)
+    utterance = generation(model, "One text.", "Another text.", options=replace(OFF, schedule=schedule), max_frames=40)
+    pcm = pcm_of(run(utterance))
+    offline = codec.decode_all(torch.stack(utterance.codes)).numpy()
+    assert np.abs(pcm - offline).max() <= 1e-5
+
+
+# ---- the end
+
+
+def test_end_of_speech_ends_with_what_was_left():
+    utterance = generation(fake_model(FakeBackend(eos_after=6)))
+    chunks = run(utterance)
+    assert utterance.finish_reason == "eos"
+    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 2]
+    assert len(utterance.codes) == 6
+
+
+def test_an_utterance_of_no_frames_ends_without_a_chunk():
+    utterance = generation(fake_model(FakeBackend(eos_after=0)))
+    assert (run(utterance), utterance.finish_reason) == ([], "eos")
+
+
+def test_max_frames_counts_the_whole_utterance():
+    backend = FakeBackend(eos_after=4)
+    utterance = generation(fake_model(backend), "One.", "Two.", "Three.", max_frames=10)
+    run(utterance)
+    assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 10)
+    assert [state.max_frames for state in backend.states] == [10, 6, 2]
+
+
+def test_a_repeated_first_code_is_a_runaway():
+    backend = FakeBackend(code0=lambda frame: frame if frame < 10 else 7)
+    utterance = generation(fake_model(backend), options=StreamOptions(guard=Guard(frames_per_text_token=None)))
+    chunks = run(utterance)
+    assert utterance.finish_reason == "runaway"
+    assert len(utterance.codes) == 10 + Guard().repeat_frames == sum(chunk.frames for chunk in chunks)
+
+
+def test_the_longest_repetition_of_real_speech_is_no_runaway():
+    longest = 34
+    backend = FakeBackend(code0=lambda frame: frame // longest)
+    utterance = generation(
+        fake_model(backend), options=StreamOptions(guard=Guard(frames_per_text_token=None)), max_frames=200
+    )
+    run(utterance)
+    assert utterance.finish_reason == "max_frames"
+
+
+def test_a_missing_end_of_speech_is_a_runaway_by_the_length_of_the_text():
+    guard = Guard(frames_per_text_token=3.0, slack_frames=10)
+    backend = FakeBackend()
+    utterance = generation(fake_model(backend), "12345", options=StreamOptions(guard=guard))
+    run(utterance)
+    assert (utterance.finish_reason, len(utterance.codes)) == ("runaway", 10 + 3 * 5)
+    assert backend.states[0].max_frames == 10 + 3 * 5  # and its key-value cache is no longer than that
+
+
+def test_the_guard_is_on_by_default_and_can_be_off():
+    text = "12"
+    assert run_length(StreamOptions(), text) == Guard().limit_frames(len(text)) == 100
+    assert run_length(OFF, text) == MAX_SEGMENT_FRAMES
+
+
+def run_length(options: StreamOptions, text: str) -> int:
+    utterance = generation(fake_model(), text, options=options)
+    run(utterance)
+    return len(utterance.codes)
+
+
+def test_the_limit_of_the_model_bounds_a_segment():
+    backend = FakeBackend()
+    utterance = generation(fake_model(backend, positions=50), "12345")
+    run(utterance)
+    assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 45)
+
+
+def test_a_cancelled_step_decodes_nothing_more():
+    model = fake_model()
+    utterance = generation(model, options=replace(OFF, schedule=(4,)))
+    run(utterance, steps=3)
+    utterance.cancelled = True
+    assert utterance.step() is None
+    assert model.codec.decoded == []
+
+
+# ---- long text
+
+
+def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
+    backend, model = FakeBackend(eos_after=3), None
+    model = fake_model(backend)
+    utterance = generation(model, "One.", "Two.", "Three.", seed=9)
+    chunks = run(utterance)
+    assert utterance.finish_reason == "eos"
+    assert model.prompts.built == ["One.", "Two.", "Three."]
+    assert [state.seed for state in backend.states] == [9, 10, 11]
+    assert model.codec.starts == 1
+    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
+
+
+def test_a_segment_is_built_when_its_turn_comes():
+    model = fake_model(FakeBackend(eos_after=3))
+    run(generation(model, "One.", "Two."), steps=3)
+    assert model.prompts.built == ["One."]
+
+
+def test_no_step_at_a_join_is_larger_than_inside(codec):
+    """The decoder goes on over a join, so its samples are those of one utterance; restarting it would jump."""
+    model = replace(fake_model(FakeBackend(eos_after=5)), codec=codec)
+    utterance = generation(model, "One.", "Two.", "Three.", "Four.")
+    pcm = pcm_of(run(utterance))
+    steps = np.abs(np.diff(pcm))
+    joins = np.array([5, 10, 15]) * SAMPLES_PER_FRAME - 1
+    inside = np.delete(steps, joins)
+    assert steps[joins].max() <= inside.max()
+    pieces = [codec.decode_all(piece).numpy() for piece in torch.stack(utterance.codes).split(5)]
+    restarted = np.concatenate(pieces)
+    assert (
+        np.abs(restarted - pcm).max() > 100 * np.abs(codec.decode_all(torch.stack(utterance.codes)).numpy() - pcm).max()
+    )
+
+
+# ---- an in-context voice
+
+
+@pytest.mark.parametrize("frames", [3, 40])
+def test_the_codec_hears_the_reference_first_and_its_audio_is_left_out(codec, frames):
+    reference = torch.randint(2048, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(1))
+    utterance = generation(replace(fake_model(), codec=codec), max_frames=12, reference=reference)
+    pcm = pcm_of(chunks := run(utterance))
+    whole = codec.decode_all(torch.cat((reference, torch.stack(utterance.codes)))).numpy()
+    assert np.abs(pcm - whole[frames * SAMPLES_PER_FRAME :]).max() <= 1e-5
+    assert chunks[0].start_s == 0
+
+
+def test_a_voice_is_heard_once_for_many_utterances():
+    model = fake_model()
+    reference = torch.zeros((20, NUM_CODEBOOKS), dtype=torch.int64)
+    first = run(generation(model, max_frames=3, reference=reference))
+    second = run(generation(model, max_frames=3, reference=reference))
+    assert model.codec.decoded == [20, 1, 1, 1, 1, 1, 1]
+    assert np.array_equal(pcm_of(first), pcm_of(second))
+
+
+# ---- the silent lead
+
+
+@pytest.mark.parametrize("silent", [0, 1, 5])
+def test_the_silent_lead_is_left_out_but_for_ten_milliseconds(silent):
+    model = fake_model(codec=FakeCodec(silent_frames=silent))
+    whole = pcm_of(run(generation(model, max_frames=12)))
+    trimmed_model = fake_model(codec=FakeCodec(silent_frames=silent))
+    utterance = generation(trimmed_model, options=replace(OFF, trim_lead=True), max_frames=12)
+    chunks = run(utterance)
+    audible = int(np.argmax(np.abs(whole) > 10 ** (AUDIBLE_DBFS / 20)))
+    start = max(0, audible - SAMPLE_RATE_HZ // 100)
+    assert np.array_equal(pcm_of(chunks), whole[start:])
+    assert chunks[0].start_s == pytest.approx(start / SAMPLE_RATE_HZ)
+    assert sum(chunk.frames for chunk in chunks) == len(utterance.codes) == 12
+    # the schedule starts with the first chunk that is heard
+    assert [chunk.frames for chunk in chunks] == [silent + 1, 1, 2, 4, 8][: len(chunks) - 1] + [chunks[-1].frames]
+
+
+def test_ten_milliseconds_are_kept_across_the_edge_of_a_frame():
+    """The first audible sample is the first of frame 2, so what is kept before it was decoded with frame 1."""
+
+    class Loud(FakeCodec):
+        def decode(self, codes, state):
+            pcm = super().decode(codes, state) * 0
+            if state.frames > 2:
+                pcm[:] = 0.5
+            return pcm
+
+    utterance = generation(fake_model(codec=Loud()), options=replace(OFF, trim_lead=True), max_frames=4)
+    first = run(utterance)[0]
+    kept = SAMPLE_RATE_HZ // 100
+    assert first.pcm.tolist() == [0.0] * kept + [0.5] * SAMPLES_PER_FRAME
+    assert first.start_s == pytest.approx((2 * SAMPLES_PER_FRAME - kept) / SAMPLE_RATE_HZ)
+
+
+def test_an_utterance_of_silence_is_all_lead():
+    model = fake_model(codec=FakeCodec(silent_frames=100))
+    utterance = generation(model, options=replace(OFF, trim_lead=True), max_frames=9)
+    assert (run(utterance), utterance.finish_reason) == ([], "max_frames")
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 21])
+def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
+    plain = run(generation(fake_model(), max_frames=frames))
+    beside = generation(replace(fake_model(), overlaps=True), max_frames=frames)
+    beside.alone = True
+    chunks = run(beside)
+    assert np.array_equal(pcm_of(chunks), pcm_of(plain))
+    assert sum(chunk.frames for chunk in chunks) == frames and beside.pending_frames == 0
+    assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
+    ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
+    assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])

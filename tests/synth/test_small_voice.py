@@ -1,0 +1,228 @@
+"""The voice that comes with the package: where it is found, how large it is, and that upstream gives its codes.
+
+Until the folder is there, an untrained checkpoint of its dimensions stands in; what only training can give is skipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
+from mktts.checkpoint import open as checkpoint_module
+from mktts.checkpoint.arguments import add_model_arguments
+from mktts.checkpoint.open import SMALL, SMALL_FOLDER
+from mktts.cli import build_parser
+from mktts.errors import CheckpointError
+from mktts.kernel.tape import choose_shape
+from mktts.measure.ahead import Ahead
+from mktts.measure.parity.kernel import Plan, parity_of
+from mktts.measure.parity.upstream import compare_codes, compare_prompts
+from mktts.model.prompt import Request
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+from mktts.synth.upstream import load_upstream
+from mktts.training.codec.model import Codec, write_codec
+from mktts.training.ship import ship
+from mktts.training.talker import sizes
+from mktts.training.talker.checkpoint import prepare, write_checkpoint
+from mktts.training.talker.model import TalkerModel
+
+MAX_BYTES = 16 * 10**6
+SENTENCES = (
+    "Hello there.",
+    "What time is it?",
+    "The train to the harbour leaves at seven minutes past nine.",
+    "Please close the window before you go.",
+    "Nobody knew where the grey cat had slept.",
+    "It costs twelve pounds and forty pence.",
+    "Yes, of course.",
+    "Who painted the picture above the fireplace?",
+    "On Sunday we walked along the river until it began to rain.",
+    "She opened the letter, read it twice, and laughed.",
+    "I am sorry, I did not understand that.",
+    "The second of June is a Thursday.",
+    "Turn left at the station, then cross the bridge.",
+    "How many people live in your street?",
+    "A hundred and twenty-five sheep stood on the hill.",
+    "No.",
+    "Thank you for calling, goodbye.",
+    "My brother plays the piano, and my sister sings.",
+    "Can you hear me?",
+    "The first word plays while the last one is still being computed.",
+)
+TRAINED = (SMALL_FOLDER / "config.json").is_file()
+
+trained = pytest.mark.skipif(not TRAINED, reason="the trained voice is not in this checkout")
+
+
+def untrained(folder: Path) -> Path:
+    """A shipped folder of the voice's dimensions. Random weights, scaled up, so that greedy choices have a margin."""
+    config = prepare(folder / "prepared", SENTENCES, sizes.VOICE)
+    model, generator = TalkerModel(config), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
+    torch.manual_seed(0)
+    codec = Codec()
+    for chain in (codec.quantizer.first, codec.quantizer.rest):
+        chain.books.normal_()  # so that what is heard depends on the codes
+    write_codec(folder / "codec", codec)
+    write_checkpoint(folder / "voice", folder / "prepared", model.state_dict(), folder / "codec")
+    return ship(folder / "voice", folder / "small")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Checkpoint:
+    """`open_checkpoint("small")`, of the trained folder or of the one that stands in."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not TRAINED:
+            patch.setattr(checkpoint_module, "SMALL_FOLDER", untrained(tmp_path_factory.mktemp("voice")))
+        return open_checkpoint(SMALL)
+
+
+@pytest.fixture(scope="module")
+def upstream(small):
+    return load_upstream(small, torch.float32)
+
+
+def requests(sentences: Sequence[str]) -> list[Request]:
+    """All speakers, both layouts, with and without the language."""
+    return [
+        Request(
+            text,
+            language=("auto", sizes.LANGUAGE)[i % 2],
+            speaker=sizes.SPEAKERS[i % len(sizes.SPEAKERS)],
+            layout=("whole", "streaming")[i // 2 % 2],
+        )
+        for i, text in enumerate(sentences)
+    ]
+
+
+def unequal(small, upstream, sentences: Sequence[str], sampled: bool, max_frames: int) -> list[dict]:
+    sampling = small.sampling() if sampled else small.sampling().greedy()
+    rows = compare_codes(small, requests(sentences), sampling, 7, max_frames, torch.float32, upstream)
+    return [row for row in rows if not row["equal"]]
+
+
+def test_it_is_a_custom_voice_of_three_speakers_and_one_language(small):
+    assert small.config.model_type == "custom_voice" and not small.is_random
+    assert tuple(small.config.speakers) == sizes.LISTED
+    assert tuple(small.config.languages) == (sizes.LANGUAGE,)
+
+
+def test_its_folder_is_small_and_has_no_reference_encoder(small):
+    files = [path for path in small.folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+    assert all(name.startswith("decoder.") for name in small.codec_files.tensors)
+
+
+def test_prompts_are_upstreams(small, upstream):
+    rows = compare_prompts(small, requests(SENTENCES[:6]), torch.float32, upstream)
+    assert [row for row in rows if not row["equal"]] == []
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_codes_are_upstreams(small, upstream, sampled):
+    assert unequal(small, upstream, SENTENCES[:3], sampled, 12) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_codes_of_twenty_whole_sentences_are_upstreams(small, upstream, sampled):
+    assert len(SENTENCES) == 20
+    assert unequal(small, upstream, SENTENCES, sampled, 160 if TRAINED else 24) == []
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 108, 82])
+def test_the_megakernel_takes_its_shape(small, multiprocessors):
+    assert choose_shape(small.config, multiprocessors).blocks >= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
+    plan = Plan(forced=12, exact=0, divergence=24)
+    found = parity_of(str(small.folder), plan, (16, 200), "megakernel", "cuda", Ahead([]))
+    assert found["passed"], found
+
+
+def test_it_speaks_through_the_synthesizer(small):
+    with Synthesizer.load(small, device="cpu") as synthesizer:
+        for speaker in sizes.SPEAKERS:
+            pcm = synthesizer.say("Hello there.", speaker=speaker, seed=0, max_frames=5)
+            assert len(pcm) and abs(pcm).max() > 0
+
+
+@trained
+def test_it_ends_by_itself(small):
+    with Synthesizer.load(small, device="cpu") as synthesizer:
+        for i, sentence in enumerate(SENTENCES[:6]):
+            stream = synthesizer.stream(sentence, speaker=sizes.SPEAKERS[i % 3], seed=i)
+            assert stream.read().size and stream.finish_reason == "eos", sentence
+
+
+@trained
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(small, fed):
+    """In one piece 200 characters took 37 s."""
+    text = " ".join(SENTENCES[:6])
+    assert len(text) > 150
+    with Synthesizer.load(small, device="cpu") as synthesizer:
+        stream = synthesizer.open(speaker="rms", seed=0) if fed else synthesizer.stream(text, speaker="rms", seed=0)
+        if fed:
+            stream.feed(text)
+            stream.finish()
+        seconds = len(stream.read()) / SAMPLE_RATE_HZ
+    assert stream.finish_reason == "eos" and 0.04 < seconds / len(text) < 0.09
+
+
+@trained
+def test_its_card_says_what_it_is():
+    card = (SMALL_FOLDER / "README.md").read_text(encoding="utf-8")
+    for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts.training"):
+        assert words in card
+
+
+def test_where_it_is_absent_the_error_says_what_else_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint_module, "SMALL_FOLDER", tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)'small'.*trained voice.*random:tiny"):
+        open_checkpoint(SMALL)
+
+
+def test_one_constant_is_every_default():
+    agent_settings = pytest.importorskip("mktts.agent.settings")
+    defaults = {
+        inspect.signature(Synthesizer.load).parameters["checkpoint"].default,
+        inspect.signature(add_model_arguments).parameters["checkpoint"].default,
+        agent_settings.AgentSettings().checkpoint,
+        agent_settings.from_environment({}).checkpoint,
+        build_parser().parse_args(["say", "Hi.", "-o", "-"]).checkpoint,
+        build_parser().parse_args(["serve"]).checkpoint,
+    }
+    assert defaults == {DEFAULT_CHECKPOINT}
+
+
+def test_an_encoder_is_left_out_whole_or_not_at_all_and_never_of_a_base_checkpoint(tmp_path, tiny, tiny_base):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    for checkpoint, name, dropped, accepted in (
+        (tiny, "none", "encoder.", True),
+        (tiny, "part", "encoder.quantizer.", False),
+        (tiny_base, "base", "encoder.", False),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(checkpoint.folder, folder)
+        file = folder / "speech_tokenizer" / "model.safetensors"
+        save_file({n: t for n, t in load_file(file).items() if not n.startswith(dropped)}, file)
+        if accepted:
+            assert open_checkpoint(folder).codec_tensors().keys() == checkpoint.codec_tensors().keys()
+        else:
+            with pytest.raises(CheckpointError, match="encoder"):
+                open_checkpoint(folder)

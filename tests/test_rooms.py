@@ -1,0 +1,99 @@
+"""Which room may import which, and how full a room may be. Imports inside functions and for types count too."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "mktts"
+GROUND = {"errors", "spec", "common", "audio"}
+ALLOWED = {
+    "model": "",
+    "checkpoint": "model",
+    "kernel": "model",
+    "codec": "model",
+    "speech": "model",
+    "batch": "model checkpoint kernel codec speech",
+    "synth": "model checkpoint kernel codec speech batch",
+    "llm": "model checkpoint kernel",
+    "measure": "model checkpoint kernel codec speech batch synth llm",
+    "notebook": "model checkpoint speech synth measure",
+    "server": "model checkpoint speech synth",
+    "pipecat": "model checkpoint speech synth",
+    "agent": "model checkpoint speech synth measure server pipecat",
+    "training": "model checkpoint kernel codec speech synth llm measure notebook",
+}
+MAX_FILES, MAX_OF_ONE_PREFIX = 25, 3
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    """mktts/codec/decoder.py -> mktts.codec.decoder; a folder's __init__.py -> the folder."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of this package that `path` names in an import, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "mktts")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            if node.module and node.module.split(".")[0] == "mktts":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                yield from (name if name in MODULES else node.module for name in names)
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_every_room_has_its_line_in_the_table():
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_room_imports_only_from_below(name):
+    allowed = {name, *GROUND, *ALLOWED[name].split()}
+    wrong = [
+        f"{module(path)} imports {found}"
+        for path in FILES
+        if room(module(path)) == name
+        for found in imports(path)
+        if room(found) not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", sorted(GROUND))
+def test_the_ground_imports_nothing_but_the_ground(name):
+    assert {room(found) for found in imports(PACKAGE / f"{name}.py")} <= GROUND
+
+
+def test_no_circle_between_files():
+    try:
+        TopologicalSorter({name: set(imports(path)) - {name} for name, path in MODULES.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_folder_can_be_read():
+    for folder in {path.parent for path in FILES}:
+        stems = [path.stem for path in folder.glob("*.py")]
+        assert len(stems) <= MAX_FILES, folder
+        prefixes = Counter(stem.split("_")[0] for stem in stems if "_" in stem.strip("_"))
+        assert max(prefixes.values(), default=0) <= MAX_OF_ONE_PREFIX, f"{folder}: {prefixes}: a folder to be made"
+
+
+def test_the_package_shows_its_rooms():
+    entries = [path for path in PACKAGE.iterdir() if not path.name.startswith(("__", "."))]
+    assert len([path for path in entries if path.is_dir()]) <= 14
+    assert len([path for path in entries if path.is_file() and path.name != "py.typed"]) <= 5
