@@ -1,85 +1,58 @@
-"""The command line: `python -m mktts say | voice | text | inspect | bench | run | serve | agent`.
+"""The command line: `python -m mktts COMMAND`. A command is a module with EXAMPLES, add_arguments and main.
 
-Exit status: 0 done; 1 a run or a stream failed; 2 bad input, said in one line; 130 interrupted; 141 the reader of
-standard output went away.
+Only the module of the command that was asked for is imported. Exit status: 0 done; 1 what was asked for failed
+(a run, a stream, a comparison, the machine); 2 bad input, said in one line; 130 interrupted; 141 the reader of standard
+output went away.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from mktts.agent import command as agent_command
-from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
-from mktts.checkpoint.arguments import add_model_arguments
-from mktts.errors import MkttsError
-from mktts.llm import command as text_command
-from mktts.measure.bench import here as bench
-from mktts.notebook import runs as batch
-from mktts.server import command as serve
-from mktts.synth import say
+from mktts.errors import BackendUnavailable, MkttsError
 
-DESCRIPTION = f"Qwen3-TTS speech, streamed frame by frame. A checkpoint is {SOURCES}."
-EXAMPLES = f"""examples:
+# What is typed after `python -m mktts` -> (its module, what it does).
+COMMANDS = {
+    "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
+    "voice": ("mktts.synth.make_voice", "make a voice file from reference audio"),
+    "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
+    "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),
+    "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
+    "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
+    "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
+    "bench": ("mktts.measure.bench.here", "measure: a table, then one line of JSON"),
+    "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
+    "agent bot": ("mktts.agent.bot", "the agent under Pipecat's development runner"),
+    "agent evals": ("mktts.agent.evals", "Pipecat's evals against a running bot"),
+    "agent measure": ("mktts.agent.measure", "how long the voice takes inside Pipecat"),
+    "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
+    "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
+    "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
+    "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
+    "train encode": ("mktts.training.data.encode", "turn audio into codes"),
+    "train codec": ("mktts.training.codec.train", "train the codec's decoder"),
+    "train talker": ("mktts.training.talker.train", "train talker and code predictor"),
+    "train evaluate": ("mktts.training.judge.evaluate", "judge the voice beside its teacher"),
+    "train ship": ("mktts.training.ship", "put the voice into the package"),
+}
+DESCRIPTION = "Qwen3-TTS speech, streamed frame by frame."
+EXAMPLES = """examples:
   python -m mktts say "Hello there." -o hello.wav
-  python -m mktts inspect {DEFAULT_CHECKPOINT}
-  python -m mktts bench
+  python -m mktts inspect small
   python -m mktts run notebooks/*.ipynb
 
 `python -m mktts COMMAND --help` says more about each."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole grammar; each command's namespace carries its function as `run`."""
-    parser = _parser(argparse.ArgumentParser, prog="python -m mktts", description=DESCRIPTION, epilog=EXAMPLES)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, text: str, run: object, *, examples: str) -> argparse.ArgumentParser:
-        added = _parser(commands.add_parser, name, help=text, description=text, epilog=examples)
-        added.set_defaults(run=run)
-        return added
-
-    speak = command(
-        "say", "speak a text into a WAV file or, as it is made, to standard output", say.main, examples=say.EXAMPLES
-    )
-    say.add_arguments(speak)
-    add_model_arguments(speak)
-    write = command(
-        "text", "continue a text with a Qwen3 text model", text_command.main, examples=text_command.EXAMPLES
-    )
-    text_command.add_arguments(write)
-    voice = command("voice", "make a voice file from reference audio", say.make_voice, examples=say.VOICE_EXAMPLES)
-    say.add_voice_arguments(voice)
-    inspect = command("inspect", "show what is in a checkpoint", _inspect, examples=INSPECT_EXAMPLES)
-    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help=SOURCES)
-    inspect.add_argument("--revision", help="of a Hub id")
-    inspect.add_argument(
-        "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame"
-    )
-    measure = command("bench", "measure: a table, then one line of JSON", bench.main, examples=bench.EXAMPLES)
-    add_model_arguments(measure, checkpoint=None)
-    bench.add_arguments(measure)
-    run = command("run", "run notebooks headless over a grid of parameters", batch.main, examples=batch.EXAMPLES)
-    batch.add_arguments(run)
-    server = command("serve", "serve one model over HTTP and WebSocket", serve.main, examples=serve.EXAMPLES)
-    add_model_arguments(server)
-    serve.add_arguments(server)
-    talk = command(
-        "agent", "hold a conversation: on a page, a sound card, or a script", agent_command.main,
-        examples=agent_command.EXAMPLES,
-    )  # fmt: skip
-    add_model_arguments(talk, checkpoint=None)
-    agent_command.add_arguments(talk)
-    return parser
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; errors of this package and of files print one line."""
-    arguments = build_parser().parse_args(words)
     try:
+        arguments = parse(sys.argv[1:] if words is None else words)
         status = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -91,22 +64,49 @@ def main(words: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except (MkttsError, OSError) as error:
         print(f"mktts: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status if isinstance(error, MkttsError) else 2
 
 
-INSPECT_EXAMPLES = f"""examples:
-  python -m mktts inspect {DEFAULT_CHECKPOINT}
-  python -m mktts inspect path/to/checkpoint --bandwidth 4200"""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command that `words` name, its `main` among them as `run`. Exits as argparse does."""
+    words = list(words)
+    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
+    if name is None:
+        _parser_of_all().parse_args(words)
+        raise AssertionError("the parser of all commands ends the program")
+    return parser_of(name).parse_args(words[len(name.split()) :])
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    from mktts.checkpoint import open_checkpoint
-    from mktts.measure import inspection
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """One command's parser; its namespace carries the command's `main` as `run`.
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    print(inspection.describe(checkpoint, bandwidth_gb_s=arguments.bandwidth))
-    return 0
+    Raises BackendUnavailable where the command's packages are not installed.
+    """
+    path, summary = COMMANDS[name]
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if (error.name or "mktts").split(".")[0] == "mktts":
+            raise
+        raise BackendUnavailable(f"`{name}` needs the package {error.name}: pip install -r requirements.txt") from None
+    parser = _parser(f"python -m mktts {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.main)
+    return parser
 
 
-def _parser(make: object, *names: str, **options: str) -> argparse.ArgumentParser:
-    return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+def _parser_of_all() -> argparse.ArgumentParser:
+    from mktts import __version__
+
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{summary}" for name, (_, summary) in COMMANDS.items()]
+    parser = _parser("python -m mktts", DESCRIPTION, "\n".join(["commands:", *lines, "", EXAMPLES]))
+    parser.add_argument("--version", action="version", version=f"mktts {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS), help="one of the commands below")
+    return parser
+
+
+def _parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=program, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

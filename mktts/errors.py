@@ -4,6 +4,8 @@
 class MkttsError(Exception):
     """Base class: catch this to catch everything mktts raises on purpose."""
 
+    exit_status = 2  # of a command that it ends: bad input; 1 where the failure lies inside
+
 
 class CheckpointError(MkttsError):
     """A checkpoint cannot be found, read, or does not have the Qwen3-TTS 12 Hz layout."""
@@ -48,6 +50,8 @@ class BackendUnavailable(MkttsError):
 class EngineError(MkttsError):
     """The worker that owns the model failed or was closed."""
 
+    exit_status = 1
+
 
 class MetricsError(MkttsError, ValueError):
     """A figure cannot be computed or recorded: no audio, not a number, not a scalar."""
@@ -67,6 +71,8 @@ class AccessError(MkttsError):
 
 class BusyError(MkttsError):
     """Every place of a server is taken for now: ask again later."""
+
+    exit_status = 1
 
 
 class AgentError(MkttsError):

@@ -12,7 +12,7 @@ import pytest
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import write_json
 from mktts.llm.tokens import TextVocabulary
-from mktts.measure.metrics import environment
+from mktts.measure.environment import environment
 from mktts.model.tokenizer import TextTokenizer
 
 

@@ -14,7 +14,7 @@ import wave
 import numpy as np
 import pytest
 
-from mktts.cli import build_parser, main
+from mktts.cli import main, parse
 from mktts.common import python_path
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
@@ -108,7 +108,7 @@ def test_help_shows_examples_that_parse(command, capsys):
     examples = [words for words in examples if words]
     assert examples
     for example in examples:
-        build_parser().parse_args(shlex.split(example))
+        parse(shlex.split(example))
     assert max(map(len, text.splitlines())) <= 130
 
 

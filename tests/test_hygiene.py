@@ -133,7 +133,7 @@ def test_every_import_is_pinned_or_standard():
                 if isinstance(node, ast.ImportFrom) and node.level == 0:
                     names = [node.module]
                 imported |= {name.split(".")[0]: path.name for name in names}
-    here = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    here = {path.stem for path in (ROOT / "tests").rglob("*.py")}
     assert {name: user for name, user in imported.items() if name not in known | here} == {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from readme_figures import FIGURE, renew
 
-from mktts.cli import build_parser
+from mktts.cli import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def test_plain_test_command_selects_what_make_test_selects():
 
 @pytest.mark.parametrize("words", MKTTS)
 def test_command_line_is_understood(words):
-    build_parser().parse_args(shlex.split(words))
+    parse(shlex.split(words))
 
 
 @pytest.mark.parametrize("code", PYTHON)

@@ -26,7 +26,7 @@ ALLOWED = {
     "server": "model checkpoint speech synth",
     "pipecat": "model checkpoint speech synth",
     "agent": "model checkpoint speech synth measure server pipecat",
-    "training": "model checkpoint kernel codec speech synth llm measure notebook",
+    "training": "model checkpoint kernel codec speech synth llm measure notebook agent",
 }
 MAX_FILES, MAX_OF_ONE_PREFIX = 25, 3
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

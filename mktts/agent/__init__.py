@@ -10,8 +10,3 @@
 With no key and no network the ears are pocketsphinx with a grammar and the mind is a short script; Deepgram, OpenAI or
 any server of OpenAI's shape take their place where the environment names them (`settings.py`).
 """
-
-try:
-    import pipecat  # noqa: F401  asked for by name, so that its absence is told by name
-except ModuleNotFoundError as error:
-    raise ImportError("mktts.agent needs the package pipecat-ai: pip install pipecat-ai==1.14.0") from error

@@ -1,7 +1,7 @@
 """A bot file for Pipecat's development runner, and for its evals, which connect to that runner:
 
-    python -m mktts.agent.bot                   # then ws://localhost:7860/ws, or WebRTC
-    python -m mktts.agent.bot -t webrtc
+    python -m mktts agent bot                   # then ws://localhost:7860/ws, or WebRTC
+    python -m mktts agent bot -- -t webrtc
 
 The environment chooses ears, mind and voice (`mktts.agent.settings`). A call over a telephone provider works as for any
 bot of Pipecat's, with its keys.
@@ -9,6 +9,8 @@ bot of Pipecat's, with its keys.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from typing import Any
 
 from pipecat.evals.transport import EvalTransportParams
@@ -63,9 +65,24 @@ async def talk(transport: Any, settings: AgentSettings, runner_args: RunnerArgum
     await conversation.run(handle_sigint=runner_args.handle_sigint)
 
 
-if __name__ == "__main__":
-    from pipecat.runner.run import main
+EXAMPLES = """examples:
+  python -m mktts agent bot                   # then ws://localhost:7860/ws, or WebRTC
+  python -m mktts agent bot -- -t webrtc
+
+What follows `--` goes to Pipecat's runner; `python -m mktts agent bot -- --help` lists it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runner", nargs="*", metavar="-- ARGUMENT", help="of Pipecat's runner")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Says what the bot is made of and hands over to Pipecat's runner, which finds `bot` in the module it started."""
+    from pipecat.runner import run
 
     for line in from_environment().describe():
         print(line)
-    main()
+    sys.modules["__main__"].bot = bot
+    sys.argv = ["mktts agent bot", *arguments.runner]
+    run.main()
+    return 0

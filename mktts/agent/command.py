@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mktts.checkpoint.arguments import loading
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
 from mktts.server.command import add_address_arguments, read_key
 
@@ -37,6 +37,7 @@ environment:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, checkpoint=None)
     talk = parser.add_argument_group("conversation")
     talk.add_argument(
         "--transport",

@@ -1,12 +1,12 @@
-"""Pipecat's evals against a running bot: `python -m mktts.agent.evals [ws://localhost:7860/ws]`.
+"""Pipecat's evals against a running bot: `python -m mktts agent evals [ws://localhost:7860/ws]`.
 
-Start the bot first, with `python -m mktts.agent.bot`. Exit status 0 when every scenario has passed.
+Start the bot first, with `python -m mktts agent bot`. Exit status 0 when every scenario has passed.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,22 @@ async def run(url: str) -> dict[str, list[str]]:
     return wrong
 
 
-def main(url: str = "ws://localhost:7860/ws") -> int:
-    wrong = asyncio.run(run(url))
+EXAMPLES = """examples:
+  python -m mktts agent bot
+  python -m mktts agent evals ws://localhost:7860/ws
+
+Start the bot first. Exit status 0 when every scenario has passed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url", nargs="?", default="ws://localhost:7860/ws", metavar="URL", help="of the bot (default: %(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs every scenario and says how each went."""
+    wrong = asyncio.run(run(arguments.url))
     for name, reasons in wrong.items():
         print(f"{name}: {'; '.join(reasons) or 'passed'}")
     return int(any(wrong.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

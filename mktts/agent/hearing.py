@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mktts.agent.latency import TurnLatency
-from mktts.agent.tracks import between
 from mktts.errors import AgentError
 from mktts.measure.recogniser import Recogniser, vocabulary_of
+from mktts.measure.tracks import between
 from mktts.measure.word_errors import errors_by_sound, words
 
 

@@ -1,6 +1,6 @@
-"""`python -m mktts.agent.measure`: how long the voice takes inside Pipecat, beside what its engine takes alone.
+"""`python -m mktts agent measure`: how long the voice takes inside Pipecat, beside what its engine takes alone.
 
-`engine_ttfc_ms` is `mktts.measure.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first
+`engine_ttfc_ms` is `mktts.speech.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first
 byte that the service reports to Pipecat for the same sentences, through a pipeline of its own. The last part is the
 scripted conversation of `mktts.agent.scripted`, in real time.
 """
@@ -28,9 +28,11 @@ from mktts.agent.scripted import SCRIPT, Talk, converse
 from mktts.agent.settings import AgentSettings
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.common import write_json
-from mktts.measure.metrics import environment, percentiles, summarise
+from mktts.measure.environment import environment
+from mktts.measure.metrics import percentiles
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
+from mktts.speech.metrics import summarise
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
@@ -110,13 +112,21 @@ async def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.agent.measure", description=__doc__.split("\n")[0])
+EXAMPLES = """examples:
+  python -m mktts agent measure --checkpoint random:0.6b --output agent.json
+
+The last line is one JSON document."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--utterances", type=int, default=40, help="of each kind (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=len(SCRIPT), help="of the conversation; 0 for none")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures, and prints the document."""
     settings = AgentSettings(
         checkpoint=arguments.checkpoint, revision=arguments.revision, turn_end="timeout", **loading(arguments)
     )
@@ -124,7 +134,4 @@ def main() -> None:
     if arguments.output:
         write_json(arguments.output, document)
     print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

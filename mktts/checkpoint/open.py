@@ -24,8 +24,6 @@ from mktts.checkpoint.tensors import check, expected_tensors
 from mktts.errors import CheckpointError, SamplingError
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import CodecConfig, ModelConfig
-from mktts.speech.options import MIN_SEGMENT_CHARS
-from mktts.speech.text import FeedSplitter
 
 if TYPE_CHECKING:
     from mktts.model.tokenizer import TextTokenizer
@@ -36,7 +34,7 @@ DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens whe
 SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
-SEGMENT_CHARS = 300  # about 20 s of speech
+MIN_TEXT_CHARS = 50  # below, a text would be cut in the middle of its sentences
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -77,21 +75,17 @@ class Checkpoint:
         except (SamplingError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from None
 
-    def segment_chars(self, fed: bool) -> int:
-        """Characters of text that one generation is given, where the caller does not say.
+    def longest_text_chars(self) -> int | None:
+        """The longest text that the checkpoint was trained on: `max_chars_per_segment` of generation_config.json.
 
-        SEGMENT_CHARS, or less where generation_config.json tells, under `max_chars_per_segment`, the longest text that
-        the checkpoint was trained on (released ones have no such key). fed: for `FeedSplitter`, whose segments may be
-        longer than what it is told. Raises CheckpointError for a value that is no number of characters.
+        None where it says nothing, as in released checkpoints. Raises CheckpointError for what is no number of at
+        least MIN_TEXT_CHARS characters.
         """
         path = self.folder / "generation_config.json"
         longest = _read_object(path).get("max_chars_per_segment")
-        if longest is None:
-            return SEGMENT_CHARS
-        if type(longest) is not int or longest < MIN_SEGMENT_CHARS * FeedSplitter.LONGEST:
-            least = int(MIN_SEGMENT_CHARS * FeedSplitter.LONGEST)
-            raise CheckpointError(f"{path}: max_chars_per_segment: expected at least {least}, got {longest!r}")
-        return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
+        if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
+            raise CheckpointError(f"{path}: max_chars_per_segment: expected at least {MIN_TEXT_CHARS}, got {longest!r}")
+        return longest
 
     def tensors(self) -> dict[str, Tensor]:
         """Talker, code predictor and speaker encoder by Hub name: CPU views of the mapped files, in their dtype.
@@ -180,7 +174,7 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
         codec_files=codec_files,
     )
     checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
-    checkpoint.segment_chars(fed=False)
+    checkpoint.longest_text_chars()
     return checkpoint
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.philox import gumbel
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed, choose

@@ -6,7 +6,6 @@ The same Qwen3 stack as speech, with a text embedding in front and a vocabulary-
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from numbers import Integral
@@ -21,13 +20,11 @@ from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.stream import Token, TokenStream
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 from mktts.model.backend import default_dtype, device_named
-from mktts.model.sampling import Choice
-from mktts.speech.options import MAX_SEED
+from mktts.model.sampling import MAX_SEED, Choice, drawn_seed
 
 __all__ = ["TextDecoder", "Token", "TokenStream"]
 
 TextBackendName = Literal["auto", "torch", "megakernel"]
-_SEED_BITS = 32  # of a drawn seed: short enough to read and type again
 
 
 class TextDecoder:
@@ -98,7 +95,7 @@ class TextDecoder:
         if self._backend is None:
             raise EngineError("the decoder is closed: load another one")
         ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
-        seed = secrets.randbits(_SEED_BITS) if seed is None else _whole("seed", seed, 0, MAX_SEED)
+        seed = drawn_seed() if seed is None else _whole("seed", seed, 0, MAX_SEED)
         max_tokens = _whole("max_tokens", max_tokens, 1)
         tokens_per_step = _whole("tokens_per_step", tokens_per_step, 1)
         config = self.checkpoint.config

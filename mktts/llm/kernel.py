@@ -15,7 +15,7 @@ from mktts.kernel.prefilled import KernelPrefill
 from mktts.kernel.tape import choose_text_shape, pack_wide_head
 from mktts.kernel.weights import stack_weights
 from mktts.llm.backend import check_start
-from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
 

@@ -14,7 +14,7 @@ from mktts.checkpoint.random.tokenizer import SPECIAL_START, SPECIALS
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors
 from mktts.common import cache_folder, write_json
 from mktts.errors import CheckpointError
-from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig, expected_text_tensors
+from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig, expected_text_tensors
 
 RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
 BRANCH_SHARE = 0.15  # of the residual stream, that attention and MLPs add up to with wide margins

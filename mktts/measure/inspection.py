@@ -9,13 +9,14 @@ weights are read.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random.configs import small_files
 from mktts.checkpoint.tensors import Layout, TensorSpec, expected_tensors
@@ -128,7 +129,7 @@ def text_bytes_per_token(size: str) -> int:
 
     Raises CheckpointError for an unknown size.
     """
-    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+    from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
     from mktts.llm.random import config_json
 
     with tempfile.TemporaryDirectory() as folder:
@@ -208,3 +209,21 @@ def _row(rule: _Rule, specs: Sequence[TensorSpec]) -> Component:
         bytes_per_frame=rule.weight_reads * size + rule.row_reads * row_bytes,
         reads=rule.reads,
     )
+
+
+EXAMPLES = """examples:
+  python -m mktts inspect small
+  python -m mktts inspect path/to/checkpoint --bandwidth 4200"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=SOURCES)
+    parser.add_argument("--revision", help="of a Hub id")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints what is in the checkpoint."""
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    print(describe(checkpoint, bandwidth_gb_s=arguments.bandwidth))
+    return 0

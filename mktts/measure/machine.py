@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mktts.errors import BackendUnavailable
-from mktts.measure.metrics import environment
+from mktts.measure.environment import environment
 
 MISSING = "missing"
 BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 60 MB L2 of an H200

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
+from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.tokenizer import IncrementalTokenizer
-
-if TYPE_CHECKING:
-    from mktts.model.prompt import PromptBuilder, Request
 
 
 class FedPrompt:
@@ -21,6 +19,10 @@ class FedPrompt:
     """
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
+        """`request.text` is the first piece and may be empty. Raises PromptError or TextError as `build`."""
+        if request.layout == "whole":
+            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
+        request = builder.check(replace(request, layout="streaming"))
         self._builder = builder
         self._request = request
         self._tokens = IncrementalTokenizer(builder.tokenizer)

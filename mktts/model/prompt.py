@@ -6,13 +6,13 @@ and then the text in one of two layouts:
 * whole: every text token is in the prompt; every later frame adds the pad embedding.
 * streaming: the prompt ends with the first text token (or the reference frames); token t + 1 is added after frame t.
 
-Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is `PromptBuilder.open`: in the
-streaming layout the text may arrive later, piece by piece (`mktts.model.fed_prompt`).
+Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is
+`mktts.model.fed_prompt`: in the streaming layout the text may arrive later, piece by piece.
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
 in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
 transcript's. A transcript's rows do not depend on the text in meaning, but in bits: `build` projects transcript and
-text in one matrix product, as upstream does, and that rounds by its number of rows. `open` projects row by row, so
+text in one matrix product, as upstream does, and that rounds by its number of rows. `FedPrompt` projects row by row, so
 there the prefix goes on through the transcript, up to the text's first token.
 """
 
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
-from mktts.model.fed_prompt import FedPrompt
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -163,12 +162,6 @@ class PromptBuilder:
             torch.cat((*parts, body)), trailing, special.pad[0], len(ids), prefix_rows, self._prefix_key(request)
         )
 
-    def open(self, request: Request) -> FedPrompt:
-        """A prompt whose text comes later; `request.text` is the first piece and may be empty."""
-        if request.layout == "whole":
-            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
-        return FedPrompt(self, self.check(replace(request, layout="streaming")))
-
     # ---- used by FedPrompt
 
     def text_rows_in_prompt(self, request: Request) -> int:
@@ -290,9 +283,7 @@ class PromptBuilder:
         config = self.config
         if config.model_type == "base":
             if voice is None:
-                raise PromptError(
-                    "a base checkpoint clones a voice: pass voice=Voice.from_audio(...) or Voice.load(path)"
-                )
+                raise PromptError("a base checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)")
             expected = config.talker.hidden_size
             if voice.embedding.numel() != expected:
                 raise PromptError(

@@ -20,6 +20,8 @@ from mktts.spec import MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
 Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
+MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
+_DRAWN_SEED_BITS = 32  # short enough to read and type again
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Sampling:
         return replace(
             self, talker=replace(self.talker, do_sample=False), predictor=replace(self.predictor, do_sample=False)
         )
+
+
+def drawn_seed() -> int:
+    """A fresh seed for an utterance or a text."""
+    return secrets.randbits(_DRAWN_SEED_BITS)
 
 
 def checked_seed(seed: int | None) -> int:

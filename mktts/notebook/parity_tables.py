@@ -28,7 +28,7 @@ def parity_here(kernel: str, frames: int) -> dict[str, Any] | None:
     if kernel == "none":
         return None
     from mktts.measure.ahead import Ahead
-    from mktts.measure.metrics import environment
+    from mktts.measure.environment import environment
     from mktts.measure.parity.kernel import Plan, parity_of
     from mktts.measure.parity.relative import LIMIT
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.measure.metrics import play
+from mktts.measure import tracks
 from mktts.notebook.figure import COLOURS, SERIES, colour, legend_below, new, save, style, styled
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
+from mktts.speech.metrics import play
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -210,3 +211,25 @@ def _frame_grid(axes: Axes) -> None:
     axes.grid(which="minor", axis="y", color="#eeeeee", linewidth=0.6)
     axes.tick_params(which="minor", axis="y", length=0)
     axes.set_ylabel(f"audio (s), grid {FRAME_MS:.0f} ms")
+
+
+@styled
+def conversation(
+    user: np.ndarray, bot: np.ndarray, folder: Path, name: str = "conversation", bot_is: str = "bot"
+) -> Figure:
+    """The levels of `user` and `bot` (S,) float32 over time, one above the other; saves `folder`/<name>.png.
+
+    bot_is: what to call the bot's side.
+    """
+    figure, (axes,) = new(2.8)
+    for side, sign, shade, label in ((user, 1, "mktts", "user"), (bot, -1, "codec", bot_is)):
+        level = tracks.levels(side)
+        times_s = np.arange(len(level)) * tracks.STEP_S
+        axes.fill_between(times_s, 0, sign * level, color=COLOURS[shade], label=label, linewidth=0)
+    for index, (start_s, end_s) in enumerate(tracks.overlaps(user, bot)):
+        label = "both at once" if index == 0 else None
+        axes.axvspan(start_s, end_s, color=COLOURS["underrun"], alpha=0.25, label=label, linewidth=0)
+    axes.set(xlim=(0, len(user) / SAMPLE_RATE_HZ), ylim=(-1.05, 1.05), yticks=[], xlabel="time (s)")
+    axes.set_title("The conversation, each side scaled to its own peak")
+    legend_below(axes)
+    return save(figure, folder, name)

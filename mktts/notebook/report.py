@@ -9,7 +9,8 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from mktts.errors import MetricsError
-from mktts.measure.metrics import StreamMetrics, percentiles
+from mktts.measure.metrics import percentiles
+from mktts.speech.metrics import StreamMetrics
 
 if TYPE_CHECKING:
     from mktts.speech.options import Chunk

@@ -19,7 +19,8 @@ from typing import Any
 
 from mktts.common import python_path, write_json
 from mktts.errors import BatchError
-from mktts.measure.metrics import environment, record
+from mktts.measure.environment import environment
+from mktts.measure.metrics import record
 from mktts.notebook.grid import RUN_DIR, Run, plan
 
 EXAMPLES = """examples:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mktts.checkpoint.arguments import loading
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import BackendUnavailable, ServerError
 from mktts.server.limits import Limits
 
@@ -45,6 +45,7 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
     add_address_arguments(parser)
     voices = parser.add_argument_group("voices")
     voices.add_argument(

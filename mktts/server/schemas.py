@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mktts.speech.options import MAX_SEED
+from mktts.model.sampling import MAX_SEED
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
 State = Literal["running", "ended"]

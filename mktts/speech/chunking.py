@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from mktts.audio import first_audible_sample
-from mktts.codec.pending import Pending
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.options import Chunk, StreamOptions, Timings
 
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ // 100  # 10 ms before the first audible sample, so that its attack is whole
+
+
+class Pending(Protocol):
+    """PCM that is on its way to the host (`mktts.codec.pending`)."""
+
+    def result(self) -> np.ndarray: ...
 
 
 class Chunker:

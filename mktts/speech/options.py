@@ -8,12 +8,11 @@ import numpy as np
 
 from mktts.common import whole_number
 from mktts.errors import OptionsError
-from mktts.model.sampling import Sampling
+from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 
 MIN_SEGMENT_CHARS = 20
-MAX_SEED = 2**62  # torch takes 64 bits; every segment after the first adds one
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class StreamOptions:
     trim_lead: leave out the silence before the first audible sample (the first frame is silent in practice).
     guard: see `Guard`.
     max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
-        one generation takes too much text. None takes what suits the checkpoint (`Checkpoint.segment_chars`).
+        one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
     """
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,15 @@ from mktts.speech.guard import FinishReason
 from mktts.speech.job import Job
 from mktts.speech.options import Chunk
 from mktts.speech.text import check_length, clean_piece
-from mktts.synth.engine import Engine
 
 if TYPE_CHECKING:
     from mktts.speech.script import CollectedScript, FedScript
+
+
+class Wakes(Protocol):
+    """The engine, as far as a stream knows it: kept alive, and woken when text has come."""
+
+    def wake(self) -> None: ...
 
 
 class Stream:
@@ -34,7 +39,7 @@ class Stream:
     seed: what every draw of this utterance follows from; the same seed and text give the same speech.
     """
 
-    def __init__(self, engine: Engine, job: Job, seed: int) -> None:
+    def __init__(self, engine: Wakes, job: Job, seed: int) -> None:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
@@ -119,7 +124,7 @@ class Session(Stream):
     text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins.
     """
 
-    def __init__(self, engine: Engine, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
+    def __init__(self, engine: Wakes, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
         super().__init__(engine, job, seed)
         self._script = script
         self._writing = threading.Lock()

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from mktts.errors import TextError
 
+SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
 
 # Invisible characters the model was not trained to speak: C0/C1 controls, soft hyphen, zero-width space and direction
@@ -77,6 +78,16 @@ def check_length(chars: int, what: str = "text") -> None:
     """Raises TextError when `chars` is over MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
         raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
+
+
+def segment_chars(longest: int | None, fed: bool) -> int:
+    """Characters of text that one generation is given, where the caller does not say.
+
+    longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may be longer than it is told.
+    """
+    if longest is None:
+        return SEGMENT_CHARS
+    return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
 
 
 def split_text(text: str, max_chars: int) -> list[str]:

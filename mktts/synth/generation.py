@@ -19,6 +19,7 @@ from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import GraphedCodec
 from mktts.codec.pending import Pending
 from mktts.model.backend import Backend, Frame
+from mktts.model.fed_prompt import FedPrompt
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
 from mktts.speech.chunking import Chunker
@@ -55,7 +56,7 @@ class StepModel:
         return WholeScript(requests, self.prompts.build)
 
     def fed_script(self, request: Request, max_chars: int) -> FedScript:
-        return FedScript(request, self.prompts.open, max_chars)
+        return FedScript(request, lambda first: FedPrompt(self.prompts, first), max_chars)
 
     def speak(self, request: Request, script: Script, plan: Plan) -> Generation:
         """`request` carries the voice; the text comes from `script`."""

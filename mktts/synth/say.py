@@ -1,4 +1,4 @@
-"""`python -m mktts say` and `voice`: text to a file or a pipe, reference audio to a voice file."""
+"""`python -m mktts say`: text to a file or a pipe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.checkpoint.arguments import add_checkpoint_arguments, loading
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import MkttsError, TextError
-from mktts.measure.metrics import summarise
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
@@ -33,13 +33,6 @@ EXAMPLES = f"""examples:
 With `-o -` raw PCM goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz.
 Ctrl-C or closing the pipe ends the generation."""
 
-VOICE_EXAMPLES = """examples:
-  python -m mktts voice me.wav -o me.safetensors --checkpoint path/to/base --ref-text "What I said."
-  python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --voice me.safetensors
-
-Needs a base checkpoint. With the words of the recording the voice is cloned from the recording itself, without them
-from its speaker embedding alone."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to say; - reads it from standard input")
@@ -58,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
     how.add_argument("--max-frames", type=int, help="stop after this many frames")
+    add_model_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -68,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     text = sys.stdin.read() if arguments.text == PIPE else arguments.text
     if not text.strip():
         raise TextError("expected a text to say, found nothing but blanks")
-    _check_output(arguments.output)
+    check_output(arguments.output)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     request = {
         "speaker": arguments.speaker or next(iter(checkpoint.config.speakers), None),
@@ -96,26 +90,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
 
 
-def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("audio", type=Path, metavar="AUDIO", help="a recording: any rate, mono or stereo")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the voice file to write")
-    parser.add_argument("--ref-text", metavar="TEXT", help="what is said in the recording")
-    add_checkpoint_arguments(parser, "random:tiny:base")
-
-
-def make_voice(arguments: argparse.Namespace) -> int:
-    """Writes a voice file."""
-    from mktts.checkpoint import open_checkpoint
-    from mktts.model.voice import Voice
-
-    _check_output(arguments.output)
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    Voice.from_audio(checkpoint, arguments.audio, None, arguments.ref_text).save(Path(arguments.output))
-    if checkpoint.is_random:
-        print("random weights: this voice is of no one", file=sys.stderr)
-    return 0
-
-
 def _piped(stream: Iterable[Chunk]) -> Iterator[Chunk]:
     from mktts.audio import to_pcm16
 
@@ -133,13 +107,14 @@ def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | Non
     if not arguments.voice and not arguments.ref_audio:
         return None
     from mktts.model.voice import Voice
+    from mktts.synth.cloning import clone_voice
 
     if arguments.voice:
         return Voice.load(arguments.voice)
-    return Voice.from_audio(checkpoint, arguments.ref_audio, None, arguments.ref_text)
+    return clone_voice(checkpoint, arguments.ref_audio, None, arguments.ref_text)
 
 
-def _check_output(output: str) -> None:
+def check_output(output: str) -> None:
     """Says at once, not after the generation, that a file cannot be written there."""
     path = Path(output)
     if output != PIPE and (path.is_dir() or not path.absolute().parent.is_dir()):

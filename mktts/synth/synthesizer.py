@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,16 @@ import numpy as np
 import torch
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
-from mktts.checkpoint.open import SEGMENT_CHARS
 from mktts.codec.graphs import codec_for
 from mktts.errors import BackendUnavailable, EngineError, PromptError
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Layout, PromptBuilder, Request
-from mktts.model.sampling import Sampling
+from mktts.model.sampling import Sampling, drawn_seed
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import Session, Stream
-from mktts.speech.text import clean_text, split_text
+from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.generation import StepModel
 from mktts.synth.upstream_model import UpstreamModel
@@ -36,7 +34,6 @@ __all__ = ["Chunk", "FinishReason", "Guard", "Session", "Stream", "StreamOptions
 
 BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 _WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
-_SEED_BITS = 32  # of a drawn seed: short enough to read and type again
 
 
 class Settings(TypedDict, total=False):
@@ -74,8 +71,9 @@ class Synthesizer:
         self.device = torch.device(device)
         self.dtype = dtype
         self.sampling = sampling or Sampling()
-        self._whole_chars = checkpoint.segment_chars(fed=False) if checkpoint else SEGMENT_CHARS
-        self._fed_chars = checkpoint.segment_chars(fed=True) if checkpoint else SEGMENT_CHARS
+        longest = checkpoint.longest_text_chars() if checkpoint else None
+        self._whole_chars = segment_chars(longest, fed=False)
+        self._fed_chars = segment_chars(longest, fed=True)
         self._model: StepModel | UpstreamModel | None = model
         self._engine = Engine(cpu_threads=cpu_threads)
 
@@ -206,7 +204,7 @@ class Synthesizer:
     def _plan(
         self, sampling: Sampling | None, seed: int | None, max_frames: int | None, options: StreamOptions
     ) -> Plan:
-        seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        seed = drawn_seed() if seed is None else seed
         return Plan(sampling or self.sampling, seed, max_frames, options)
 
     def _open_model(self) -> StepModel | UpstreamModel:

@@ -238,7 +238,7 @@ def _call(model: Any, request: Request, settings: dict[str, Any]) -> None:
         elif kind == "voice_design":
             model.generate_voice_design(instruct=request.instruct, **common)
         elif request.voice is None:
-            raise PromptError("a Base checkpoint needs a voice (Voice.from_audio or Voice.load); Request.voice is None")
+            raise PromptError("a Base checkpoint needs a voice (clone_voice or Voice.load); Request.voice is None")
         else:
             model.generate_voice_clone(voice_clone_prompt=[clone_prompt(request.voice)], **common)
     except (ValueError, NotImplementedError) as error:

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from mktts.agent import bot, evals
+from mktts.agent import evals
 
 START_LIMIT_S = 60.0
 
@@ -18,7 +18,7 @@ START_LIMIT_S = 60.0
 @pytest.fixture
 def running_bot(tmp_path, checkpoint_cache):
     """Its address: the runner takes a free port itself, and its server's log tells which."""
-    command = [sys.executable, "-m", bot.__name__, "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "mktts", "agent", "bot", "--", "--host", "127.0.0.1", "--port", "0"]
     path = tmp_path / "log"
     with open(path, "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:

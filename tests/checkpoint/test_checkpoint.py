@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from mktts.checkpoint import Checkpoint, hub, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
-from mktts.checkpoint.open import SEGMENT_CHARS
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.configs import small_files
 from mktts.checkpoint.tensors import Layout, expected_tensors
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
+from mktts.speech.text import SEGMENT_CHARS, segment_chars
 from mktts.synth import upstream
 
 CODEC_PARAMS = 170_557_441
@@ -242,7 +242,8 @@ def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once(broken: Path) -
     def chars(**settings: int) -> tuple[int, int]:
         edit_json(broken / "generation_config.json", lambda c: c.update(settings))
         found = open_checkpoint(broken)
-        return found.segment_chars(fed=False), found.segment_chars(fed=True)
+        longest = found.longest_text_chars()
+        return segment_chars(longest, fed=False), segment_chars(longest, fed=True)
 
     assert chars() == (SEGMENT_CHARS, SEGMENT_CHARS)
     assert chars(max_chars_per_segment=100) == (100, 40)  # fed text is cut at 2.5 times that at the latest
@@ -295,7 +296,7 @@ def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny: Checkpoin
 
 OPEN_AND_WEIGH = """
 import sys
-from mktts import weight_files
+from mktts.checkpoint import files as weight_files
 from pathlib import Path
 status = Path("/proc/self/status")  # not ru_maxrss, which a child inherits from its parent
 peak_kib = lambda: int(status.read_text().split("VmHWM:")[1].split()[0])

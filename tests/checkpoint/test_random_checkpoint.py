@@ -140,7 +140,7 @@ def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
     assert codes.shape == (frames, 16)
 
 
-ENSURE = "from mktts import random_checkpoint as r; print(r.ensure('tiny', cache=__import__('sys').argv[1]))"
+ENSURE = "from mktts.checkpoint.random.make import ensure; print(ensure('tiny', cache=__import__('sys').argv[1]))"
 
 
 def test_two_processes_make_one_checkpoint(tmp_path: Path) -> None:

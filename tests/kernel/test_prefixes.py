@@ -35,7 +35,8 @@ def voice(frames: int) -> Voice:
 
 
 def fed(request: Request) -> FedPrompt:
-    prompt = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN).open(replace(request, text=""))
+    made_by = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN)
+    prompt = FedPrompt(made_by, replace(request, text=""))
     for char in request.text:
         prompt.push(char)
     prompt.close()

@@ -18,14 +18,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCa
 
 from mktts.errors import CheckpointError
 from mktts.llm import checkpoint as text_model
-from mktts.llm.checkpoint import (
-    EMBEDDING,
-    HEAD,
-    TextCheckpoint,
-    TextConfig,
-    expected_text_tensors,
-    open_text_checkpoint,
-)
+from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
+from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
 from mktts.llm.random import config_json, ensure_named, make
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from mktts.errors import MetricsError
 from mktts.measure import metrics
+from mktts.measure.environment import environment
 from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.speech.metrics import play, summarise
 
 LOUD = 2 * 10 ** (AUDIBLE_DBFS / 20)
 QUIET = 0.5 * 10 ** (AUDIBLE_DBFS / 20)
@@ -28,7 +30,7 @@ def chunk(ready_ms: float, frames: int = 1, level: float = LOUD, **stages: float
 
 
 def test_ttfc_is_the_first_chunk_and_rtf_the_last():
-    found = metrics.summarise([chunk(30.0), chunk(50.0, frames=3)])
+    found = summarise([chunk(30.0), chunk(50.0, frames=3)])
     assert found.ttfc_ms == 30.0
     assert found.audio_s == pytest.approx(4 * FRAME_MS / 1_000)
     assert found.rtf == pytest.approx(50.0 / (4 * FRAME_MS))
@@ -36,40 +38,40 @@ def test_ttfc_is_the_first_chunk_and_rtf_the_last():
 
 def test_stage_times_are_per_frame():
     stages = dict(talker_ms=4.0, predictor_ms=8.0, codec_ms=2.0)
-    found = metrics.summarise([chunk(1.0, prefill_ms=5.0, **stages), chunk(2.0, frames=3, **stages)])
+    found = summarise([chunk(1.0, prefill_ms=5.0, **stages), chunk(2.0, frames=3, **stages)])
     assert (found.talker_ms_per_frame, found.predictor_ms_per_frame, found.codec_ms_per_frame) == (2.0, 4.0, 1.0)
     assert found.prefill_ms == 5.0 and found.frames == 4
 
 
 def test_audible_ttfc_counts_the_silent_lead_as_a_listener_hears_it():
     silent_frame = chunk(10.0, level=QUIET)
-    assert metrics.summarise([silent_frame, chunk(20.0)]).audible_ttfc_ms == pytest.approx(10.0 + FRAME_MS)
+    assert summarise([silent_frame, chunk(20.0)]).audible_ttfc_ms == pytest.approx(10.0 + FRAME_MS)
 
 
 def test_audible_ttfc_counts_a_stall_before_the_first_sound():
     late_ms = 10.0 + FRAME_MS + 7.0
-    assert metrics.summarise([chunk(10.0, level=QUIET), chunk(late_ms)]).audible_ttfc_ms == pytest.approx(late_ms)
+    assert summarise([chunk(10.0, level=QUIET), chunk(late_ms)]).audible_ttfc_ms == pytest.approx(late_ms)
 
 
 def test_audible_ttfc_is_within_the_chunk_at_the_first_loud_sample():
     first = chunk(10.0, level=0.0)
     first.pcm[480:] = -LOUD
-    assert metrics.summarise([first]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 480 / SAMPLE_RATE_HZ)
+    assert summarise([first]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 480 / SAMPLE_RATE_HZ)
 
 
 def test_audible_ttfc_of_silence_is_none():
-    assert metrics.summarise([chunk(1.0, level=QUIET)]).audible_ttfc_ms is None
+    assert summarise([chunk(1.0, level=QUIET)]).audible_ttfc_ms is None
 
 
 def test_no_audio_is_a_named_error():
     with pytest.raises(MetricsError, match="at least one chunk"):
-        metrics.summarise([chunk(1.0, frames=0)])
+        summarise([chunk(1.0, frames=0)])
 
 
 def test_player_that_runs_dry_counts_each_stall_once():
     frame = SAMPLES_PER_FRAME
     ready_ms = [0.0, FRAME_MS + 5.0, FRAME_MS + 6.0, 3 * FRAME_MS + 15.0]  # 5 ms late, early, 10 ms late on top
-    found = metrics.play(ready_ms, [frame] * 4)
+    found = play(ready_ms, [frame] * 4)
     assert found.underruns == 2
     assert found.stalled_ms == pytest.approx(15.0)
     assert found.starts_ms == pytest.approx((0.0, FRAME_MS + 5.0, 2 * FRAME_MS + 5.0, 3 * FRAME_MS + 15.0))
@@ -79,7 +81,7 @@ def test_player_that_runs_dry_counts_each_stall_once():
 def test_prebuffer_is_just_enough_to_never_run_dry(steps):
     ready_ms = np.cumsum([wait for wait, _ in steps]).tolist()
     samples = [frames * SAMPLES_PER_FRAME for _, frames in steps]
-    found = metrics.play(ready_ms, samples)
+    found = play(ready_ms, samples)
     audio_before_ms = np.concatenate([[0], np.cumsum(samples)[:-1]]) * 1_000 / SAMPLE_RATE_HZ
     slack_ms = ready_ms[0] + found.prebuffer_ms + audio_before_ms - ready_ms
     assert slack_ms.min() == pytest.approx(0, abs=1e-6)
@@ -117,7 +119,7 @@ def test_record_refuses_what_is_no_scalar_by_name_and_writes_nothing(tmp_path, v
 
 
 def test_environment_is_flat_and_json():
-    found = metrics.environment()
+    found = environment()
     assert {"python", "torch", "numpy", "platform", "cpu", "cpu_cores", "gpu", "gpu_driver"} <= set(found)
     assert {"git_revision", "date_utc"} <= set(found)
     assert all(value is None or isinstance(value, (str, int, float)) for value in found.values())
@@ -126,7 +128,7 @@ def test_environment_is_flat_and_json():
 
 def test_peak_rss_counts_what_a_process_touched_and_not_its_parent():
     code = (
-        "from mktts.measure.metrics import peak_rss_bytes as peak; import numpy as np; a = peak(); "
+        "from mktts.measure.environment import peak_rss_bytes as peak; import numpy as np; a = peak(); "
         "block = np.ones(a + 64 * 2**20, dtype=np.uint8); del block; print(a, peak())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint
+from mktts.model.fed_prompt import FedPrompt
 from mktts.model.prompt import PromptBuilder, Request
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,7 +28,7 @@ def rows_of(builder: PromptBuilder, request: Request) -> torch.Tensor:
 
 
 def fed_rows_of(builder: PromptBuilder) -> torch.Tensor:
-    fed = builder.open(Request("", speaker="ryan"))
+    fed = FedPrompt(builder, Request("", speaker="ryan"))
     fed.push("Words that ")
     fed.push("come later.")
     fed.close()

@@ -12,6 +12,7 @@ from mktts.audio import write_wav
 from mktts.errors import VoiceError
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.synth.cloning import clone_voice
 
 TEXT = "What the reference says."
 
@@ -33,7 +34,7 @@ def upstream(request, tiny_base):
 def test_voice_is_bit_equal_to_upstreams_clone_prompt(upstream, tiny_base, rate_hz, transcript):
     pcm = hum(rate_hz, rate_hz)
     (expected,) = upstream.create_voice_clone_prompt((pcm, rate_hz), transcript, x_vector_only_mode=transcript is None)
-    voice = Voice.from_audio(tiny_base, pcm, rate_hz, transcript, dtype=upstream.model.dtype)
+    voice = clone_voice(tiny_base, pcm, rate_hz, transcript, dtype=upstream.model.dtype)
     assert voice.embedding.dtype == expected.ref_spk_embedding.dtype
     assert torch.equal(voice.embedding, expected.ref_spk_embedding)
     assert voice.transcript == expected.ref_text
@@ -46,7 +47,7 @@ def test_voice_is_bit_equal_to_upstreams_clone_prompt(upstream, tiny_base, rate_
 def test_a_file_gives_the_voice_upstream_makes_of_that_file(upstream, tiny_base, tmp_path):
     path = write_wav(tmp_path / "r.wav", hum(30_000))
     (expected,) = upstream.create_voice_clone_prompt(str(path), TEXT)
-    voice = Voice.from_audio(tiny_base, path, transcript=TEXT, dtype=upstream.model.dtype)
+    voice = clone_voice(tiny_base, path, transcript=TEXT, dtype=upstream.model.dtype)
     assert torch.equal(voice.embedding, expected.ref_spk_embedding) and torch.equal(voice.codes, expected.ref_code)
 
 
@@ -58,16 +59,16 @@ def same(a: Voice, b: Voice) -> bool:
 
 def test_stereo_integers_and_float64_are_the_same_recording(tiny_base):
     pcm = np.round(hum(9600) * 2**15) / 2**15
-    voice = Voice.from_audio(tiny_base, pcm.astype(np.float32), SAMPLE_RATE_HZ, TEXT)
+    voice = clone_voice(tiny_base, pcm.astype(np.float32), SAMPLE_RATE_HZ, TEXT)
     integers = (pcm * 2**15).astype(np.int16)
     for audio in (pcm, np.stack((pcm, pcm), 1), integers, integers[:, None], (integers.astype(np.int32) << 16)):
-        assert same(Voice.from_audio(tiny_base, audio, np.int64(SAMPLE_RATE_HZ), TEXT), voice)
+        assert same(clone_voice(tiny_base, audio, np.int64(SAMPLE_RATE_HZ), TEXT), voice)
 
 
 def test_one_frame_is_enough_and_one_sample_less_is_refused(tiny_base):
-    assert len(Voice.from_audio(tiny_base, hum(SAMPLES_PER_FRAME), SAMPLE_RATE_HZ, TEXT).codes) == 1
+    assert len(clone_voice(tiny_base, hum(SAMPLES_PER_FRAME), SAMPLE_RATE_HZ, TEXT).codes) == 1
     with pytest.raises(VoiceError, match="at least one codec frame"):
-        Voice.from_audio(tiny_base, hum(SAMPLES_PER_FRAME - 1), SAMPLE_RATE_HZ, TEXT)
+        clone_voice(tiny_base, hum(SAMPLES_PER_FRAME - 1), SAMPLE_RATE_HZ, TEXT)
 
 
 def with_value(value: float) -> np.ndarray:
@@ -100,23 +101,23 @@ def with_value(value: float) -> np.ndarray:
 )
 def test_unusable_audio_is_refused_by_name(tiny_base, audio, rate_hz, found):
     with pytest.raises(VoiceError, match=found):
-        Voice.from_audio(tiny_base, audio, rate_hz, TEXT)
+        clone_voice(tiny_base, audio, rate_hz, TEXT)
 
 
 def test_standard_output_stays_clean(tiny_base, capfd):
     loud = hum(9600) / np.abs(hum(9600)).max() * 1.5  # over full scale: upstream prints about it
-    Voice.from_audio(tiny_base, loud, SAMPLE_RATE_HZ, TEXT)
+    clone_voice(tiny_base, loud, SAMPLE_RATE_HZ, TEXT)
     assert capfd.readouterr().out == ""
 
 
 def test_other_mistakes_are_refused_by_name(tiny_base, tiny, tmp_path):
     with pytest.raises(VoiceError, match="only Base checkpoints clone voices, this one is custom_voice"):
-        Voice.from_audio(tiny, hum(9600), SAMPLE_RATE_HZ)
+        clone_voice(tiny, hum(9600), SAMPLE_RATE_HZ)
     with pytest.raises(VoiceError, match="empty text"):
-        Voice.from_audio(tiny_base, hum(9600), SAMPLE_RATE_HZ, " ")
+        clone_voice(tiny_base, hum(9600), SAMPLE_RATE_HZ, " ")
     path = write_wav(tmp_path / "r.wav", hum(9600))
     with pytest.raises(VoiceError, match="the file says 24000 Hz, the call 8000"):
-        Voice.from_audio(tiny_base, path, 8000)
+        clone_voice(tiny_base, path, 8000)
 
 
 CODES = torch.arange(3 * NUM_CODEBOOKS).view(3, NUM_CODEBOOKS)

@@ -83,7 +83,7 @@ def test_every_committed_document_says_where_it_comes_from():
 
 def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
     assert kernel_report.stored("parity", tmp_path) is None
-    with pytest.raises(MetricsError, match=r"parity\.json.*python -m mktts\.kernel_parity --output"):
+    with pytest.raises(MetricsError, match=r"parity\.json.*python -m mktts\.measure\.parity\.kernel --output"):
         kernel_report.reference("parity", tmp_path)
     (tmp_path / "bench.json").write_text("{torn")
     with pytest.raises(MetricsError, match="could not read"):

@@ -13,9 +13,9 @@ from IPython.utils.capture import capture_output
 from mktts.audio import read_audio
 from mktts.errors import MetricsError, MkttsError
 from mktts.measure import machine
-from mktts.measure.metrics import StreamMetrics
 from mktts.notebook import nb, report
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.metrics import StreamMetrics
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_given_run_folder_is_taken_relative_to_the_working_folder(checkout, mo
 
 def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (nb.repository() / "mktts" / "nb.py").is_file()
+    assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file()
 
 
 # ---- clips

@@ -159,7 +159,7 @@ def test_the_card_says_what_it_is_even_unmeasured(tiny):
 
 
 def test_the_cards_commands_are_understood(tiny):
-    commands = re.findall(r"python -m (mktts\.training\.\w+) (.*)", card(tiny, None).replace("\\\n", " "))
+    commands = re.findall(r"python -m (mktts\.training\.[\w.]+) (.*)", card(tiny, None).replace("\\\n", " "))
     assert len(commands) == 8
     for module, words in commands:
         source = Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")

@@ -10,12 +10,12 @@ from fakes import OFF, FakeBackend, fake_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.checkpoint.open import SEGMENT_CHARS
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
+from mktts.speech.text import SEGMENT_CHARS
 from mktts.synth.generation import Generation, StepModel
 
 

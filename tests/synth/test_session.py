@@ -11,8 +11,8 @@ import pytest
 from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 
 from mktts.errors import EngineError, TextError
+from mktts.speech import job
 from mktts.speech.stream import Session
-from mktts.synth import engine
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     late = SimpleNamespace(
         create_future=while_the_consumer_prepares_to_wait, call_soon_threadsafe=loop.call_soon_threadsafe
     )
-    monkeypatch.setattr(engine.asyncio, "get_running_loop", lambda: late)
+    monkeypatch.setattr(job.asyncio, "get_running_loop", lambda: late)
     chunk = await asyncio.wait_for(anext(stream), WAIT_S / 2)  # before the held backend gives up and wakes it
     assert chunk.frames == 1
 

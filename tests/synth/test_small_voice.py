@@ -16,7 +16,7 @@ from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
-from mktts.cli import build_parser
+from mktts.cli import parse
 from mktts.errors import CheckpointError
 from mktts.kernel.tape import choose_shape
 from mktts.measure.ahead import Ahead
@@ -201,8 +201,8 @@ def test_one_constant_is_every_default():
         inspect.signature(add_model_arguments).parameters["checkpoint"].default,
         agent_settings.AgentSettings().checkpoint,
         agent_settings.from_environment({}).checkpoint,
-        build_parser().parse_args(["say", "Hi.", "-o", "-"]).checkpoint,
-        build_parser().parse_args(["serve"]).checkpoint,
+        parse(["say", "Hi.", "-o", "-"]).checkpoint,
+        parse(["serve"]).checkpoint,
     }
     assert defaults == {DEFAULT_CHECKPOINT}
 

@@ -106,7 +106,7 @@ def test_what_judges_is_never_trained_on(monkeypatch):
 
 def test_the_package_takes_the_text_files_along():
     data = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "*.txt" in data["package-data"]["mktts.training"]
+    assert "*.txt" in data["package-data"]["mktts.training.data"]
 
 
 def test_the_command_writes_a_list(tmp_path):

@@ -3,7 +3,7 @@
 They are the output of the synthesizer flite 2.2 (Carnegie Mellon University, BSD-like licence, any use permitted) in
 its voice `rms`, made by
 
-    python -m mktts.agent.user_speech path/to/flite
+    python -m mktts agent record path/to/flite
 
 Regenerated with the same flite they are the same bytes. Nothing needs flite to use them.
 """

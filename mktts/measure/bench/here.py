@@ -15,20 +15,21 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from mktts.checkpoint.arguments import loading
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.common import python_path, write_json
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.measure.bench import runner as bench_peers
-from mktts.measure.metrics import environment, percentiles, summarise
+from mktts.measure.bench.sections import CODEC_CHUNKS_FRAMES, CODEC_WARM_UP_FRAMES
+from mktts.measure.environment import environment
+from mktts.measure.metrics import percentiles
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, NUM_CODEBOOKS
+from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
     from mktts.synth import Synthesizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
-CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
-CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 CHECKPOINT = "random:tiny"
 FULL_CODEC = "random:tiny:custom_voice:full-codec"
 RANDOM = "random weights: timing only"
@@ -37,7 +38,7 @@ RANDOM = "random weights: timing only"
 LOAD = """
 import json, sys, time
 import torch
-from mktts.metrics import peak_rss_bytes
+from mktts.measure.environment import peak_rss_bytes
 from mktts.synth import Synthesizer
 imported_bytes, start_s = peak_rss_bytes(), time.perf_counter()
 backend, device, dtype = json.loads(sys.argv[2])
@@ -57,6 +58,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, checkpoint=None)
     parser.epilog = f"{parser.epilog}\n\nWithout --checkpoint: {CHECKPOINT}, with --peers {bench_peers.CHECKPOINT}."
     parser.add_argument("--frames", type=_positive, default=50, help=f"of {FRAME_MS:.0f} ms, per stream (default: 50)")
     parser.add_argument("--repeats", type=_positive, default=5, help="measured streams (default: 5)")

@@ -22,7 +22,7 @@ from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench.peers import versions
 from mktts.measure.bench.sections import SECTIONS, Settings, command
-from mktts.measure.metrics import environment
+from mktts.measure.environment import environment
 
 # What each section must give. Others may come with them.
 EXPECTED = {

@@ -18,16 +18,19 @@ import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import MetricsError
-from mktts.measure.metrics import percentiles, summarise
+from mktts.measure.metrics import percentiles
 from mktts.model.backend import Backend, Frame
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import CODEBOOK_SIZE, FRAME_RATE_HZ, NUM_CODEBOOKS
+from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
     from mktts.synth.generation import StepModel
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
+CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
+CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 _SEEDS = 50  # streams that random weights may end early before a section gives up
 
 
@@ -211,7 +214,6 @@ def large(settings: Settings) -> None:
 def codec(settings: Settings) -> None:
     """Chunks of 1 to 8 frames, codes on the host to PCM on the host, by the decoder the synthesizer uses."""
     from mktts.codec.graphs import CUDA_VARIANT
-    from mktts.measure.bench.here import CODEC_CHUNKS_FRAMES, CODEC_WARM_UP_FRAMES
 
     checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
     decoder = model.codec

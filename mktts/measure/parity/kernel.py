@@ -33,7 +33,7 @@ from torch import Tensor
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import write_json
 from mktts.measure.ahead import Ahead
-from mktts.measure.metrics import environment
+from mktts.measure.environment import environment
 from mktts.measure.parity.probe import Observed, Probe, forced, probe_of, random_rows, scores, spoken_rows
 from mktts.measure.parity.relative import LIMIT, Errors, compare
 from mktts.measure.parity.text import compare_text

@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(source: str, dtype: torch.dtype, frames: int, requests: int) -> Row:
     """Prompts, then greedy and sampled codes of the first standard requests; upstream is loaded once for each part."""
-    from mktts.measure.metrics import environment
+    from mktts.measure.environment import environment
 
     checkpoint, begun_s = open_checkpoint(source), time.perf_counter()
     asked = standard_requests(checkpoint)[:requests]

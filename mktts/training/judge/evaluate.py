@@ -18,9 +18,11 @@ from pathlib import Path
 
 from mktts.common import write_json, write_whole
 from mktts.errors import MetricsError, MkttsError
-from mktts.measure.metrics import environment, percentiles, summarise
+from mktts.measure.environment import environment
+from mktts.measure.metrics import percentiles
 from mktts.measure.recogniser import Recogniser, vocabulary_of
 from mktts.measure.word_errors import words
+from mktts.speech.metrics import summarise
 from mktts.training.data.teacher import SPEAKERS
 from mktts.training.data.texts import held_out
 from mktts.training.judge.quality import Figures, lines, record

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from mktts.notebook.figure import COLOURS, legend_below, new, save, styled
 from mktts.spec import SAMPLE_RATE_HZ
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_STEP_S = 0.01
+STEP_S = 0.01
 _PAUSE_S = 0.3  # shorter silences lie within speech
 _SOUNDS = 0.05  # of a side's own peak; a room's noise is far below, the first consonant above
 
@@ -38,38 +31,18 @@ def between(user: np.ndarray, bot: np.ndarray) -> list[np.ndarray]:
     return [bot[begin:end] for begin, end in zip(ends, [*ends[1:], len(bot)], strict=True)]
 
 
-@styled
-def draw(user: np.ndarray, bot: np.ndarray, folder: Path, name: str = "conversation", bot_is: str = "bot") -> Figure:
-    """The levels of `user` and `bot` (S,) float32 over time, one above the other; saves `folder`/<name>.png.
-
-    bot_is: what to call the bot's side.
-    """
-    figure, (axes,) = new(2.8)
-    for side, sign, colour, label in ((user, 1, "mktts", "user"), (bot, -1, "codec", bot_is)):
-        level = _levels(side)
-        times_s = np.arange(len(level)) * _STEP_S
-        axes.fill_between(times_s, 0, sign * level, color=COLOURS[colour], label=label, linewidth=0)
-    for index, (start_s, end_s) in enumerate(overlaps(user, bot)):
-        label = "both at once" if index == 0 else None
-        axes.axvspan(start_s, end_s, color=COLOURS["underrun"], alpha=0.25, label=label, linewidth=0)
-    axes.set(xlim=(0, len(user) / SAMPLE_RATE_HZ), ylim=(-1.05, 1.05), yticks=[], xlabel="time (s)")
-    axes.set_title("The conversation, each side scaled to its own peak")
-    legend_below(axes)
-    return save(figure, folder, name)
-
-
-def _levels(pcm: np.ndarray) -> np.ndarray:
+def levels(pcm: np.ndarray) -> np.ndarray:
     """The peak of each step, (S / step,), the loudest being 1."""
-    step = round(_STEP_S * SAMPLE_RATE_HZ)
+    step = round(STEP_S * SAMPLE_RATE_HZ)
     peaks = np.abs(pcm[: len(pcm) // step * step]).reshape(-1, step).max(axis=1)
     return peaks / max(peaks.max(initial=0.0), 1e-9)
 
 
 def _speech(pcm: np.ndarray) -> list[tuple[float, float]]:
     """(start, end) in s of each stretch without a pause."""
-    steps = np.flatnonzero(_levels(pcm) > _SOUNDS)
+    steps = np.flatnonzero(levels(pcm) > _SOUNDS)
     if not steps.size:
         return []
-    breaks = np.flatnonzero(np.diff(steps) > _PAUSE_S / _STEP_S)
+    breaks = np.flatnonzero(np.diff(steps) > _PAUSE_S / STEP_S)
     starts, ends = steps[np.append(0, breaks + 1)], steps[np.append(breaks, steps.size - 1)] + 1
-    return [(float(start * _STEP_S), float(end * _STEP_S)) for start, end in zip(starts, ends, strict=True)]
+    return [(float(start * STEP_S), float(end * STEP_S)) for start, end in zip(starts, ends, strict=True)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mktts.agent import tracks
+from mktts.measure import tracks
+from mktts.notebook import plots
 from mktts.spec import SAMPLE_RATE_HZ
 
 
@@ -41,5 +42,5 @@ def test_sides_that_take_turns_do_not_overlap(user):
 
 
 def test_the_picture_is_saved(tmp_path):
-    tracks.draw(side((1, 2)), side((1.5, 4)), tmp_path, bot_is="bot (noise)")
+    plots.conversation(side((1, 2)), side((1.5, 4)), tmp_path, bot_is="bot (noise)")
     assert (tmp_path / "conversation.png").read_bytes().startswith(b"\x89PNG")
