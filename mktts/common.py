@@ -14,7 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from mktts.errors import CheckpointError, OptionsError
+from mktts.errors import CheckpointError, MkttsError, OptionsError
 
 _PATIENCE_S = 1.0
 
@@ -33,6 +33,23 @@ def write_whole(path: Path | str, data: bytes) -> Path:
         os.unlink(part)
         raise
     return path
+
+
+def read_json(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> Any:
+    """The content of a JSON file. Raises `error`, which ends in `hint`, where it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        why = "found nothing" if isinstance(reason, FileNotFoundError) else f"could not read it: {reason}"
+        raise error(f"{path}: expected a JSON file, {why}{hint}") from None
+
+
+def read_object(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> dict[str, Any]:
+    """As `read_json`, of a file that holds one JSON object."""
+    value = read_json(path, error, hint)
+    if not isinstance(value, dict):
+        raise error(f"{path}: expected a JSON object, found {type(value).__name__}{hint}")
+    return value
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:

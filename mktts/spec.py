@@ -6,11 +6,11 @@ The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mktts.common import read_object
 from mktts.errors import CheckpointError
 
 SAMPLE_RATE_HZ = 24_000
@@ -23,6 +23,7 @@ AUDIBLE_DBFS = -60.0  # "audible" means a sample above this level, everywhere
 
 assert SAMPLE_RATE_HZ / SAMPLES_PER_FRAME == FRAME_RATE_HZ
 
+TOP_FOLDER = "; pass the checkpoint's top folder"
 MODEL_TYPES = ("base", "custom_voice", "voice_design")
 SUPPRESSED_TAIL = 1_024  # the last 1 024 talker ids are control ids; only end-of-speech may be sampled
 MIN_NEW_FRAMES = 2  # upstream min_new_tokens: end-of-speech is impossible in the first two frames
@@ -91,10 +92,20 @@ class ModelConfig:
     dialects: dict[str, str | bool]
     speaker_embedding_size: int | None
 
+    @property
+    def default_speaker(self) -> str | None:
+        """Who speaks where no speaker is named: the checkpoint's first; None where it has no built-in speakers."""
+        return next(iter(self.speakers), None)
+
+    @property
+    def spoken_languages(self) -> list[str]:
+        """What a request may name, "auto" first. Dialects belong to speakers; upstream refuses them as languages."""
+        return ["auto", *sorted(name for name in self.languages if "dialect" not in name)]
+
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
         """Reads `folder/config.json`. Raises CheckpointError naming the missing or wrong key."""
-        raw = read_json(folder / "config.json")
+        raw = read_object(folder / "config.json", hint=TOP_FOLDER)
         where = str(folder / "config.json")
         talker = _get(raw, "talker_config", dict, where)
         model_type = _get(raw, "tts_model_type", str, where)
@@ -168,7 +179,7 @@ class CodecConfig:
     def load(cls, folder: Path) -> CodecConfig:
         """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming what does not fit."""
         path = folder / "speech_tokenizer" / "config.json"
-        raw, where = read_json(path), str(path)
+        raw, where = read_object(path, hint=TOP_FOLDER), str(path)
         decoder = _get(raw, "decoder_config", dict, where)
         values: dict[str, Any] = {}
         for f in fields(cls):
@@ -196,21 +207,6 @@ class CodecConfig:
 def _stack(raw: dict[str, Any], where: str) -> StackConfig:
     values = {f.name: _get(raw, f.name, (int, float), where) for f in fields(StackConfig)}
     return StackConfig(**values)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file. Raises CheckpointError where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: expected this file of the Hub layout, found nothing. Pass the checkpoint's top folder."
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: expected a JSON object, could not read it: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _get(raw: dict[str, Any], key: str, kind: Any, where: str) -> Any:

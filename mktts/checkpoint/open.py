@@ -6,12 +6,10 @@ memory-mapped when asked for.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from mktts.checkpoint.files import WeightFiles
 from mktts.checkpoint.hub import download
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.tensors import check, expected_tensors
+from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import CodecConfig, ModelConfig
@@ -56,7 +55,7 @@ class Checkpoint:
         Raises CheckpointError where the file is missing or a value is out of range.
         """
         path = self.folder / "generation_config.json"
-        raw, default = _read_object(path), Sampling()
+        raw, default = read_object(path), Sampling()
 
         def choice(prefix: str, switch: str, fallback: Choice) -> Choice:
             return Choice(
@@ -82,7 +81,7 @@ class Checkpoint:
         least MIN_TEXT_CHARS characters.
         """
         path = self.folder / "generation_config.json"
-        longest = _read_object(path).get("max_chars_per_segment")
+        longest = read_object(path).get("max_chars_per_segment")
         if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
             raise CheckpointError(f"{path}: max_chars_per_segment: expected at least {MIN_TEXT_CHARS}, got {longest!r}")
         return longest
@@ -162,7 +161,7 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
     check(files.tensors, expected_tensors(config), str(folder))
     # Reference audio is for Base alone: another type may leave the codec's encoder out, all of it.
     encoder = config.model_type == "base" or any(name.startswith("encoder.") for name in codec_files.tensors)
-    codec_layout = expected_codec_tensors(_read_object(codec_folder / "config.json"), encoder=encoder)
+    codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
     check(codec_files.tensors, codec_layout, str(codec_folder))
     checkpoint = Checkpoint(
         folder=folder,
@@ -176,13 +175,3 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
     checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
     checkpoint.longest_text_chars()
     return checkpoint
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected a JSON object, could not read it: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value

@@ -19,10 +19,10 @@ from mktts.checkpoint.hub import download
 from mktts.checkpoint.open import HUB_ID
 from mktts.checkpoint.random.make import is_random
 from mktts.checkpoint.tensors import check
+from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
 from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
 from mktts.model.sampling import Choice
-from mktts.spec import read_json
 
 if TYPE_CHECKING:
     from mktts.llm.tokens import TextVocabulary
@@ -47,7 +47,7 @@ class TextCheckpoint:
         Raises CheckpointError for a value out of range, or a setting that Choice does not have.
         """
         path = self.folder / "generation_config.json"
-        raw: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+        raw: Mapping[str, Any] = read_object(path) if path.is_file() else {}
         for key, neutral in _NEUTRAL.items():
             if raw.get(key, neutral) not in (neutral, None):
                 raise CheckpointError(f"{path}: {key} must be {neutral!r}, found {raw[key]!r}: not supported")

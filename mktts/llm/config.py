@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mktts.checkpoint.tensors import Layout, layout, stack_shapes
+from mktts.common import read_object
 from mktts.errors import CheckpointError
-from mktts.spec import StackConfig, read_json
+from mktts.spec import StackConfig
 
 MODEL_TYPE = "qwen3"
 EMBEDDING = "model.embed_tokens.weight"
@@ -39,7 +40,7 @@ class TextConfig:
     @classmethod
     def load(cls, folder: Path) -> TextConfig:
         """Reads config.json and the end ids of generation_config.json. Raises CheckpointError naming the key."""
-        where, raw = str(folder / "config.json"), read_json(folder / "config.json")
+        where, raw = str(folder / "config.json"), read_object(folder / "config.json")
         found = raw.get("model_type")
         if found != MODEL_TYPE:
             raise CheckpointError(
@@ -57,7 +58,7 @@ class TextConfig:
             raise CheckpointError(f"{where}: tie_word_embeddings must be true or false, found {tied!r}")
         stack = _stack(raw, where)
         path = folder / "generation_config.json"
-        generation = read_json(path) if path.is_file() else {}
+        generation = read_object(path) if path.is_file() else {}
         source, ids = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
         return cls(stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tokenizers.models import BPE
 
+from mktts.common import read_object
 from mktts.errors import CheckpointError
 from mktts.model.tokenizer import SPLIT_PATTERN, TextTokenizer, byte_symbols
-from mktts.spec import read_json
 
 _BYTES = {symbol: byte for byte, symbol in byte_symbols().items()}
 
@@ -112,7 +112,7 @@ def _read_bpe(vocab: Path) -> BPE:
 
 def _read_added(folder: Path) -> dict[int, AddedToken]:
     path = folder / "tokenizer_config.json"
-    entries = read_json(path).get("added_tokens_decoder")
+    entries = read_object(path).get("added_tokens_decoder")
     try:
         return {int(i): AddedToken(str(e["content"]), bool(e["special"])) for i, e in entries.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -121,7 +121,7 @@ def _read_added(folder: Path) -> dict[int, AddedToken]:
 
 def _read_single(path: Path) -> tuple[BPE, dict[int, AddedToken]]:
     """Vocabulary and added tokens of a tokenizer.json (merges as "left right" or as pairs)."""
-    raw = read_json(path)
+    raw = read_object(path)
     if SPLIT_PATTERN not in _strings(raw.get("pre_tokenizer")):
         raise CheckpointError(
             f"{path}: expected Qwen's pre-tokenizer pattern, found {json.dumps(raw.get('pre_tokenizer'))[:200]}"

@@ -124,10 +124,8 @@ class PromptBuilder:
         if request.layout not in (None, "whole", "streaming"):
             raise PromptError(f"layout must be 'whole', 'streaming' or None, got {request.layout!r}")
         language = (request.language or "auto").lower()
-        # Dialects belong to speakers; upstream refuses them as languages too.
-        languages = ["auto", *sorted(name for name in config.languages if "dialect" not in name)]
-        if language not in languages:
-            raise PromptError(f"language must be one of {languages}, got {request.language!r}")
+        if language not in config.spoken_languages:
+            raise PromptError(f"language must be one of {config.spoken_languages}, got {request.language!r}")
         speaker = (request.speaker or "").lower() or None
         if speaker is not None and speaker not in config.speakers:
             known = sorted(config.speakers) or f"none: a {config.model_type} checkpoint has no built-in speakers"

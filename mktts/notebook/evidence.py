@@ -6,13 +6,13 @@ The committed files lie in outputs/reference/h200; each says which machine and w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mktts.common import read_object
 from mktts.errors import MetricsError
 from mktts.measure import inspection
 
@@ -47,12 +47,9 @@ def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
     return found
 
 
-def document(path: str | Path) -> dict[str, Any]:
-    """A JSON document from a file. Raises MetricsError where it cannot be read."""
-    try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MetricsError(f"{path}: expected a JSON document, could not read it: {error}") from error
+def document(path: Path | str) -> dict[str, Any]:
+    """A measurement's document. Raises MetricsError where it cannot be read."""
+    return read_object(path, MetricsError)
 
 
 def committed(folder: Path = FOLDER) -> list[dict[str, str]]:

@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mktts.common import python_path, write_json
+from mktts.common import python_path, read_object, write_json
 from mktts.errors import BatchError
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.grid import RUN_DIR, Run, plan
 
+_RESTORE = "; delete the folder of this run, or restore it"
 EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
   python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
@@ -85,7 +86,9 @@ def main(arguments: argparse.Namespace) -> int:
 def is_done(out: Path, run: Run) -> bool:
     """Whether `run` has succeeded before, with the notebook as it is now."""
     try:
-        metrics, parameters = (_read_json(out / run.name / f"{name}.json") for name in ("metrics", "parameters"))
+        metrics, parameters = (
+            read_object(out / run.name / f"{name}.json", BatchError, _RESTORE) for name in ("metrics", "parameters")
+        )
     except BatchError:
         return False
     return metrics.get("status") == "ok" and parameters.get("notebook_sha256") == run.notebook.sha256
@@ -133,7 +136,8 @@ def collect(out: Path, table: Path) -> None:
     rows = []
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
         about, metrics, machine = (
-            _read_json(folder / f"{name}.json") for name in ("parameters", "metrics", "environment")
+            read_object(folder / f"{name}.json", BatchError, _RESTORE)
+            for name in ("parameters", "metrics", "environment")
         )
         row = {"run": folder.name, "notebook": about["notebook"], **metrics}
         row |= {f"param.{name}": value for name, value in about["parameters"].items()}
@@ -151,15 +155,6 @@ def collect(out: Path, table: Path) -> None:
         os.replace(temporary, table)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BatchError(
-            f"{path}: expected a JSON file of a finished run: {error}; delete the folder or restore it"
-        ) from None
 
 
 def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ index.json's names. A file that is absent is no error here: what shows it says s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.common import read_json
 from mktts.errors import CheckpointError
 from mktts.notebook.figure import COLOURS, SERIES, legend_below, new, save, styled
 
@@ -193,11 +193,3 @@ def draw_durations(evaluation: Mapping[str, Any], folder: Path, name: str = "dur
 
 def _both(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {name: "" if figures[name] is None else figures[name] for name in ("teacher", "student")}
-
-
-def read_json(path: Path) -> Any:
-    """Raises CheckpointError for a file that cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected JSON of a training run, could not read it: {error}") from None

@@ -20,9 +20,9 @@ from typing import Any
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import CODEC_FOLDER, SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder, write_weights
-from mktts.common import write_json
+from mktts.common import read_json, write_json
 from mktts.errors import CheckpointError, MkttsError
-from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, read_json, reference
+from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, reference
 from mktts.training.card import card
 
 CARD = "README.md"
