@@ -217,7 +217,7 @@ def _retype(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breakage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "config.json: expected this file"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: expected a JSON file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors or"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs"), "Git LFS pointer"),
         (_retype, "expected dtype BF16 or F32, found F16"),
