@@ -186,7 +186,7 @@ class FakePrompts:
             raise PromptError(f"language must be 'english', got {request.language!r}")
         return request
 
-    def build(self, request: Request) -> SimpleNamespace:
+    def of_checked(self, request: Request) -> SimpleNamespace:
         self.built.append(request.text)
         return SimpleNamespace(
             embeds=_rows(request.text),
@@ -206,7 +206,9 @@ class FakePrompts:
 def fake_model(
     backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000
 ) -> StepModel:
-    return StepModel(backend or FakeBackend(), FakePrompts(), codec or FakeCodec(), positions)
+    return StepModel(
+        backend or FakeBackend(), FakePrompts(), codec or FakeCodec(), positions, fed_prompt=FakePrompts.open
+    )
 
 
 def fake_synthesizer(backend: FakeBackend | None = None, codec: FakeCodec | None = None) -> Synthesizer:

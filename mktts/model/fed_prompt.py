@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,10 +18,12 @@ class FedPrompt:
     """
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
-        """`request.text` is the first piece and may be empty. Raises PromptError or TextError as `build`."""
-        if request.layout == "whole":
-            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
-        request = builder.check(replace(request, layout="streaming"))
+        """`request` comes from `PromptBuilder.check`, in the streaming layout; its text is the first piece, or empty.
+
+        Raises PromptError for another layout.
+        """
+        if request.layout != "streaming":
+            raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
         self._builder = builder
         self._request = request
         self._tokens = IncrementalTokenizer(builder.tokenizer)

@@ -117,7 +117,11 @@ class PromptBuilder:
     # ---- public
 
     def check(self, request: Request) -> Request:
-        """Returns the request with names in the checkpoint's spelling; raises PromptError or TextError."""
+        """The request in the checkpoint's spelling, its text stripped, what it leaves out filled in: what
+        `of_checked` takes.
+
+        Where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError.
+        """
         config = self.config
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
@@ -131,7 +135,9 @@ class PromptBuilder:
             known = sorted(config.speakers) or f"none: a {config.model_type} checkpoint has no built-in speakers"
             raise PromptError(f"speaker must be one of {known}, got {request.speaker!r}")
         if config.model_type == "custom_voice" and speaker is None:
-            raise PromptError(f"a custom_voice checkpoint needs a speaker: one of {sorted(config.speakers)}")
+            speaker = config.default_speaker
+            if speaker is None:
+                raise PromptError("this custom_voice checkpoint names no speakers in its config.json: it cannot speak")
         instruct = request.instruct or None
         if instruct and not config.takes_instruct:
             raise PromptError(
@@ -140,13 +146,19 @@ class PromptBuilder:
             )
         self._check_voice(request.voice)
         layout = request.layout or ("streaming" if config.model_type == "base" else "whole")
-        return replace(request, language=language, speaker=speaker, instruct=instruct, layout=layout)
+        text = request.text.strip()  # a leading newline would merge with the role's and leave the trained layout
+        return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
 
     def build(self, request: Request) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. Text is stripped: a leading newline
-        would merge with the role's and leave the trained layout. Raises TextError, PromptError."""
-        request = self.check(request)
-        ids = self.tokenizer.encode(request.text.strip())
+        """`of_checked(check(request))`."""
+        return self.of_checked(self.check(request))
+
+    def of_checked(self, request: Request) -> Prompt:
+        """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
+
+        Raises TextError where it has no text.
+        """
+        ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
         parts, special = self._head(request)

@@ -14,7 +14,7 @@ from mktts.speech.guard import FinishReason
 from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Session, Stream
 from mktts.synth import Synthesizer
-from mktts.synth.synthesizer import Settings
+from mktts.synth.synthesizer import StreamSettings
 
 _KEPT_VOICES = 8
 
@@ -121,7 +121,7 @@ class LocalSource:
     async def open(self, style: Style) -> LocalFedSpeech:
         return LocalFedSpeech(self._synthesizer.open(**self._asked(style)))
 
-    def _asked(self, style: Style) -> Settings:
+    def _asked(self, style: Style) -> StreamSettings:
         cloned = style.voice is not None and not self._named_speakers()
         return {
             "language": style.language,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mktts.errors import EngineError
 from mktts.speech.guard import FinishReason
 from mktts.speech.options import Chunk
 
@@ -46,6 +47,7 @@ class Job:
         self._made_frames = 0  # in chunks; written by the worker
         self._taken_frames = 0  # written by the consumer
         self._reason: FinishReason | None = None
+        self._read = False  # the consumer was told of the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
     # ---- consumer, any thread
@@ -69,6 +71,11 @@ class Job:
             work.cancelled = True
         self._put(_END)
         self._inbox.put(WAKE)
+
+    def check_unread(self) -> None:
+        """Raises EngineError where every chunk was taken; cancelled utterances stay empty without a word."""
+        if self._read and not self.cancelled and self.error is None:
+            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
 
     def take(self) -> Chunk | None:
         """Waits for the next chunk; None at the end. Raises what ended the utterance, if something did."""
@@ -95,6 +102,7 @@ class Job:
     def _accept(self, item: Any) -> Chunk | None:
         if item is _END or self.cancelled:
             self._chunks.put(_END)  # for whoever asks again
+            self._read = True
             if self.error is not None and not self.cancelled:
                 raise self.error
             return None

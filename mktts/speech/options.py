@@ -55,6 +55,17 @@ class Plan:
     options: StreamOptions
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Sampling):
+            kind = type(self.sampling).__name__
+            raise OptionsError(
+                f"sampling must be a Sampling, got {kind}: pass sampling=Sampling(talker=Choice(temperature=0.8)), or "
+                "replace(synthesizer.sampling, ...) to change one setting"
+            )
+        if not isinstance(self.options, StreamOptions):
+            kind = type(self.options).__name__
+            raise OptionsError(
+                f"options must be StreamOptions, got {kind}: pass options=StreamOptions(schedule=(1, 1, 2, 4, 8))"
+            )
         whole_number("seed", self.seed, at_least=0)
         if self.seed > MAX_SEED:
             raise OptionsError(f"seed must be at most {MAX_SEED}, got {self.seed}")

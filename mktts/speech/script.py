@@ -40,8 +40,8 @@ class Script(Protocol):
 class WholeScript:
     """Text that is known: `build` makes a prompt of each request when its turn comes."""
 
-    def __init__(self, requests: Sequence[Request], build: Callable[[Request], Any]) -> None:
-        self.started_s = time.perf_counter()
+    def __init__(self, requests: Sequence[Request], build: Callable[[Request], Any], started_s: float) -> None:
+        self.started_s = started_s
         self._requests = deque(requests)
         self._build = build
 

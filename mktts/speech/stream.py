@@ -67,14 +67,20 @@ class Stream:
         self._job.cancel()
 
     def read(self) -> np.ndarray:
-        """All PCM that is left, (S,) float32; waits for the end."""
+        """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
         return _join([chunk.pcm for chunk in self])
 
     async def aread(self) -> np.ndarray:
         """As `read`, for an event loop."""
         return _join([chunk.pcm async for chunk in self])
 
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("over" if self._job.over else "open")
+        return f"<{type(self).__name__}: {len(self._job.codes)} frames, {state}, seed {self.seed}>"
+
     def __iter__(self) -> Stream:
+        """Raises EngineError where the chunks were taken to the end already: they are not kept."""
+        self._job.check_unread()
         return self
 
     def __next__(self) -> Chunk:
@@ -88,6 +94,8 @@ class Stream:
         return chunk
 
     def __aiter__(self) -> Stream:
+        """As `__iter__`."""
+        self._job.check_unread()
         return self
 
     async def __anext__(self) -> Chunk:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from mktts.codec.pending import Pending
 from mktts.model.backend import Backend, Frame
 from mktts.model.fed_prompt import FedPrompt
 from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.voice import Voice
 from mktts.spec import FRAME_RATE_HZ
 from mktts.speech.chunking import Chunker
 from mktts.speech.guard import FinishReason, GuardState
@@ -42,6 +43,7 @@ class StepModel:
     codec: CodecDecoder | GraphedCodec
     positions: int  # of the talker: prompt and frames of one segment together
     overlaps: bool = False  # whether the codec works beside the host, so that waiting for it at once would waste time
+    fed_prompt: Callable[[PromptBuilder, Request], Any] = FedPrompt  # a prompt whose text comes later
     _primed: OrderedDict[int, tuple[Tensor, CodecState]] = field(default_factory=OrderedDict)
 
     @property
@@ -52,15 +54,14 @@ class StepModel:
         """Any thread. Raises PromptError or TextError."""
         return self.prompts.check(request)
 
-    def whole_script(self, requests: list[Request]) -> WholeScript:
-        return WholeScript(requests, self.prompts.build)
+    def speak(self, requests: list[Request], plan: Plan, started_s: float) -> Generation:
+        """An utterance of known text: one checked request a segment."""
+        return Generation(self, WholeScript(requests, self.prompts.of_checked, started_s), plan, requests[0].voice)
 
-    def fed_script(self, request: Request, max_chars: int) -> FedScript:
-        return FedScript(request, lambda first: FedPrompt(self.prompts, first), max_chars)
-
-    def speak(self, request: Request, script: Script, plan: Plan) -> Generation:
-        """`request` carries the voice; the text comes from `script`."""
-        return Generation(self, script, plan, None if request.voice is None else request.voice.codes)
+    def listen(self, request: Request, max_chars: int, plan: Plan) -> tuple[Generation, FedScript]:
+        """An utterance whose text comes later, and the script that it is fed through. `request`: checked, no text."""
+        script = FedScript(request, lambda empty: self.fed_prompt(self.prompts, empty), max_chars)
+        return Generation(self, script, plan, request.voice), script
 
     def codec_state(self, reference: Tensor | None) -> CodecState:
         """A codec state that has heard `reference` (R, 16), whose audio upstream decodes and cuts off."""
@@ -84,7 +85,7 @@ class Generation:
     codes: one (16,) int64 tensor a frame so far, of all segments. finish_reason: None while there is more to come.
     """
 
-    def __init__(self, model: StepModel, script: Script, plan: Plan, reference: Tensor | None = None) -> None:
+    def __init__(self, model: StepModel, script: Script, plan: Plan, voice: Voice | None) -> None:
         self.codes: list[Tensor] = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False  # set by any thread: no more chunks are wanted
@@ -92,7 +93,7 @@ class Generation:
         self._model = model
         self._script = script
         self._plan = plan
-        self._reference = reference
+        self._reference = None if voice is None else voice.codes
         self._codec_state: CodecState | None = None
         self._chunker = Chunker(self._decode, plan.options)
         self._segments = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
 
@@ -13,22 +13,22 @@ import torch
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.codec.graphs import codec_for
-from mktts.errors import BackendUnavailable, EngineError, PromptError
+from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Layout, PromptBuilder, Request
-from mktts.model.sampling import Sampling, drawn_seed
+from mktts.model.sampling import Choice, Sampling, drawn_seed
+from mktts.model.voice import Voice
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.generation import StepModel
-from mktts.synth.upstream_model import UpstreamModel
 
 if TYPE_CHECKING:
     from mktts.model.backend import Backend
-    from mktts.model.voice import Voice
+    from mktts.synth.upstream_model import UpstreamModel
 
 __all__ = ["Chunk", "FinishReason", "Guard", "Session", "Stream", "StreamOptions", "Synthesizer", "Timings"]
 
@@ -36,8 +36,15 @@ BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 _WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
 
 
-class Settings(TypedDict, total=False):
-    """The keyword arguments of `Synthesizer.stream`."""
+class StreamSettings(TypedDict, total=False):
+    """The keyword arguments of `Synthesizer.stream`, `say` and `open`; each may be left out.
+
+    language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
+    left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
+    cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
+    checkpoint's settings. seed: None draws one, which `Stream.seed` then tells. max_frames: of the whole utterance;
+    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks.
+    """
 
     language: str
     speaker: str | None
@@ -48,6 +55,10 @@ class Settings(TypedDict, total=False):
     seed: int | None
     max_frames: int | None
     options: StreamOptions | None
+
+
+_OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
+_OF_A_CHOICE = {field.name for field in fields(Choice)}
 
 
 class Synthesizer:
@@ -100,7 +111,9 @@ class Synthesizer:
         """
         backend = _backend(backend)
         where = device_named(device)
-        dtype = dtype or default_dtype(where)
+        dtype = default_dtype(where) if dtype is None else dtype
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise BackendUnavailable(f"dtype must be torch.bfloat16, torch.float32 or None, got {dtype!r}")
         if cpu_threads is not None and cpu_threads < 1:
             raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
         if not isinstance(checkpoint, Checkpoint):
@@ -112,63 +125,38 @@ class Synthesizer:
             model = _step_model(backend, checkpoint, where, dtype)
         return cls(model, checkpoint.sampling(), checkpoint, where, dtype, threads)
 
-    def stream(
-        self,
-        text: str,
-        *,
-        language: str = "auto",
-        speaker: str | None = None,
-        instruct: str | None = None,
-        voice: Voice | None = None,
-        layout: Layout | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        max_frames: int | None = None,
-        options: StreamOptions | None = None,
-    ) -> Stream:
+    def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
 
-        layout: None takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings.
-        seed: None draws one, which `Stream.seed` then tells. max_frames: of the whole utterance; None leaves each
-            segment MAX_SEGMENT_FRAMES and the guard.
-        Raises TextError, PromptError or OptionsError here; what fails later is raised by the stream.
+        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError here; what fails
+        later is raised by the stream.
         """
         started_s = time.perf_counter()
-        options = options or StreamOptions()
-        pieces = split_text(clean_text(text), options.max_chars_per_segment or self._whole_chars)
-        request = self._request(pieces[0], language, speaker, instruct, voice, layout)
-        plan = self._plan(sampling, seed, max_frames, options)
-        model = self._open_model()
-        script = model.whole_script([replace(request, text=piece) for piece in pieces])
-        script.started_s = started_s
-        job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
-        return Stream(self._engine, job, plan.seed)
+        request, plan = self._checked(clean_text(text), settings)
+        pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
+        work = self._open_model().speak([replace(request, text=piece) for piece in pieces], plan, started_s)
+        return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames), plan.seed)
 
-    def astream(self, text: str, **settings: Unpack[Settings]) -> Stream:
+    def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
         return self.stream(text, **settings)
 
-    def say(self, text: str, **settings: Unpack[Settings]) -> np.ndarray:
+    def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
         with self.stream(text, **settings) as stream:
             return stream.read()
 
-    def open(self, **settings: Unpack[Settings]) -> Session:
-        """A stream whose text comes later, through `Session.feed` and `finish`. Settings as for `stream`.
+    def open(self, **settings: Unpack[StreamSettings]) -> Session:
+        """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`.
 
         Fed text is spoken in the streaming layout, so layout="whole" raises PromptError.
         """
-        settings = {**settings}
-        options = settings.pop("options", None) or StreamOptions()
-        plan = self._plan(*(settings.pop(name, None) for name in ("sampling", "seed", "max_frames")), options)
-        settings["layout"] = settings.get("layout") or "streaming"
-        if settings["layout"] == "whole":
+        if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
-        request = self._request("", **settings)
-        model = self._open_model()
-        script = model.fed_script(request, options.max_chars_per_segment or self._fed_chars)
-        job = self._engine.open(model.speak(request, script, plan), options.buffer_frames)
-        return Session(self._engine, job, plan.seed, script)
+        request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
+        max_chars = plan.options.max_chars_per_segment or self._fed_chars
+        work, script = self._open_model().listen(request, max_chars, plan)
+        return Session(self._engine, self._engine.open(work, plan.options.buffer_frames), plan.seed, script)
 
     def warm_up(self) -> None:
         """Speaks a few words to nobody, so that the first real request does not pay for allocation and compilation.
@@ -189,37 +177,38 @@ class Synthesizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(
-        self,
-        text: str,
-        language: str = "auto",
-        speaker: str | None = None,
-        instruct: str | None = None,
-        voice: Voice | None = None,
-        layout: Layout | None = None,
-    ) -> Request:
-        instruct = clean_text(instruct, "instruct") if instruct else None
-        return self._open_model().check(Request(text, language, speaker, instruct, voice, layout))
+    def __repr__(self) -> str:
+        name = self.checkpoint.folder.name if self.checkpoint else "no checkpoint"
+        state = ", closed" if self._engine.closed else ""
+        return f"<Synthesizer: {name}, {self.backend_name} on {self.device}, {str(self.dtype)[6:]}{state}>"
 
-    def _plan(
-        self, sampling: Sampling | None, seed: int | None, max_frames: int | None, options: StreamOptions
-    ) -> Plan:
-        seed = drawn_seed() if seed is None else seed
-        return Plan(sampling or self.sampling, seed, max_frames, options)
+    def _checked(self, text: str, settings: StreamSettings) -> tuple[Request, Plan]:
+        """What to say and how to generate it. `text`: cleaned."""
+        for name in settings.keys() - StreamSettings.__annotations__.keys():
+            where = f": it belongs to sampling=Sampling(talker=Choice({name}=...))" if name in _OF_A_CHOICE else ""
+            known = ", ".join(StreamSettings.__annotations__)
+            raise OptionsError(f"a stream has no setting {name!r}{where or f'; expected one of {known}'}")
+        request = Request(text, **{name: settings[name] for name in settings.keys() & _OF_THE_REQUEST})
+        if request.instruct:
+            request = replace(request, instruct=clean_text(request.instruct, "instruct"))
+        seed, sampling, options = (settings.get(name) for name in ("seed", "sampling", "options"))
+        plan = Plan(
+            self.sampling if sampling is None else sampling,
+            drawn_seed() if seed is None else seed,
+            settings.get("max_frames"),
+            StreamOptions() if options is None else options,
+        )
+        return self._open_model().check(request), plan
 
     def _open_model(self) -> StepModel | UpstreamModel:
         if self._model is None:
             raise EngineError("the synthesizer is closed: load another one")
         return self._model
 
-    def _any_voice(self) -> Settings:
+    def _any_voice(self) -> StreamSettings:
         """Whatever this type of checkpoint cannot speak without."""
         config = self._open_model().prompts.config
-        if config.model_type == "custom_voice":
-            return {"speaker": next(iter(config.speakers))}
         if config.model_type == "base":
-            from mktts.model.voice import Voice
-
             silent = torch.zeros(config.talker.hidden_size)
             return {"voice": Voice(embedding=silent, codes=None, transcript=None, model_size=config.model_size)}
         return {}
@@ -271,6 +260,7 @@ def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: 
 
 def _upstream_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> UpstreamModel:
     from mktts.synth.upstream import load_upstream
+    from mktts.synth.upstream_model import UpstreamModel
 
     # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
     prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,14 @@ class UpstreamModel:
         """Any thread. Raises PromptError or TextError."""
         return self.prompts.check(request)
 
-    def whole_script(self, requests: list[Request]) -> WholeScript:
-        return WholeScript(requests, build=lambda request: request)
+    def speak(self, requests: list[Request], plan: Plan, started_s: float) -> UpstreamGeneration:
+        """As `StepModel.speak`."""
+        return UpstreamGeneration(self, WholeScript(requests, lambda request: request, started_s), plan)
 
-    def fed_script(self, request: Request, max_chars: int) -> CollectedScript:
-        return CollectedScript(replace(request, layout="streaming"), max_chars)
-
-    def speak(self, request: Request, script: Script, plan: Plan) -> UpstreamGeneration:
-        return UpstreamGeneration(self, script, plan)
+    def listen(self, request: Request, max_chars: int, plan: Plan) -> tuple[UpstreamGeneration, CollectedScript]:
+        """As `StepModel.listen`."""
+        script = CollectedScript(request, max_chars)
+        return UpstreamGeneration(self, script, plan), script
 
 
 class UpstreamGeneration:

@@ -36,7 +36,7 @@ def voice(frames: int) -> Voice:
 
 def fed(request: Request) -> FedPrompt:
     made_by = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN)
-    prompt = FedPrompt(made_by, replace(request, text=""))
+    prompt = FedPrompt(made_by, made_by.check(replace(request, text="", layout="streaming")))
     for char in request.text:
         prompt.push(char)
     prompt.close()

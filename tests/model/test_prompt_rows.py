@@ -28,7 +28,7 @@ def rows_of(builder: PromptBuilder, request: Request) -> torch.Tensor:
 
 
 def fed_rows_of(builder: PromptBuilder) -> torch.Tensor:
-    fed = FedPrompt(builder, Request("", speaker="ryan"))
+    fed = FedPrompt(builder, builder.check(Request("", speaker="ryan", layout="streaming")))
     fed.push("Words that ")
     fed.push("come later.")
     fed.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ def generation(
     seed: int = 5,
     reference=None,
 ) -> Generation:
-    script = model.whole_script([Request(text) for text in texts or (HELLO,)])
-    return Generation(model, script, Plan(Sampling(), seed, max_frames, options), reference)
+    voice = None if reference is None else SimpleNamespace(codes=reference)
+    requests = [Request(text, voice=voice) for text in texts or (HELLO,)]
+    return model.speak(requests, Plan(Sampling(), seed, max_frames, options), time.perf_counter())
 
 
 def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
@@ -107,9 +109,7 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
 
 def test_ready_ms_counts_from_the_call():
     model = fake_model()
-    script = model.whole_script([Request(HELLO)])
-    script.started_s = time.perf_counter() - 100
-    chunk = Generation(model, script, Plan(Sampling(), 0, 1, OFF)).step()
+    chunk = model.speak([Request(HELLO)], Plan(Sampling(), 0, 1, OFF), time.perf_counter() - 100).step()
     assert chunk.timings.ready_ms > 100_000
 
 

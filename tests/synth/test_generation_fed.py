@@ -30,8 +30,8 @@ def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
 
 
 def fed(model: StepModel, options: StreamOptions = OFF, max_frames: int | None = None):
-    script = model.fed_script(Request(""), options.max_chars_per_segment or SEGMENT_CHARS)
-    return Generation(model, script, Plan(Sampling(), 5, max_frames, options)), script
+    max_chars = options.max_chars_per_segment or SEGMENT_CHARS
+    return model.listen(Request(""), max_chars, Plan(Sampling(), 5, max_frames, options))
 
 
 def test_without_text_nothing_is_made():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Stream
 from mktts.speech.text import MAX_TEXT_CHARS, clean_text
 from mktts.synth import Synthesizer
-from mktts.synth.synthesizer import Settings, _step_backend
+from mktts.synth.synthesizer import _step_backend
 
 OFF = StreamOptions(guard=Guard.off())
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -156,7 +155,6 @@ def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, method, text):
     "settings",
     [
         pytest.param({"speaker": "nobody"}, id="unknown-speaker"),
-        pytest.param({"speaker": None}, id="no-speaker"),
         pytest.param({"language": "klingon"}, id="unknown-language"),
         pytest.param({"layout": "sideways"}, id="unknown-layout"),
         pytest.param({"instruct": "Whisper."}, id="instruction-for-0.6B"),
@@ -268,11 +266,6 @@ def test_every_type_warms_up(request, checkpoint):
         synth.warm_up()
     with pytest.raises(EngineError):
         synth.warm_up()
-
-
-def test_settings_are_the_arguments_of_stream():
-    arguments = set(inspect.signature(Synthesizer.stream).parameters) - {"self", "text"}
-    assert arguments == set(Settings.__annotations__)
 
 
 # ---- text that comes later
