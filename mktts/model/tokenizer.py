@@ -138,7 +138,7 @@ def _checked(text: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TextError(
-            f"expected valid Unicode, found half a surrogate pair at character {error.start}; decode the text anew"
+            f"expected valid Unicode, found half a surrogate pair at character {error.start}; decode the text again"
         ) from None
     return text
 

@@ -47,7 +47,7 @@ class Job:
         self._made_frames = 0  # in chunks; written by the worker
         self._taken_frames = 0  # written by the consumer
         self._reason: FinishReason | None = None
-        self._read = False  # the consumer was told of the end
+        self._read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
     # ---- consumer, any thread
@@ -136,7 +136,7 @@ class Job:
         return True
 
     def end(self, reason: FinishReason | None) -> None:
-        """Lets go of the work and tells the consumer."""
+        """Releases the work and ends the queue of chunks."""
         self._reason = reason
         self._work = None
         self._put(_END)

@@ -28,7 +28,7 @@ from mktts.speech.guard import FinishReason, GuardState
 from mktts.speech.options import Chunk, Plan
 from mktts.speech.script import FedScript, Script, WholeScript
 
-MAX_FRAMES_AHEAD = 4  # of one launch: what a stream that arrives meanwhile waits for at most, 6 ms on an H200
+MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives during it, 6 ms on an H200
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 _PRIMED_VOICES = 8
 _PRIMING_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call

@@ -42,7 +42,7 @@ class StreamSettings(TypedDict, total=False):
     language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
     left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
     cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
-    checkpoint's settings. seed: None draws one, which `Stream.seed` then tells. max_frames: of the whole utterance;
+    checkpoint's settings. seed: None draws one, kept in `Stream.seed`. max_frames: of the whole utterance;
     None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks.
     """
 
@@ -159,7 +159,7 @@ class Synthesizer:
         return Session(self._engine, self._engine.open(work, plan.options.buffer_frames), plan.seed, script)
 
     def warm_up(self) -> None:
-        """Speaks a few words to nobody, so that the first real request does not pay for allocation and compilation.
+        """Runs one short utterance, so that the first request finds everything allocated and compiled.
 
         One chunk of every size of the default schedule is made.
         """
