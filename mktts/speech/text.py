@@ -83,7 +83,7 @@ def check_length(chars: int, what: str = "text") -> None:
 def segment_chars(longest: int | None, fed: bool) -> int:
     """Characters of text that one generation is given, where the caller does not say.
 
-    longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may be longer than its `max_chars`.
+    longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may exceed its `max_chars`.
     """
     if longest is None:
         return SEGMENT_CHARS
