@@ -49,10 +49,9 @@ class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
 
     rng: "philox" draws by counters (`mktts.model.philox`): a draw follows from seed, frame, codebook and logits
-    alone, the
-        same on every device and in every backend of ours. "torch" takes the draws `torch.manual_seed(seed)` gives
-        upstream: for comparisons with qwen-tts; of our backends only the torch one has it. backend="upstream" is
-        qwen-tts itself and always draws that way.
+        alone, the same on every device and in every backend of ours. "torch" takes the draws that
+        `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
+        it. backend="upstream" is qwen-tts itself and always draws that way.
     """
 
     talker: Choice = field(default_factory=Choice)
