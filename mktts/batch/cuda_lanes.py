@@ -1,4 +1,4 @@
-"""Many utterances on a CUDA device at once: one frame each a tick, as one CUDA graph of the smallest bucket that fits."""
+"""Many utterances on a CUDA device at once: one frame each a tick, one CUDA graph of the smallest bucket that fits."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class Frame:
     """`run` makes one frame for the lanes in `lanes`; see the module.
 
     Inputs, all on the device: lanes (B,) int32, the slot of each lane; fresh (B,) int32, 1 at a slot's first frame;
-    start_rows (B,) int32, rows of a fresh lane's prompt; selected (B,) int64, the row whose hidden state counts, a lane's
-    own or the last of its prompt; prompt_slot, prompt_pos (P,) int32; text (B, H), the row that is added to the codes'
-    embeddings; prompt (P, H).
+    start_rows (B,) int32, rows of a fresh lane's prompt; selected (B,) int64, the row whose hidden state counts, a
+    lane's own or the last of its prompt; prompt_slot, prompt_pos (P,) int32; text (B, H), the row that is added to the
+    codes' embeddings; prompt (P, H).
     """
 
     def __init__(self, weights: FrameWeights, slots: Slots, pages: Tensor, lanes: int, prompt_rows: int) -> None:
