@@ -1,7 +1,6 @@
-"""One utterance as a machine that makes one frame a step. Single-threaded: the engine's worker drives it.
+"""Frames of one utterance at a time: the model that makes one frame a step, and an utterance on it.
 
-Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the
-codec state goes on: the waveform is continuous over a join, because the decoder never restarts.
+Single-threaded: the engine's worker drives it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from mktts.model.backend import Backend, Frame
 from mktts.model.fed_prompt import FedPrompt
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.voice import Voice
-from mktts.spec import FRAME_RATE_HZ
-from mktts.speech.chunking import Chunker
-from mktts.speech.guard import FinishReason, GuardState
 from mktts.speech.options import Chunk, Plan
 from mktts.speech.script import FedScript, Script, WholeScript
+from mktts.speech.utterance import Utterance
 
 MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives during it, 6 ms on an H200
-MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 _PRIMED_VOICES = 8
 _PRIMING_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
 
@@ -79,71 +75,51 @@ class StepModel:
         return self._primed[key][1].copy()
 
 
-class Generation:
-    """See the module. The engine calls `ready`, then `step`; both may raise, and the utterance is then over.
-
-    codes: one (16,) int64 tensor a frame so far, of all segments. finish_reason: None while there is more to come.
-    """
+class Generation(Utterance):
+    """An utterance whose frames a `Backend` makes. The engine calls `ready`, then `step`; both may raise, and the
+    utterance is then over."""
 
     def __init__(self, model: StepModel, script: Script, plan: Plan, voice: Voice | None) -> None:
-        self.codes: list[Tensor] = []
-        self.finish_reason: FinishReason | None = None
-        self.cancelled = False  # set by any thread: no more chunks are wanted
+        super().__init__(script, plan, model.positions, self._decode)
         self.alone = False  # set by the engine: nobody waits for a turn, so that a step may ask for frames ahead
         self._model = model
-        self._script = script
-        self._plan = plan
         self._reference = None if voice is None else voice.codes
         self._codec_state: CodecState | None = None
-        self._chunker = Chunker(self._decode, plan.options)
-        self._segments = 0
-        self._prompt: Any = None
-        self._state: Any = None
-        self._watch: GuardState | None = None
-        self._row: Tensor | None = None
-        self._capacity = 0  # frames of the segment that the backend has room for
+        self._state: Any = None  # the backend's, of the segment
         self._ahead: Iterator[Frame] | None = None  # frames of one launch, of which some are to come
         self._ahead_frames = 0
 
-    @property
-    def pending_frames(self) -> int:
-        return self._chunker.pending_frames
-
-    def ready(self) -> bool:
-        """Whether `step` has something to do now; False means: waiting for text."""
-        return self._next_input() or self._spoken() or self._chunker.waiting_frames > 0
+    def input_known(self) -> bool:
+        """As `Utterance.input_known`; frames of a launch have their input already."""
+        return self._ahead is not None or super().input_known()
 
     def step(self) -> Chunk | None:
         """Makes one frame; returns a chunk when that completes one. Call only when `ready`."""
-        if not self._next_input():
-            if self._spoken():
-                self.finish_reason = "eos"
-            # Otherwise the text has stopped for now: let the listener have what there is.
-            return self._chunker.take(self._script.started_s, flush=True)
-        if self._state is None:
-            self._begin_segment()
+        if not self.input_known():
+            return self.flush()
+        if self.begins:
+            self._start()
         frame = self._next_frame()
-        self._chunker.talker_ms += frame.talker_ms
-        self._chunker.predictor_ms += frame.predictor_ms
         if frame.codes is None:
-            self._end_segment()
-        else:
-            self.codes.append(frame.codes)
-            self._chunker.add(frame.codes)
-            self.finish_reason = self._watch.count(frame.codes, self._prompt.text_tokens)
-        if self.cancelled:
-            return None
+            self._state = None
         # Where nobody waits, the codec decodes a chunk beside the launch of the next frames; the first is wanted now.
-        ahead = self.alone and self._model.overlaps and self._chunker.begun
-        over = self.finish_reason is not None
-        return self._chunker.take(self._script.started_s, flush=over, ahead=ahead and not over)
+        return self.took(frame, ahead=self.alone and self._model.overlaps and self._chunker.begun)
+
+    def _start(self) -> None:
+        begun_s = time.perf_counter()
+        segment = self.begin()
+        prompt = segment.prompt
+        prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
+        self._state = self._model.backend.start(
+            prompt.embeds, segment.sampling, segment.seed, segment.max_frames, **prefix
+        )
+        self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
 
     def _next_frame(self) -> Frame:
         """The next frame; several are asked for at once where nobody else waits and their inputs are known."""
         backend = self._model.backend
         if self._ahead is None:
-            rows = self._rows_ahead() if self.alone else [self._row]
-            self._row = None
+            rows = self.rows_ahead(MAX_FRAMES_AHEAD if self.alone else 1)
             if len(rows) == 1:
                 return backend.step(self._state, rows[0])
             self._ahead, self._ahead_frames = backend.frames(self._state, rows), len(rows)
@@ -153,53 +129,6 @@ class Generation:
             self._ahead.close()
             self._ahead = None
         return frame
-
-    def _rows_ahead(self) -> list[Tensor | None]:
-        """What the talker takes for the next frames, as far as it is known, up to the end of the chunk."""
-        rows, made = [self._row], self._watch.frames
-        most = min(MAX_FRAMES_AHEAD, self._chunker.missing_frames, self._capacity - made)
-        while len(rows) < most and (row := self._prompt.row(made - 1 + len(rows))) is not None:
-            rows.append(row)
-        return rows
-
-    def _next_input(self) -> bool:
-        """Whether the talker's next input is known; fetches it."""
-        self._script.update()
-        if self._prompt is None:
-            begun_s = time.perf_counter()
-            self._prompt = self._script.next_segment()
-            self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
-            return self._prompt is not None
-        if self._state is None or self._row is not None or self._ahead is not None:
-            return True
-        self._row = self._prompt.row(self._watch.frames - 1)
-        return self._row is not None
-
-    def _spoken(self) -> bool:
-        return self._prompt is None and self._script.ended()
-
-    def _begin_segment(self) -> None:
-        plan, prompt = self._plan, self._prompt
-        begun_s = time.perf_counter()
-        embeds = prompt.embeds
-        limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
-        limit = min(limit, self._model.positions - len(embeds))
-        # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
-        guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
-        capacity = limit if guarded is None else min(limit, guarded)
-        seed = plan.seed + self._segments
-        self._capacity = max(1, capacity)
-        prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
-        self._state = self._model.backend.start(embeds, plan.sampling, seed, self._capacity, **prefix)
-        self._watch = GuardState(plan.options.guard, max(1, limit))
-        self._segments += 1
-        self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
-
-    def _end_segment(self) -> None:
-        self._script.leave_segment()
-        self._prompt = self._state = self._watch = None
-        if self._spoken():
-            self.finish_reason = "eos"
 
     def _decode(self, frames: list[Tensor]) -> Pending:
         if self._codec_state is None:

@@ -23,7 +23,7 @@ from mktts.speech.chunking import Chunker
 from mktts.speech.guard import FinishReason, GuardState
 from mktts.speech.options import Chunk, Plan
 from mktts.speech.script import CollectedScript, Script, WholeScript
-from mktts.synth.generation import MAX_SEGMENT_FRAMES
+from mktts.speech.utterance import MAX_SEGMENT_FRAMES
 from mktts.synth.upstream import decode_codes, generate_codes
 
 

@@ -17,7 +17,8 @@ from mktts.model.sampling import Sampling
 from mktts.spec import AUDIBLE_DBFS, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
-from mktts.synth.generation import MAX_SEGMENT_FRAMES, Generation, StepModel
+from mktts.speech.utterance import MAX_SEGMENT_FRAMES
+from mktts.synth.generation import Generation, StepModel
 
 OFF = StreamOptions(guard=Guard.off())
 HELLO = "Hello."
