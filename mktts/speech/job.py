@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -18,19 +19,16 @@ WAKE, _END = object(), object()
 
 
 class Work(Protocol):
-    """What the worker can drive: `mktts.synth.generation.Generation` and
-    `mktts.synth.upstream_model.UpstreamGeneration`.
-    """
+    """One utterance as the worker drives it: a `mktts.speech.utterance.Utterance`, or what behaves like one."""
 
     codes: list[Tensor]
     finish_reason: FinishReason | None
     cancelled: bool
-    alone: bool  # nobody else waits for a turn
     pending_frames: int  # made, not yet in a chunk
 
     def ready(self) -> bool: ...
 
-    def step(self) -> Chunk | None: ...
+    def close(self) -> None: ...
 
 
 class Job:
@@ -112,38 +110,61 @@ class Job:
 
     # ---- worker
 
-    def turn(self, alone: bool = False) -> bool:
-        """Makes one frame if it can; returns whether it did anything. `alone`: no other stream waits for a turn."""
+    def runnable(self) -> bool:
+        """Whether the utterance can go on now. Ends one that was cancelled, and one whose text cannot be spoken."""
+        work = self._work
+        if self.cancelled:
+            self.end(None)
+            return False
+        if work is None or self._full(work):
+            return False
+        try:
+            return work.ready()
+        except BaseException as error:
+            work = None
+            self.fail(error)
+            return False
+
+    def advance(self, make: Callable[[Any], Chunk | None]) -> None:
+        """Lets `make` take the work a step further and delivers the chunk it gives. An error ends this job alone."""
         work = self._work
         try:
-            if self.cancelled:
+            if work is None or self.cancelled:
                 self.end(None)
-            elif self._full(work) or not work.ready():
-                return False
-            else:
-                work.alone = alone
-                chunk = work.step()
-                if chunk is not None:
-                    self._made_frames += chunk.frames
-                    self._put(chunk)
-                if work.finish_reason is not None:
-                    self.end(work.finish_reason)
+                return
+            chunk = make(work)
+            if chunk is not None:
+                self._made_frames += chunk.frames
+                self._put(chunk)
+            if work.finish_reason is not None:
+                self.end(work.finish_reason)
         except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
             work = None
-            traceback.clear_frames(error.__traceback__)  # with `work`, all that would keep the stream's caches
-            self.error = error
-            self.end(None)
-        return True
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the utterance; its consumer gets `error`."""
+        traceback.clear_frames(error.__traceback__)  # with the work, all that would keep the stream's caches
+        self.error = error
+        self.end(None)
 
     def end(self, reason: FinishReason | None) -> None:
         """Releases the work and ends the queue of chunks."""
+        if self._work is None:
+            return
         self._reason = reason
-        self._work = None
+        work, self._work = self._work, None
+        work.close()
         self._put(_END)
 
     @property
     def open(self) -> bool:
         return self._work is not None
+
+    @property
+    def work(self) -> Any:
+        """What makes the utterance; None once it is over."""
+        return self._work
 
     def _full(self, work: Work) -> bool:
         waiting = self._made_frames - self._taken_frames

@@ -140,5 +140,8 @@ class Utterance:
             self.finish_reason = "eos"
         return self._chunker.take(self._script.started_s, flush=True)
 
+    def close(self) -> None:
+        """Releases what the frames were made with. The utterance is over."""
+
     def _spoken(self) -> bool:
         return self._prompt is None and self._script.ended()
