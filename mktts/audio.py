@@ -12,7 +12,7 @@ import numpy as np
 
 from mktts.common import write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
+from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, SAMPLE_RATE_HZ
 
 _FULL_SCALE = 2**15 - 1
 _KAISER_BETA = 9.0  # of the resampler: stop band below -90 dB
@@ -56,11 +56,16 @@ def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
     return pcm.mean(1, dtype=np.float32), int(rate_hz)
 
 
-def first_audible_sample(pcm: np.ndarray) -> int | None:
-    """Index of the first sample above -60 dBFS (`spec.AUDIBLE_DBFS`) in `pcm` (S,), None where there is none."""
-    audible = np.abs(pcm) > 10 ** (AUDIBLE_DBFS / 20)
-    first = int(audible.argmax()) if audible.size else 0
-    return first if audible.size and audible[first] else None
+def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> int | None:
+    """Where the first audible window of `pcm` (S,) begins; None where there is none.
+
+    A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
+    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none.
+    """
+    window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
+    windows = pcm[: len(pcm) // window * window].reshape(-1, window)
+    (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))
+    return int(audible[0]) * window if len(audible) else None
 
 
 def peak_dbfs(pcm: np.ndarray) -> float:

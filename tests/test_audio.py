@@ -11,7 +11,7 @@ import pytest
 
 from mktts.audio import first_audible_sample, level_dbfs, peak_dbfs, read_audio, to_pcm16, write_wav
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ
 
 
 def f32(*values):
@@ -77,12 +77,25 @@ def test_reading_without_soundfile_names_the_package(monkeypatch, tmp_path):
         read_audio(tmp_path / "a.wav")
 
 
-def test_first_audible_sample_is_the_first_above_the_threshold():
-    threshold = 10 ** (AUDIBLE_DBFS / 20)
-    assert first_audible_sample(f32(0, 0.9 * threshold, -1.1 * threshold, 1)) == 2
-    assert first_audible_sample(f32(1)) == 0
-    assert first_audible_sample(f32(0, 0.9 * threshold)) is None
-    assert first_audible_sample(f32()) is None
+def sound(milliseconds: int, dbfs: float, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:
+    """Samples of one amplitude and alternating sign: their RMS is their peak."""
+    return f32(*[10 ** (dbfs / 20), -(10 ** (dbfs / 20))] * (rate_hz * milliseconds // 2_000))
+
+
+def test_audible_is_the_first_ten_milliseconds_above_45_db_below_full_scale():
+    before, quiet, loud = sound(30, -90), sound(20, -45.1), sound(10, -44.9)
+    assert first_audible_sample(np.concatenate((before, quiet, loud, sound(500, -3)))) == 50 * 24
+    assert first_audible_sample(np.concatenate((before, loud), dtype=np.float32)) == 30 * 24
+    assert first_audible_sample(np.concatenate((before, quiet))) is None
+    assert first_audible_sample(loud[:-1]) is None and first_audible_sample(f32()) is None  # no whole window
+    assert first_audible_sample(np.concatenate((sound(20, -90, 8_000), sound(10, -44, 8_000))), 8_000) == 20 * 8
+
+
+def test_a_click_before_the_silence_is_not_audible():
+    """The shipped voice begins with one: 2 ms, -51 dBFS at its peak, then 80 ms of silence, then speech."""
+    whole = np.concatenate((sound(2, -51), np.zeros(78 * 24, np.float32), sound(100, -20)))
+    assert peak_dbfs(whole[:48]) == pytest.approx(-51)
+    assert first_audible_sample(whole) == 80 * 24
 
 
 def test_levels_of_a_full_scale_sine_and_of_silence():

@@ -138,16 +138,19 @@ def measure_streams(
     from mktts.speech.options import StreamOptions
 
     found: dict[str, list[float]] = defaultdict(list)
+    never_audible = 0
     options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
     synthesizer.warm_up()
     for seed in range(repeats):
         stream = synthesizer.stream(text, speaker=speaker, seed=seed, max_frames=frames, options=options)
         metrics = summarise(list(stream))
+        never_audible += metrics.audible_ttfc_ms is None
         for name in STREAM_UNITS:
             value = getattr(metrics, name)
             if value is not None:
                 found[name].append(value)
-    return {name: _figure(values, STREAM_UNITS[name]) for name, values in found.items()}
+    figures = {name: _figure(values, STREAM_UNITS[name]) for name, values in found.items()}
+    return figures | {"never_audible": _figure([never_audible], "streams")}
 
 
 STREAM_UNITS = {

@@ -73,7 +73,7 @@ class Measured:
     task: Task
     finish: str | None = None
     audio_s: float = 0.0
-    lead_ms: float | None = None  # to the first sample above -60 dBFS; None where there is none
+    lead_ms: float | None = None  # to the first audible 10 ms (mktts.audio); None where there are none
     words: int = 0
     voices: dict[str, Voice] = field(default_factory=dict)
     embedding: np.ndarray | None = None
