@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 import wave
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.cli import main, parse
 from mktts.common import python_path
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAMES = 6
+BASE = ["--checkpoint", "random:tiny:base"]
 RANDOM = ["--checkpoint", "random:tiny"]  # whose speech never ends by itself
 SAY = ["say", "Hello there.", *RANDOM, "--seed", "1", "--max-frames", str(FRAMES)]
 
@@ -45,7 +48,7 @@ def test_say_writes_a_wav_of_the_frames_asked_for_and_calls_random_weights_noise
     assert main([*SAY, "-o", "out.wav"]) == 0
     assert len(read_wav("out.wav")) == FRAMES * SAMPLES_PER_FRAME
     assert [path.name for path in tmp_path.iterdir()] == ["out.wav"]
-    assert "random weights: this is noise, not speech" in capsys.readouterr().err
+    assert RANDOM_WEIGHTS in capsys.readouterr().err
 
 
 def test_say_to_a_pipe_gives_the_samples_of_the_file(capfdbinary):
@@ -53,6 +56,28 @@ def test_say_to_a_pipe_gives_the_samples_of_the_file(capfdbinary):
     capfdbinary.readouterr()
     assert main([*SAY, "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_say_writes_wav_into_a_fifo_and_leaves_it_there(tmp_path):
+    os.mkfifo("fifo")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "fifo").read_bytes)
+        assert main([*SAY, "-o", "fifo"]) == 0
+        assert main([*SAY, "-o", "out.wav"]) == 0
+        assert read.result(10) == (tmp_path / "out.wav").read_bytes()
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
+    soundfile = pytest.importorskip("soundfile")
+    hum = 0.3 * np.sin(np.cumsum(0.05 + 0.02 * np.sin(np.arange(SAMPLE_RATE_HZ) / 3_000)))
+    soundfile.write("me.flac", hum, SAMPLE_RATE_HZ)
+    base = ["say", "Hello there.", *BASE, "--seed", "1", "--max-frames", "3"]
+    assert main(["voice", "me.flac", "-o", "me.safetensors", "--ref-text", "A hum.", *BASE]) == 0
+    assert main([*base, "--voice", "me.safetensors", "-o", "saved.wav"]) == 0
+    assert main([*base, "--ref-audio", "me.flac", "--ref-text", "A hum.", "-o", "cloned.wav"]) == 0
+    assert np.array_equal(read_wav("saved.wav"), read_wav("cloned.wav"))
 
 
 def test_say_reads_its_text_from_standard_input(monkeypatch):
@@ -79,7 +104,14 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", "Hi.", "-o", "x.wav", "--ref-text", "words"], "--ref-audio, which is missing"),
         (["say", "Hi.", "-o", "x.wav", "--voice", "absent.safetensors"], "absent.safetensors"),
         (["say", "Hi.", "-o", "x.wav", "--device", "abacus"], "abacus"),
-        (["voice", "absent.wav", "-o", "v.safetensors"], "absent.wav"),
+        (["say", "Hi."], "expected -o FILE, -o - (a pipe) or --play"),
+        (["say", "Hi.", "-o", "x.mp4", "--checkpoint", "absent-folder"], "x.mp4: expected a name that ends in .wav"),
+        (["say", "Hi.", "-o", ".", "--checkpoint", "absent-folder"], ".: expected a name"),
+        (["say", "Hi.", "-o", "x.wav", "--checkpoint", "random:tiny:base"], "expected --ref-audio RECORDING"),
+        (["say", "Hi.", "-o", "x.wav", "--ref-text", "a", "--ref-audio", "absent.wav", *BASE], "absent.wav"),
+        (["say", "Hi.", "-o", "x.wav", "--ref-text", " ", "--ref-audio", "absent.wav", *BASE], "--ref-text must be"),
+        (["voice", "absent.wav", "-o", "v.safetensors", *BASE], "absent.wav"),
+        (["voice", "absent.wav", "-o", "absent/v.safetensors", *BASE], "absent/v.safetensors: expected a file name"),
         (["inspect", "random:enormous"], "enormous"),
         (["run", "absent.ipynb"], "absent.ipynb"),
         (["bench", "--checkpoint", "absent-folder"], "absent-folder"),
@@ -91,6 +123,13 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(tmp_path, capsys, 
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("mktts: ")
     assert captured.out == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["voice", "me.wav", "-o", "me.safetensors"], ["text", "Once upon a time"]], ids=str)
+def test_what_would_be_nonsense_without_a_checkpoint_wants_one(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "required: --checkpoint" in capsys.readouterr().err
 
 
 def test_unknown_command_is_refused_by_the_parser(capsys):

@@ -19,10 +19,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None 
     )
 
 
-def add_checkpoint_arguments(parser: Any, default: str | None, sources: str = SOURCES) -> None:
-    """`default`: None where the command chooses and says so. `sources`: what may be named."""
-    told = "" if default is None else " (default: %(default)s)"
-    parser.add_argument("--checkpoint", default=default, help=f"{sources}{told}")
+def add_checkpoint_arguments(
+    parser: Any, default: str | None, sources: str = SOURCES, *, required: bool = False
+) -> None:
+    """`default`: None where it is `required`, or the command chooses and says so. `sources`: what may be named."""
+    ending = "" if default is None else " (default: %(default)s)"
+    parser.add_argument("--checkpoint", default=default, required=required, help=f"{sources}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
 
 

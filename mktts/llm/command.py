@@ -7,14 +7,14 @@ import sys
 from dataclasses import replace
 
 from mktts.checkpoint.arguments import add_checkpoint_arguments, loading
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 
 PIPE = "-"
-RANDOM_NOTE = "random weights: these tokens mean nothing"
 
 EXAMPLES = """examples:
   python -m mktts text "Once upon a time" --checkpoint Qwen/Qwen3-0.6B
   python -m mktts text "The capital of France is" --checkpoint path/to/Qwen3-0.6B --greedy --max-tokens 16
-  echo "Once upon a time" | python -m mktts text - --seed 1 --max-tokens 8
+  echo "Once upon a time" | python -m mktts text - --checkpoint random:tiny --seed 1 --max-tokens 8
 
 The text is continued as it stands: no chat template is put around it. Ctrl-C or closing the pipe ends it."""
 
@@ -22,7 +22,7 @@ The text is continued as it stands: no chat template is put around it. Ctrl-C or
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to continue; - reads it from standard input")
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, "random:tiny", "a folder, a Hub id, or random:SIZE")
+    add_checkpoint_arguments(model, None, "a folder, a Hub id, or random:SIZE", required=True)
     model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel"))
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(
@@ -55,5 +55,5 @@ def main(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     if checkpoint.is_random:
-        print(RANDOM_NOTE, file=sys.stderr)
+        print(RANDOM_WEIGHTS, file=sys.stderr)
     return 0

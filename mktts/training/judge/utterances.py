@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.audio import first_audible_sample, write_wav
+from mktts.audio import first_audible_sample, write_audio
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.measure.recogniser import MODES, Recogniser
@@ -121,8 +121,8 @@ class Judge:
             return Measured(task, embedding=embedding(self.teacher(task.text, task.speaker)))
         spoken = self.student(task.text, task.speaker, task.seed, False)
         if task.listen:
-            write_wav(f"{task.listen}_teacher.wav", self.teacher(task.text, task.speaker))
-            write_wav(f"{task.listen}_student.wav", spoken.pcm)
+            write_audio(f"{task.listen}_teacher.wav", self.teacher(task.text, task.speaker))
+            write_audio(f"{task.listen}_student.wav", spoken.pcm)
             return Measured(task)
         first = first_audible_sample(spoken.pcm)
         return Measured(
