@@ -26,19 +26,23 @@ def write_whole(path: Path | str, data: bytes) -> Path:
     A symbolic link stays, and what it points to is replaced. A device or a FIFO stays, and is written to.
     """
     path = Path(path)
-    if is_special(path):
-        path.write_bytes(data)
-        return path
-    target = Path(os.path.realpath(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(part, target)
-    except BaseException:
-        os.unlink(part)
+        if is_special(path):
+            path.write_bytes(data)
+            return path
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
+            os.replace(part, target)
+        except BaseException:
+            os.unlink(part)
+            raise
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the caller knows this name, not that of the part
         raise
     return path
 

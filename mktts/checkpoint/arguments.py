@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES
+from mktts.errors import TextError
+
+PIPE = "-"  # in place of a text or a file: standard input or output
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT) -> None:
@@ -26,6 +30,16 @@ def add_checkpoint_arguments(
     ending = "" if default is None else " (default: %(default)s)"
     parser.add_argument("--checkpoint", default=default, required=required, help=f"{sources}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
+
+
+def text_of(word: str) -> str:
+    """The text that `word` is, or for `-` standard input's. Raises TextError where that is not UTF-8."""
+    try:
+        text = sys.stdin.read() if word == PIPE else word
+        text.encode()  # bytes that are no characters come as lone surrogates
+    except UnicodeError as error:
+        raise TextError(f"expected a text in UTF-8, found other bytes at place {error.start}") from None
+    return text
 
 
 def loading(arguments: argparse.Namespace) -> dict[str, Any]:

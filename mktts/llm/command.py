@@ -6,10 +6,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from mktts.checkpoint.arguments import add_checkpoint_arguments, loading
+from mktts.checkpoint.arguments import PIPE, add_checkpoint_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-
-PIPE = "-"
 
 EXAMPLES = """examples:
   python -m mktts text "Once upon a time" --checkpoint Qwen/Qwen3-0.6B
@@ -39,7 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.llm.checkpoint import open_text_checkpoint
     from mktts.llm.decoder import TextDecoder
 
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.text == PIPE else arguments.text
+    prompt = text_of(arguments.text)
+    if arguments.text == PIPE:
+        prompt = prompt.removesuffix("\n")
     checkpoint = open_text_checkpoint(arguments.checkpoint, arguments.revision)
     choice = replace(checkpoint.choice(), do_sample=False) if arguments.greedy else None
     with TextDecoder.load(checkpoint, **loading(arguments)) as decoder:

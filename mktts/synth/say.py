@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.audio import format_of, require_format, to_pcm16, write_audio
-from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
 from mktts.errors import MkttsError, TextError
@@ -22,8 +22,6 @@ from mktts.synth.make_voice import recorded_voice
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
     from mktts.model.voice import Voice
-
-PIPE = "-"
 
 EXAMPLES = f"""examples:
   python -m mktts say "Good morning." --play
@@ -66,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     file = None if arguments.output in (None, PIPE) else Path(arguments.output)
-    text = sys.stdin.read() if arguments.text == PIPE else arguments.text
+    text = text_of(arguments.text)
     if not text.strip():
         raise TextError("expected a text to say, found nothing but blanks")
     with ExitStack() as until_heard:
