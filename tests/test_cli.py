@@ -193,7 +193,7 @@ def test_inspect_names_the_checkpoint_and_its_random_weights(capsys):
 def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     assert main(["bench", "--frames", "4", "--repeats", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "random weights: timing only" in lines
+    assert RANDOM_WEIGHTS in lines
     document = json.loads(lines[-1])
     figures = document["figures"]
     assert {"ttfc_ms", "rtf", "talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame"} <= set(figures)

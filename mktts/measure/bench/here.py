@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.measure.bench import runner as bench_peers
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 CHECKPOINT = "random:tiny"
 FULL_CODEC = "random:tiny:custom_voice:full-codec"
-RANDOM = "random weights: timing only"
 
 # Runs in a process of its own, so that the peak is that of loading and nothing else.
 LOAD = """
@@ -205,7 +205,7 @@ def table(document: dict[str, Any]) -> str:
         ),
     ]
     if settings["random_weights"] or settings.get("codec_random_weights"):
-        lines.append(RANDOM)
+        lines.append(RANDOM_WEIGHTS)
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>5}  unit"]
     for name, figure in document["figures"].items():
         scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)
