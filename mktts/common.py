@@ -98,7 +98,7 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
 
 def cache_folder(cache: str | Path | None = None) -> Path:
     """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
-    where there is no home to write to, a folder of this user's own among the temporary files.
+    where there is no home to write to, a folder among the temporary files that belongs to this user.
 
     Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run.
     """

@@ -9,14 +9,24 @@ from typing import Any
 from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import TextError
 
+BACKENDS = ("auto", "torch", "megakernel", "upstream")
 PIPE = "-"  # in place of a text or a file: standard input or output
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT) -> None:
-    """`checkpoint`: the default; None where the command chooses and says so."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    checkpoint: str | None = DEFAULT_CHECKPOINT,
+    sources: str = SOURCES,
+    backends: tuple[str, ...] = BACKENDS,
+    *,
+    required: bool = False,
+) -> None:
+    """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these."""
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, checkpoint)
-    model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel", "upstream"))
+    add_checkpoint_arguments(model, checkpoint, sources, required=required)
+    model.add_argument(
+        "--backend", default="auto", choices=backends, help="what runs it (default: the fastest that works here)"
+    )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from mktts.checkpoint.arguments import PIPE, add_checkpoint_arguments, loading, text_of
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 
 EXAMPLES = """examples:
@@ -19,17 +19,13 @@ The text is continued as it stands: no chat template is put around it. Ctrl-C or
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to continue; - reads it from standard input")
-    model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, None, "a folder, a Hub id, or random:SIZE", required=True)
-    model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel"))
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    model.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
-    )
     how = parser.add_argument_group("generation")
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--max-tokens", type=int, default=256, help="stop after this many tokens (default: %(default)s)")
+    add_model_arguments(
+        parser, None, "a folder, a Hub id, or random:SIZE", ("auto", "torch", "megakernel"), required=True
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
 from mktts.errors import MkttsError, TextError
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics, summarise
 from mktts.synth.make_voice import recorded_voice
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--play", action="store_true", help="through the loudspeaker, while it is made")
     who = parser.add_argument_group("voice and manner")
     who.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
-    who.add_argument("--language", default="auto", help="default: %(default)s")
+    who.add_argument("--language", default="auto", help="that is spoken (`inspect` lists them; default: %(default)s)")
     who.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
     who.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
     who.add_argument("--ref-audio", type=Path, metavar="FILE", help="clone this recording, for a base checkpoint")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
-    how.add_argument("--max-frames", type=int, help="stop after this many frames")
+    how.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
     add_model_arguments(parser)
 
 
