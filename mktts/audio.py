@@ -58,7 +58,10 @@ def format_of(path: Path | str) -> str:
 
 def require_format(kind: str) -> None:
     """Raises BackendUnavailable where this machine cannot make files of `kind`, a key of FORMATS."""
-    if kind != "wav" and FORMATS[kind][0] not in (soundfile := _soundfile()).available_formats():
+    if kind == "wav":
+        return
+    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
+    if subtype not in soundfile.available_subtypes(container):
         raise BackendUnavailable(f"the installed libsndfile {soundfile.__libsndfile_version__} cannot write {kind}")
 
 

@@ -86,6 +86,14 @@ def test_a_rate_that_the_format_lacks_is_named(tmp_path):
         write_audio(tmp_path / "a.opus", f32(0), 22_050)
 
 
+def test_an_old_libsndfile_is_named(tmp_path, monkeypatch):
+    soundfile = pytest.importorskip("soundfile")
+    monkeypatch.setattr(soundfile, "available_subtypes", lambda container: {"VORBIS": "Vorbis"})
+    write_audio(tmp_path / "a.ogg", f32(0))
+    with pytest.raises(BackendUnavailable, match="cannot write opus"):
+        write_audio(tmp_path / "a.opus", f32(0))
+
+
 def test_only_wav_is_written_without_soundfile(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     write_audio(tmp_path / "a.wav", f32(0))
