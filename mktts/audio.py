@@ -1,4 +1,4 @@
-"""PCM in and out: float32 mono in [-1, 1] inside the package, 16-bit or WAV outside."""
+"""PCM in and out: float32 mono in [-1, 1] inside the package, 16 bits or an audio file outside."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import math
 import wave
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mktts.common import write_whole
+from mktts.common import is_special, write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
+from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, SAMPLE_RATE_HZ
 
+# Ends of names that can be written -> libsndfile's format and encoding.
+FORMATS = {
+    "wav": ("WAV", "PCM_16"),
+    "flac": ("FLAC", "PCM_16"),
+    "ogg": ("OGG", "VORBIS"),
+    "opus": ("OGG", "OPUS"),
+    "mp3": ("MP3", "MPEG_LAYER_III"),
+}
+_BLOCK_SAMPLES = 2**16
 _FULL_SCALE = 2**15 - 1
 _KAISER_BETA = 9.0  # of the resampler: stop band below -90 dB
 
@@ -26,15 +36,59 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
     return np.rint(np.clip(_checked(pcm), -1, 1) * _FULL_SCALE).astype("<i2").tobytes()
 
 
-def write_wav(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
-    """Writes `pcm` (S,) float32 as a mono 16-bit WAV file, whole or not at all. Raises AudioError as `to_pcm16`."""
+def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
+    """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path.
+
+    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or
+    48 kHz), .mp3. A device or FIFO without one of them gets WAV.
+    Raises AudioError for another name and as `encoded`, BackendUnavailable without soundfile for all but WAV.
+    """
+    return write_whole(path, encoded(pcm, format_of(path), sample_rate_hz))
+
+
+def format_of(path: Path | str) -> str:
+    """The key of FORMATS that `write_audio` gives a file of this name. Raises AudioError for another name."""
+    kind = Path(path).suffix.removeprefix(".").lower()
+    if kind in FORMATS:
+        return kind
+    if is_special(path):
+        return "wav"
+    raise AudioError(f"{path}: expected a name that ends in .{', .'.join(FORMATS)}")
+
+
+def require_format(kind: str) -> None:
+    """Raises BackendUnavailable where this machine cannot make files of `kind`, a key of FORMATS."""
+    if kind == "wav":
+        return
+    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
+    if subtype not in soundfile.available_subtypes(container):
+        raise BackendUnavailable(f"the installed libsndfile {soundfile.__libsndfile_version__} cannot write {kind}")
+
+
+def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
+    """`pcm` (S,) float32 as the bytes of a file of `kind`, a key of FORMATS.
+
+    Raises AudioError as `to_pcm16` and for a rate that the format does not have, BackendUnavailable as
+    `require_format`.
+    """
     samples, file = to_pcm16(pcm), io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(2)
-        out.setframerate(sample_rate_hz)
-        out.writeframes(samples)
-    return write_whole(path, file.getvalue())
+    if kind == "wav":
+        with wave.open(file, "wb") as out:
+            out.setnchannels(1)
+            out.setsampwidth(2)
+            out.setframerate(sample_rate_hz)
+            out.writeframes(samples)
+        return file.getvalue()
+    require_format(kind)
+    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
+    try:
+        with soundfile.SoundFile(file, "w", sample_rate_hz, 1, subtype, format=container) as out:
+            whole = np.frombuffer(samples, "<i2").astype(np.int16)
+            for start in range(0, len(whole), _BLOCK_SAMPLES):  # all at once, libsndfile's Vorbis crashes on 20 minutes
+                out.write(whole[start : start + _BLOCK_SAMPLES])
+    except soundfile.SoundFileError as error:
+        raise AudioError(f"cannot write {kind} at {sample_rate_hz} Hz: {error}") from None
+    return file.getvalue()
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
@@ -42,11 +96,7 @@ def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
 
     Raises VoiceError where there is no file or it is not audio, BackendUnavailable without soundfile.
     """
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:
-        raise BackendUnavailable(f"reading audio files needs the package soundfile: {error}") from None
-    path = Path(path)
+    soundfile, path = _soundfile(), Path(path)
     if not path.is_file():
         raise VoiceError(f"{path}: expected an audio file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -56,11 +106,24 @@ def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
     return pcm.mean(1, dtype=np.float32), int(rate_hz)
 
 
-def first_audible_sample(pcm: np.ndarray) -> int | None:
-    """Index of the first sample above -60 dBFS (`spec.AUDIBLE_DBFS`) in `pcm` (S,), None where there is none."""
-    audible = np.abs(pcm) > 10 ** (AUDIBLE_DBFS / 20)
-    first = int(audible.argmax()) if audible.size else 0
-    return first if audible.size and audible[first] else None
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: its library is missing
+        raise BackendUnavailable(f"audio files other than written WAV need the package soundfile: {error}") from None
+    return soundfile
+
+
+def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> int | None:
+    """Where the first audible window of `pcm` (S,) begins; None where there is none.
+
+    A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
+    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none.
+    """
+    window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
+    windows = pcm[: len(pcm) // window * window].reshape(-1, window)
+    (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))
+    return int(audible[0]) * window if len(audible) else None
 
 
 def peak_dbfs(pcm: np.ndarray) -> float:

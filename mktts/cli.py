@@ -1,45 +1,59 @@
 """The command line: `python -m mktts COMMAND`. A command is a module with EXAMPLES, add_arguments and main.
 
 Only the module of the command that was asked for is imported. Exit status: 0 done; 1 what was asked for failed
-(a run, a stream, a comparison, the machine); 2 bad input, said in one line; 130 interrupted; 141 the reader of standard
-output went away.
+(a run, a stream, a comparison, the machine, a full disk); 2 bad input, said in one line; 130 interrupted (SIGINT);
+141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from mktts.errors import BackendUnavailable, MkttsError
 
-# What is typed after `python -m mktts` -> (its module, what it does).
-COMMANDS = {
-    "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
-    "voice": ("mktts.synth.make_voice", "make a voice file from reference audio"),
-    "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
-    "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),
-    "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
-    "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
-    "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
-    "bench": ("mktts.measure.bench.here", "measure: a table, then one line of JSON"),
-    "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
-    "agent bot": ("mktts.agent.bot", "the agent under Pipecat's development runner"),
-    "agent evals": ("mktts.agent.evals", "Pipecat's evals against a running bot"),
-    "agent measure": ("mktts.agent.measure", "how long the voice takes inside Pipecat"),
-    "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
-    "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
-    "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
-    "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
-    "train encode": ("mktts.training.data.encode", "turn audio into codes"),
-    "train codec": ("mktts.training.codec.train", "train the codec's decoder"),
-    "train talker": ("mktts.training.talker.train", "train talker and code predictor"),
-    "train evaluate": ("mktts.training.judge.evaluate", "judge the voice beside its teacher"),
-    "train ship": ("mktts.training.ship", "put the voice into the package"),
+Group = dict[str, tuple[str, str]]
+
+# Heading -> what is typed after `python -m mktts` -> (its module, what it does).
+GROUPS: dict[str, Group] = {
+    "speak": {
+        "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
+        "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
+        "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
+        "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),
+        "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
+    },
+    "look and measure": {
+        "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
+        "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
+        "bench": ("mktts.measure.bench.here", "measure speed and memory"),
+        "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
+        "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
+        "agent evals": ("mktts.agent.evals", "run Pipecat's evals against a running bot"),
+        "agent measure": ("mktts.agent.measure", "measure how long the voice takes inside Pipecat"),
+        "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
+    },
+    "train the voice in the box": {
+        "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
+        "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
+        "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
+        "train encode": ("mktts.training.data.encode", "turn audio into codes"),
+        "train codec": ("mktts.training.codec.train", "train the codec's decoder"),
+        "train talker": ("mktts.training.talker.train", "train talker and code predictor"),
+        "train evaluate": ("mktts.training.judge.evaluate", "judge the voice beside its teacher"),
+        "train ship": ("mktts.training.ship", "put the voice into the package"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 DESCRIPTION = "Qwen3-TTS speech, streamed frame by frame."
 EXAMPLES = """examples:
   python -m mktts say "Hello there." -o hello.wav
@@ -48,33 +62,45 @@ EXAMPLES = """examples:
 
 `python -m mktts COMMAND --help` says more about each."""
 
+_PROGRAM = "python -m mktts"
+_NO_SUCH_PLACE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; errors of this package and of files print one line."""
     try:
-        arguments = parse(sys.argv[1:] if words is None else words)
-        status = arguments.run(arguments)
-        sys.stdout.flush()
-        return status
+        with _ended_by_sigterm():
+            arguments = parse(sys.argv[1:] if words is None else words)
+            status = arguments.run(arguments)
+            sys.stdout.flush()
+            return status
     except BrokenPipeError:  # `| head`, or a player that was closed: end quietly, as a process killed by SIGPIPE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
+        _forget_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (MkttsError, OSError) as error:
+    except MkttsError as error:
         print(f"mktts: {error}", file=sys.stderr)
-        return error.exit_status if isinstance(error, MkttsError) else 2
+        return error.exit_status
+    except OSError as error:
+        _forget_output()  # it may be what failed
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"mktts: {where}{error.strerror or error}", file=sys.stderr)
+        return 2 if isinstance(error, _NO_SUCH_PLACE) else 1
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of the command that `words` name, its `main` among them as `run`. Exits as argparse does."""
-    words = list(words)
-    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
-    if name is None:
-        _parser_of_all().parse_args(words)
-        raise AssertionError("the parser of all commands ends the program")
-    return parser_of(name).parse_args(words[len(name.split()) :])
+    first, *rest = [*words] or [""]
+    family = _family(first)
+    if rest and f"{first} {rest[0]}" in family:
+        return parser_of(f"{first} {rest[0]}").parse_args(rest[1:])
+    if first in COMMANDS and not (family and rest and not rest[0].startswith("-")):
+        return parser_of(first).parse_args(rest)
+    if family:
+        _refuse(f"{_PROGRAM} {first}", {f"commands that begin with `{first}`": family}, rest)
+    _refuse(_PROGRAM, GROUPS, words)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -89,24 +115,68 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         if (error.name or "mktts").split(".")[0] == "mktts":
             raise
         raise BackendUnavailable(f"`{name}` needs the package {error.name}: pip install -r requirements.txt") from None
-    parser = _parser(f"python -m mktts {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
+    parser = _parser(f"{_PROGRAM} {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
     module.add_arguments(parser)
+    if family := _family(name):
+        parser.epilog = f"{parser.epilog}\n\n{_listed('more commands', family)}"
     parser.set_defaults(run=module.main)
     return parser
 
 
-def _parser_of_all() -> argparse.ArgumentParser:
+def _family(word: str) -> Group:
+    """The commands of two words that begin with `word`."""
+    return {name: command for name, command in COMMANDS.items() if name.startswith(f"{word} ")}
+
+
+def _refuse(program: str, groups: dict[str, Group], words: Sequence[str]) -> NoReturn:
+    """Ends the program where `words` name no command of `groups`: with a list of them, or what may be meant."""
     from mktts import __version__
 
+    lists = [_listed(heading, group) for heading, group in groups.items()]
+    if program == _PROGRAM:
+        lists.append(EXAMPLES)
+    parser = _parser(program, DESCRIPTION, "\n\n".join(lists), usage=f"{program} COMMAND ...")
+    parser.add_argument("--version", action="version", version=f"mktts {__version__}", help="print the version")
+    if words and not words[0].startswith("-"):
+        known = [f"{_PROGRAM} {name}".removeprefix(f"{program} ") for group in groups.values() for name in group]
+        near = difflib.get_close_matches(words[0], known, 1)
+        meant = f"did you mean {near[0]}?" if near else f"`{program} --help` lists all"
+        parser.error(f"unknown command {words[0]!r}: {meant}")
+    parser.parse_args(words)
+    parser.print_help(sys.stderr)
+    parser.exit(2)
+
+
+def _listed(heading: str, commands: Group) -> str:
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{summary}" for name, (_, summary) in COMMANDS.items()]
-    parser = _parser("python -m mktts", DESCRIPTION, "\n".join(["commands:", *lines, "", EXAMPLES]))
-    parser.add_argument("--version", action="version", version=f"mktts {__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS), help="one of the commands below")
-    return parser
+    return "\n".join([f"{heading}:", *(f"  {name:{width}}{summary}" for name, (_, summary) in commands.items())])
 
 
-def _parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=program, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, usage, description, epilog, formatter_class=formatter)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that models are closed and parts of files removed; status 143."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _forget_output() -> None:
+    """What standard output still holds and cannot write goes nowhere, or the interpreter's last flush fails too."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -20,19 +21,56 @@ _PATIENCE_S = 1.0
 
 
 def write_whole(path: Path | str, data: bytes) -> Path:
-    """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it."""
+    """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
+
+    A symbolic link stays, and what it points to is replaced. A device or a FIFO stays, and is written to.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
+        if is_special(path):
+            path.write_bytes(data)
+            return path
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
+            os.replace(part, target)
+        except BaseException:
+            os.unlink(part)
+            raise
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the caller knows this name, not that of the part
         raise
     return path
+
+
+def is_special(path: Path | str) -> bool:
+    """Whether `path` leads to something that is neither a regular file nor a folder: a device, a FIFO, a socket."""
+    try:
+        mode = os.stat(path).st_mode  # follows links, /dev/stdout too
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def require_writable(path: Path | str) -> None:
+    """Raises MkttsError where `write_whole` could not write: for a command to refuse before its work, not after it."""
+    if os.path.isdir(path):
+        raise MkttsError(f"{path}: expected a file to write, found a folder")
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise MkttsError(f"{path}: expected a file that may be written, found one that may not")
+    if is_special(path):
+        return
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise MkttsError(f"{path}: expected a file name in a folder that exists, found no folder {folder}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # what may be done there shows only when it is done
+    except OSError as error:
+        raise MkttsError(f"{path}: expected a folder that can be written to: {folder}: {error.strerror}") from None
 
 
 def read_json(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> Any:
@@ -60,7 +98,7 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
 
 def cache_folder(cache: str | Path | None = None) -> Path:
     """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
-    where there is no home to write to, a folder of this user's own among the temporary files.
+    where there is no home to write to, a folder among the temporary files that belongs to this user.
 
     Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run.
     """

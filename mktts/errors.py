@@ -1,4 +1,4 @@
-"""Every error this package raises on bad input. Each message says what was expected, what came, and what to do."""
+"""Every error this package raises on purpose. Each message says what was expected, what came, and what to do."""
 
 
 class MkttsError(Exception):
@@ -36,7 +36,7 @@ class CodecError(MkttsError, ValueError):
 
 
 class AudioError(MkttsError, ValueError):
-    """PCM that cannot be written: wrong shape, dtype or values."""
+    """Audio that cannot be written: wrong shape, dtype, values or rate, or a file name that is no known format."""
 
 
 class CapacityError(MkttsError):

@@ -19,7 +19,9 @@ SAMPLES_PER_FRAME = 1_920
 NUM_CODEBOOKS = 16
 CODEBOOK_SIZE = 2_048
 FRAME_MS = 1_000 / FRAME_RATE_HZ
-AUDIBLE_DBFS = -60.0  # "audible" means a sample above this level, everywhere
+AUDIBLE_DBFS = -45.0  # "audible", everywhere: 10 ms whose RMS is above this level of full scale (1.0); see mktts.audio
+AUDIBLE_WINDOW_MS = 10
+AUDIBLE_WINDOW_SAMPLES = SAMPLE_RATE_HZ * AUDIBLE_WINDOW_MS // 1_000
 
 assert SAMPLE_RATE_HZ / SAMPLES_PER_FRAME == FRAME_RATE_HZ
 

@@ -9,9 +9,9 @@ import wave
 import numpy as np
 import pytest
 
-from mktts.audio import first_audible_sample, level_dbfs, peak_dbfs, read_audio, to_pcm16, write_wav
+from mktts.audio import first_audible_sample, level_dbfs, peak_dbfs, read_audio, to_pcm16, write_audio
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.spec import AUDIBLE_DBFS, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ
 
 
 def f32(*values):
@@ -29,13 +29,13 @@ def test_pcm16_is_little_endian_rounded_and_clipped():
 )
 def test_bad_pcm_is_refused_by_name_and_leaves_no_file(bad, tmp_path):
     with pytest.raises(AudioError, match="PCM must be"):
-        write_wav(tmp_path / "a.wav", bad)
+        write_audio(tmp_path / "a.wav", bad)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
     pcm = np.sin(np.arange(4800) / 20, dtype=np.float32) * 0.5
-    path = write_wav(tmp_path / "deep" / "a.wav", pcm)
+    path = write_audio(tmp_path / "deep" / "a.wav", pcm)
     with wave.open(str(path)) as file:
         assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, SAMPLE_RATE_HZ)
         assert file.readframes(5000) == to_pcm16(pcm)
@@ -44,12 +44,69 @@ def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
     np.testing.assert_allclose(back, pcm, atol=1 / 32767)
 
 
+@pytest.mark.parametrize(
+    ("name", "container", "subtype", "worst_error"),
+    [
+        ("a.wav", "WAV", "PCM_16", 1e-4),
+        ("a.FLAC", "FLAC", "PCM_16", 1e-4),
+        ("a.ogg", "OGG", "VORBIS", 0.05),
+        ("a.opus", "OGG", "OPUS", 0.05),
+        ("a.b.mp3", "MP3", "MPEG_LAYER_III", 0.05),
+    ],
+)
+def test_the_name_is_the_format_and_what_is_heard_is_the_same(tmp_path, name, container, subtype, worst_error):
+    soundfile = pytest.importorskip("soundfile")
+    tone = np.sin(np.arange(SAMPLE_RATE_HZ) * 2 * np.pi * 440 / SAMPLE_RATE_HZ, dtype=np.float32) * 0.5
+    path = write_audio(tmp_path / name, tone)
+    about = soundfile.info(path)
+    assert (about.format, about.subtype, about.channels) == (container, subtype, 1)
+    back, rate_hz = read_audio(path)
+    assert rate_hz == SAMPLE_RATE_HZ and len(back) == pytest.approx(len(tone), abs=2_000)  # encoders pad
+    middle = back[6_000:18_000]
+    errors = [np.abs(middle - tone[start : start + len(middle)]).max() for start in range(4_000, 8_000)]
+    assert min(errors) < worst_error
+
+
+def test_a_long_vorbis_file_does_not_crash_its_library(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    noise = (0.1 * np.random.default_rng(0).normal(size=8_000 * 60 * 30)).astype(np.float32)
+    assert soundfile.info(write_audio(tmp_path / "a.ogg", noise, 8_000)).frames == len(noise)
+
+
+@pytest.mark.parametrize("name", ["a", "a.mp4", "a.raw", "wav", ".mp3.txt"])
+def test_another_name_is_refused_before_anything_is_made(tmp_path, name):
+    with pytest.raises(AudioError, match=r"ends in \.wav, \.flac"):
+        write_audio(tmp_path / name, f32(0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rate_that_the_format_lacks_is_named(tmp_path):
+    pytest.importorskip("soundfile")
+    with pytest.raises(AudioError, match="cannot write opus at 22050 Hz"):
+        write_audio(tmp_path / "a.opus", f32(0), 22_050)
+
+
+def test_an_old_libsndfile_is_named(tmp_path, monkeypatch):
+    soundfile = pytest.importorskip("soundfile")
+    monkeypatch.setattr(soundfile, "available_subtypes", lambda container: {"VORBIS": "Vorbis"})
+    write_audio(tmp_path / "a.ogg", f32(0))
+    with pytest.raises(BackendUnavailable, match="cannot write opus"):
+        write_audio(tmp_path / "a.opus", f32(0))
+
+
+def test_only_wav_is_written_without_soundfile(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    write_audio(tmp_path / "a.wav", f32(0))
+    with pytest.raises(BackendUnavailable, match="soundfile"):
+        write_audio(tmp_path / "a.mp3", f32(0))
+
+
 def test_a_failed_write_keeps_the_old_file_and_no_part(tmp_path, monkeypatch):
-    path = write_wav(tmp_path / "a.wav", f32(0.5))
+    path = write_audio(tmp_path / "a.wav", f32(0.5))
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_wav(path, f32(0.25))
+        write_audio(path, f32(0.25))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -77,12 +134,25 @@ def test_reading_without_soundfile_names_the_package(monkeypatch, tmp_path):
         read_audio(tmp_path / "a.wav")
 
 
-def test_first_audible_sample_is_the_first_above_the_threshold():
-    threshold = 10 ** (AUDIBLE_DBFS / 20)
-    assert first_audible_sample(f32(0, 0.9 * threshold, -1.1 * threshold, 1)) == 2
-    assert first_audible_sample(f32(1)) == 0
-    assert first_audible_sample(f32(0, 0.9 * threshold)) is None
-    assert first_audible_sample(f32()) is None
+def sound(milliseconds: int, dbfs: float, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:
+    """Samples of one amplitude and alternating sign: their RMS is their peak."""
+    return f32(*[10 ** (dbfs / 20), -(10 ** (dbfs / 20))] * (rate_hz * milliseconds // 2_000))
+
+
+def test_audible_is_the_first_ten_milliseconds_above_45_db_below_full_scale():
+    before, quiet, loud = sound(30, -90), sound(20, -45.1), sound(10, -44.9)
+    assert first_audible_sample(np.concatenate((before, quiet, loud, sound(500, -3)))) == 50 * 24
+    assert first_audible_sample(np.concatenate((before, loud), dtype=np.float32)) == 30 * 24
+    assert first_audible_sample(np.concatenate((before, quiet))) is None
+    assert first_audible_sample(loud[:-1]) is None and first_audible_sample(f32()) is None  # no whole window
+    assert first_audible_sample(np.concatenate((sound(20, -90, 8_000), sound(10, -44, 8_000))), 8_000) == 20 * 8
+
+
+def test_a_click_before_the_silence_is_not_audible():
+    """The shipped voice begins with one: 2 ms, -51 dBFS at its peak, then 80 ms of silence, then speech."""
+    whole = np.concatenate((sound(2, -51), np.zeros(78 * 24, np.float32), sound(100, -20)))
+    assert peak_dbfs(whole[:48]) == pytest.approx(-51)
+    assert first_audible_sample(whole) == 80 * 24
 
 
 def test_levels_of_a_full_scale_sine_and_of_silence():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,15 +11,19 @@ import signal
 import subprocess
 import sys
 import wave
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from mktts.cli import main, parse
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.cli import COMMANDS, main, parse
 from mktts.common import python_path
+from mktts.errors import EngineError, MkttsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAMES = 6
+BASE = ["--checkpoint", "random:tiny:base"]
 RANDOM = ["--checkpoint", "random:tiny"]  # whose speech never ends by itself
 SAY = ["say", "Hello there.", *RANDOM, "--seed", "1", "--max-frames", str(FRAMES)]
 
@@ -28,11 +33,11 @@ def in_empty_folder(tmp_path, monkeypatch, checkpoint_cache):
     monkeypatch.chdir(tmp_path)
 
 
-def start(*words: str) -> subprocess.Popen:
-    code = "import sys; from mktts.cli import main; sys.exit(main())"
+def start(*words: str, before: str = "", stdout=subprocess.PIPE) -> subprocess.Popen:
+    code = f"{before}\nimport sys; from mktts.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *words]
     environment = {**os.environ, **python_path()}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
 
 
 def read_wav(path) -> np.ndarray:
@@ -45,7 +50,7 @@ def test_say_writes_a_wav_of_the_frames_asked_for_and_calls_random_weights_noise
     assert main([*SAY, "-o", "out.wav"]) == 0
     assert len(read_wav("out.wav")) == FRAMES * SAMPLES_PER_FRAME
     assert [path.name for path in tmp_path.iterdir()] == ["out.wav"]
-    assert "random weights: this is noise, not speech" in capsys.readouterr().err
+    assert RANDOM_WEIGHTS in capsys.readouterr().err
 
 
 def test_say_to_a_pipe_gives_the_samples_of_the_file(capfdbinary):
@@ -53,6 +58,28 @@ def test_say_to_a_pipe_gives_the_samples_of_the_file(capfdbinary):
     capfdbinary.readouterr()
     assert main([*SAY, "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_say_writes_wav_into_a_fifo_and_leaves_it_there(tmp_path):
+    os.mkfifo("fifo")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "fifo").read_bytes)
+        assert main([*SAY, "-o", "fifo"]) == 0
+        assert main([*SAY, "-o", "out.wav"]) == 0
+        assert read.result(10) == (tmp_path / "out.wav").read_bytes()
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
+    soundfile = pytest.importorskip("soundfile")
+    hum = 0.3 * np.sin(np.cumsum(0.05 + 0.02 * np.sin(np.arange(SAMPLE_RATE_HZ) / 3_000)))
+    soundfile.write("me.flac", hum, SAMPLE_RATE_HZ)
+    base = ["say", "Hello there.", *BASE, "--seed", "1", "--max-frames", "3"]
+    assert main(["voice", "me.flac", "-o", "me.safetensors", "--ref-text", "A hum.", *BASE]) == 0
+    assert main([*base, "--voice", "me.safetensors", "-o", "saved.wav"]) == 0
+    assert main([*base, "--ref-audio", "me.flac", "--ref-text", "A hum.", "-o", "cloned.wav"]) == 0
+    assert np.array_equal(read_wav("saved.wav"), read_wav("cloned.wav"))
 
 
 def test_say_reads_its_text_from_standard_input(monkeypatch):
@@ -72,6 +99,8 @@ def test_greedy_does_not_depend_on_the_seed():
     ("words", "message"),
     [
         (["say", " \n", "-o", "x.wav"], "nothing but blanks"),
+        (["say", "h\udce9llo", "-o", "x.wav"], "UTF-8"),
+        (["text", "h\udce9llo", *RANDOM], "UTF-8"),
         (["say", "Hi.", "-o", "absent/x.wav"], "absent/x.wav: expected a file name in a folder that exists"),
         (["say", "Hi.", "-o", "x.wav", "--speaker", "nobody"], "nobody"),
         (["say", "Hi.", "-o", "x.wav", "--language", "klingon"], "klingon"),
@@ -79,7 +108,14 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", "Hi.", "-o", "x.wav", "--ref-text", "words"], "--ref-audio, which is missing"),
         (["say", "Hi.", "-o", "x.wav", "--voice", "absent.safetensors"], "absent.safetensors"),
         (["say", "Hi.", "-o", "x.wav", "--device", "abacus"], "abacus"),
-        (["voice", "absent.wav", "-o", "v.safetensors"], "absent.wav"),
+        (["say", "Hi."], "expected -o FILE, -o - (a pipe) or --play"),
+        (["say", "Hi.", "-o", "x.mp4", "--checkpoint", "absent-folder"], "x.mp4: expected a name that ends in .wav"),
+        (["say", "Hi.", "-o", ".", "--checkpoint", "absent-folder"], ".: expected a name"),
+        (["say", "Hi.", "-o", "x.wav", "--checkpoint", "random:tiny:base"], "expected --ref-audio RECORDING"),
+        (["say", "Hi.", "-o", "x.wav", "--ref-text", "a", "--ref-audio", "absent.wav", *BASE], "absent.wav"),
+        (["say", "Hi.", "-o", "x.wav", "--ref-text", " ", "--ref-audio", "absent.wav", *BASE], "--ref-text must be"),
+        (["voice", "absent.wav", "-o", "v.safetensors", *BASE], "absent.wav"),
+        (["voice", "absent.wav", "-o", "absent/v.safetensors", *BASE], "absent/v.safetensors: expected a file name"),
         (["inspect", "random:enormous"], "enormous"),
         (["run", "absent.ipynb"], "absent.ipynb"),
         (["bench", "--checkpoint", "absent-folder"], "absent-folder"),
@@ -93,13 +129,49 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(tmp_path, capsys, 
     assert captured.out == "" and list(tmp_path.iterdir()) == []
 
 
-def test_unknown_command_is_refused_by_the_parser(capsys):
+@pytest.mark.parametrize("words", [["voice", "me.wav", "-o", "me.safetensors"], ["text", "Once upon a time"]], ids=str)
+def test_what_would_be_nonsense_without_a_checkpoint_wants_one(words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["sing"])
-    assert "invalid choice: 'sing'" in capsys.readouterr().err
+        main(words)
+    assert "required: --checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["say"], ["voice"], ["inspect"], ["bench"], ["run"], ["serve"]], ids=str)
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["sing"], "`python -m mktts --help` lists all"),
+        (["sya", "Hello."], "did you mean say?"),
+        (["train", "tlaker", "--help"], "did you mean talker?"),
+        (["agent", "sing"], "`python -m mktts agent --help` lists all"),
+    ],
+    ids=str,
+)
+def test_an_unknown_command_is_refused_with_a_hint(words, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["train"]], ids=str)
+def test_without_a_command_all_that_there_are_are_listed(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    listed = capsys.readouterr().err
+    wanted = [name for name in COMMANDS if name.split()[: len(words)] == words]
+    assert wanted and all(f"  {name} " in listed for name in wanted)
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    assert capsys.readouterr().out == listed
+
+
+def test_the_first_word_of_two_may_be_a_command_and_its_help_names_the_others(capsys):
+    assert parse(["agent", "--tokens"]).tokens
+    with pytest.raises(SystemExit, match="0"):
+        main(["agent", "--help"])
+    assert "  agent measure " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], *(name.split() for name in COMMANDS)], ids=" ".join)
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
@@ -121,7 +193,7 @@ def test_inspect_names_the_checkpoint_and_its_random_weights(capsys):
 def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     assert main(["bench", "--frames", "4", "--repeats", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "random weights: timing only" in lines
+    assert RANDOM_WEIGHTS in lines
     document = json.loads(lines[-1])
     figures = document["figures"]
     assert {"ttfc_ms", "rtf", "talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame"} <= set(figures)
@@ -138,6 +210,65 @@ def test_closing_the_pipe_ends_the_generation_quietly():
     process.stdout.close()
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
     assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (MkttsError("a wrong word"), 2, "a wrong word"),
+        (EngineError("the worker stopped"), 1, "the worker stopped"),
+        (OSError(errno.ENOSPC, "No space left on device", "out.wav"), 1, "out.wav: No space left on device"),
+        (OSError("timed out"), 1, "timed out"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "in.wav"),
+            2,
+            "in.wav: No such file or directory",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_bad_input_is_2_and_a_failure_inside_is_1(error, status, line, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("mktts.checkpoint.open_checkpoint", fail)
+    assert main([*SAY, "-o", "out.wav"]) == status
+    assert capsys.readouterr().err == f"mktts: {line}\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("output", ["/dev/full", "-"])
+def test_a_full_disk_is_one_line_and_status_1(output):
+    with open("/dev/full", "wb") as full:
+        process = start(*SAY, "-o", output, stdout=full)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = [line for line in error.decode().splitlines() if line.startswith("mktts: ")]
+    assert line.endswith("No space left on device") and "Traceback" not in error.decode()
+    assert os.path.exists("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [(signal.SIGINT, 128 + signal.SIGINT, b"interrupted\n"), (signal.SIGTERM, 128 + signal.SIGTERM, b"")],
+)
+def test_a_signal_while_the_model_loads_ends_it_without_a_traceback(number, status, line, tmp_path):
+    before = (
+        "import time, mktts.checkpoint\n"
+        "def load(*_):\n"
+        "    try:\n"
+        "        print('loading', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        open('tidied', 'w').close()\n"
+        "mktts.checkpoint.open_checkpoint = load\n"
+    )
+    process = start(*SAY, "-o", "out.wav", before=before)
+    assert process.stdout.readline() == b"loading\n"
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (status, line)
+    assert [path.name for path in tmp_path.iterdir()] == ["tidied"]
 
 
 def test_ctrl_c_ends_the_generation_with_one_line():

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES
+from mktts.errors import TextError
+
+BACKENDS = ("auto", "torch", "megakernel", "upstream")
+PIPE = "-"  # in place of a text or a file: standard input or output
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT) -> None:
-    """`checkpoint`: the default; None where the command chooses and says so."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    checkpoint: str | None = DEFAULT_CHECKPOINT,
+    sources: str = SOURCES,
+    backends: tuple[str, ...] = BACKENDS,
+    *,
+    required: bool = False,
+) -> None:
+    """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these."""
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, checkpoint)
-    model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel", "upstream"))
+    add_checkpoint_arguments(model, checkpoint, sources, required=required)
+    model.add_argument(
+        "--backend", default="auto", choices=backends, help="what runs it (default: the fastest that works here)"
+    )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
     )
 
 
-def add_checkpoint_arguments(parser: Any, default: str | None, sources: str = SOURCES) -> None:
-    """`default`: None where the command chooses and says so. `sources`: what may be named."""
-    told = "" if default is None else " (default: %(default)s)"
-    parser.add_argument("--checkpoint", default=default, help=f"{sources}{told}")
+def add_checkpoint_arguments(
+    parser: Any, default: str | None, sources: str = SOURCES, *, required: bool = False
+) -> None:
+    """`default`: None where it is `required`, or the command chooses and says so. `sources`: what may be named."""
+    ending = "" if default is None else " (default: %(default)s)"
+    parser.add_argument("--checkpoint", default=default, required=required, help=f"{sources}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
+
+
+def text_of(word: str) -> str:
+    """The text that `word` is, or for `-` standard input's. Raises TextError where that is not UTF-8."""
+    try:
+        text = sys.stdin.read() if word == PIPE else word
+        text.encode()  # bytes that are no characters come as lone surrogates
+    except UnicodeError as error:
+        raise TextError(f"expected a text in UTF-8, found other bytes at place {error.start}") from None
+    return text
 
 
 def loading(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,32 +6,26 @@ import argparse
 import sys
 from dataclasses import replace
 
-from mktts.checkpoint.arguments import add_checkpoint_arguments, loading
-
-PIPE = "-"
-RANDOM_NOTE = "random weights: these tokens mean nothing"
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 
 EXAMPLES = """examples:
   python -m mktts text "Once upon a time" --checkpoint Qwen/Qwen3-0.6B
   python -m mktts text "The capital of France is" --checkpoint path/to/Qwen3-0.6B --greedy --max-tokens 16
-  echo "Once upon a time" | python -m mktts text - --seed 1 --max-tokens 8
+  echo "Once upon a time" | python -m mktts text - --checkpoint random:tiny --seed 1 --max-tokens 8
 
 The text is continued as it stands: no chat template is put around it. Ctrl-C or closing the pipe ends it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to continue; - reads it from standard input")
-    model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, "random:tiny", "a folder, a Hub id, or random:SIZE")
-    model.add_argument("--backend", default="auto", choices=("auto", "torch", "megakernel"))
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    model.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
-    )
     how = parser.add_argument_group("generation")
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--max-tokens", type=int, default=256, help="stop after this many tokens (default: %(default)s)")
+    add_model_arguments(
+        parser, None, "a folder, a Hub id, or random:SIZE", ("auto", "torch", "megakernel"), required=True
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -39,7 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.llm.checkpoint import open_text_checkpoint
     from mktts.llm.decoder import TextDecoder
 
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.text == PIPE else arguments.text
+    prompt = text_of(arguments.text)
+    if arguments.text == PIPE:
+        prompt = prompt.removesuffix("\n")
     checkpoint = open_text_checkpoint(arguments.checkpoint, arguments.revision)
     choice = replace(checkpoint.choice(), do_sample=False) if arguments.greedy else None
     with TextDecoder.load(checkpoint, **loading(arguments)) as decoder:
@@ -55,5 +51,5 @@ def main(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     if checkpoint.is_random:
-        print(RANDOM_NOTE, file=sys.stderr)
+        print(RANDOM_WEIGHTS, file=sys.stderr)
     return 0

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mktts.audio import resample
+from mktts.audio import resample, to_pcm16
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.word_errors import words
 from mktts.spec import SAMPLE_RATE_HZ
@@ -84,7 +84,7 @@ class Recogniser:
             return ""
         self._decoder.reinit_feat()  # its estimate of noise would go on from the utterance before
         self._decoder.start_utt()
-        self._decoder.process_raw((np.clip(to_16_khz(pcm), -1, 1) * 32_767).astype("<i2").tobytes(), full_utt=True)
+        self._decoder.process_raw(to_pcm16(to_16_khz(pcm)), full_utt=True)
         self._decoder.end_utt()
         found = self._decoder.hyp()
         return found.hypstr if found else ""

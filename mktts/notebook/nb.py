@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mktts.audio import write_wav
+from mktts.audio import write_audio
 from mktts.errors import MkttsError
 from mktts.notebook.controls import Controls, controls
 from mktts.notebook.player import live_player
@@ -66,7 +66,7 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
     if not np.isfinite(pcm).all() or np.abs(pcm).max() > 1.0:
         raise MkttsError(f"clip {label!r}: expected finite samples in [-1, 1]")
     path = folder / f"{re.sub(r'[^a-z0-9]+', '_', label.lower()).strip('_') or 'clip'}.wav"
-    write_wav(path, pcm)
+    write_audio(path, pcm)
     limit_samples = int(EMBED_LIMIT_S * SAMPLE_RATE_HZ)
     notes = [f"{pcm.size / SAMPLE_RATE_HZ:.2f} s", path.name]
     if pcm.size > limit_samples:

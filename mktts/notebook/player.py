@@ -14,23 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mktts.errors import MkttsError
+from mktts.audio import to_pcm16
 from mktts.spec import SAMPLE_RATE_HZ
-
-PCM16_FULL_SCALE = 32_767
-
-
-def pcm16_bytes(pcm: np.ndarray) -> bytes:
-    """Little-endian 16-bit mono samples of `pcm` (S,) float32; values outside [-1, 1] are clipped.
-
-    Raises MkttsError for another rank or for NaN and infinity.
-    """
-    pcm = np.asarray(pcm)
-    if pcm.ndim != 1 or not np.issubdtype(pcm.dtype, np.floating):
-        raise MkttsError(f"PCM must be (S,) float, found {pcm.shape} {pcm.dtype}; mix down to mono first")
-    if not np.isfinite(pcm).all():
-        raise MkttsError("PCM must be finite, found NaN or infinity; the codec that made it is broken")
-    return np.rint(np.clip(pcm, -1.0, 1.0) * PCM16_FULL_SCALE).astype("<i2").tobytes()
 
 
 def live_player() -> Any:
@@ -69,8 +54,8 @@ def _widget_class() -> type:
             self.send({"kind": "begin"})
 
         def write(self, pcm: np.ndarray) -> None:
-            """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored."""
-            data = pcm16_bytes(pcm)
+            """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored. Raises AudioError."""
+            data = to_pcm16(pcm)
             if data:
                 self.send({"kind": "pcm"}, buffers=[data])
 

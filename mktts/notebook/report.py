@@ -59,11 +59,12 @@ def over_repeats(results: Sequence[StreamMetrics]) -> dict[str, float | int]:
     recorded: dict[str, float | int] = {"repeats": len(results)}
     for name in PERCENTILES:
         values = [value for value in (getattr(r, name) for r in results) if value is not None]
-        if values:  # an utterance that stays below the audible level has no audible TTFC
+        if values:  # an utterance that is never audible has no audible TTFC
             spread = percentiles(values)
             recorded |= {f"{name}_median": spread["median"], f"{name}_p95": spread["p95"]}
     recorded |= {f"{stage}_ms_per_frame": value for stage, value in stages_per_frame(results).items()}
     recorded["frame_ms"] = mean(r.compute_ms / r.frames for r in results)
+    recorded["never_audible"] = sum(r.audible_ttfc_ms is None for r in results)
     recorded["underruns"] = sum(r.underruns for r in results)
     recorded["audio_s"] = sum(r.audio_s for r in results)
     return recorded

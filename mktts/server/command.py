@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, ServerError
 from mktts.server.limits import Limits
 
@@ -29,8 +30,6 @@ EXAMPLES = """examples:
 
 An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
 as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
-
-RANDOM_NOTE = "random weights: the audio is noise, not speech"
 
 
 def add_address_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
             bound.listen()  # before its address is told: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
-                log.info(RANDOM_NOTE)
+                log.info(RANDOM_WEIGHTS)
             log.info(
                 "%s with the %s backend on %s at %s",
                 studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),

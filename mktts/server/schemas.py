@@ -33,7 +33,7 @@ class Manner(Shape):
         None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed tells the one drawn"
     )
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
-    trim_lead: bool = Field(False, description="leave out the silence before the first audible sample")
+    trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     greedy: bool | None = Field(
         None, description="no draw: temperature, top_k and top_p have no effect; left out: as the checkpoint"
     )

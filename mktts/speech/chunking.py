@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from mktts.audio import first_audible_sample
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
 from mktts.speech.options import Chunk, StreamOptions, Timings
 
-KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ // 100  # 10 ms before the first audible sample, so that its attack is whole
+KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
 
 class Pending(Protocol):
@@ -106,7 +106,7 @@ class Chunker:
         joined = np.concatenate((self._lead, pcm))
         audible = first_audible_sample(joined)
         if audible is None:
-            self._lead = joined[-KEPT_LEAD_SAMPLES:]
+            self._lead = joined[-(KEPT_LEAD_SAMPLES + len(joined) % AUDIBLE_WINDOW_SAMPLES) :]  # begins with a window
             return joined[:0]
         self._trimming = False
         self._lead = joined[:0]

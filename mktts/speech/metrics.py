@@ -3,7 +3,7 @@
 * **TTFC** (time to first chunk): from the `stream()` call to the first PCM in host memory, on a warm model.
   Loading and warming up are not in it.
 * **Audible TTFC**: from the `stream()` call to the moment a listener, whose player starts with the first chunk and
-  plays at real time, gets the first audible sample (`mktts.audio.first_audible_sample`). Upstream's speakers begin with
+  plays at real time, gets the first audible 10 ms (`mktts.audio.first_audible_sample`). Upstream's speakers begin with
   a silent frame or two, so this is the figure a person can feel. None where nothing is audible.
 * **RTF** (real-time factor): seconds from the `stream()` call to the last PCM in host memory, divided by seconds of
   audio. Below 1 is faster than speech. It counts everything between the two moments, Python included, so it means
@@ -15,8 +15,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 
 from mktts.audio import first_audible_sample
 from mktts.errors import MetricsError
@@ -80,11 +84,10 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
     timings = [chunk.timings for chunk in chunks]
     playback = play([t.ready_ms for t in timings], [len(chunk.pcm) for chunk in chunks])
     audible_ms = None
-    for start_ms, chunk in zip(playback.starts_ms, chunks, strict=True):
-        sample = first_audible_sample(chunk.pcm)
-        if sample is not None:
-            audible_ms = start_ms + 1_000 * sample / SAMPLE_RATE_HZ
-            break
+    if (audible := first_audible_sample(np.concatenate([chunk.pcm for chunk in chunks]))) is not None:
+        firsts = list(accumulate((len(chunk.pcm) for chunk in chunks[:-1]), initial=0))  # sample of each chunk
+        heard = bisect_right(firsts, audible) - 1
+        audible_ms = playback.starts_ms[heard] + 1_000 * (audible - firsts[heard]) / SAMPLE_RATE_HZ
     audio_s = sum(len(chunk.pcm) for chunk in chunks) / SAMPLE_RATE_HZ
     frames = sum(chunk.frames for chunk in chunks)
     return StreamMetrics(

@@ -21,7 +21,8 @@ class StreamOptions:
 
     schedule: frames of the first, second, ... chunk; the last entry repeats. Small first for a fast start, then
         larger, because one codec call over eight frames costs less than eight calls.
-    trim_lead: leave out the silence before the first audible sample (the first frame is silent in practice).
+    trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
+        in practice).
     guard: see `Guard`.
     max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
         one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).

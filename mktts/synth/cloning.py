@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mktts.audio import peak_dbfs, read_audio
+from mktts.audio import first_audible_sample, peak_dbfs, read_audio
 from mktts.checkpoint import Checkpoint
 from mktts.errors import VoiceError
 from mktts.model.voice import Voice
-from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 _MAX_CHANNELS = 8
 
@@ -81,8 +81,11 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
             f"audio must last at least one codec frame ({FRAME_MS:g} ms; 3 s or more for a good voice), "
             f"got {len(pcm)} samples at {rate_hz} Hz"
         )
-    if peak_dbfs(pcm) < AUDIBLE_DBFS:
-        raise VoiceError(f"audio is silent: its peak is {peak_dbfs(pcm):.0f} dBFS, expected over {AUDIBLE_DBFS:g}")
+    if first_audible_sample(pcm, rate_hz) is None:
+        raise VoiceError(
+            f"audio is silent: expected {AUDIBLE_WINDOW_MS} ms with an RMS above {AUDIBLE_DBFS:g} dBFS, found none; "
+            f"its peak is {peak_dbfs(pcm):.0f} dBFS"
+        )
     if np.abs(pcm).max() > _LOUDEST:
         raise VoiceError(f"audio must be in [-1, 1], found a sample of {np.abs(pcm).max():g}: divide by its full scale")
     return pcm, rate_hz

@@ -1,47 +1,49 @@
-"""`python -m mktts say`: text to a file or a pipe."""
+"""`python -m mktts say`: text to a file, a pipe or the loudspeaker."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.audio import format_of, require_format, to_pcm16, write_audio
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import require_writable
 from mktts.errors import MkttsError, TextError
-from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.metrics import summarise
+from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
+from mktts.speech.metrics import StreamMetrics, summarise
+from mktts.synth.make_voice import recorded_voice
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
     from mktts.model.voice import Voice
-    from mktts.speech.options import Chunk
-
-PIPE = "-"
-RANDOM_NOTE = "random weights: this is noise, not speech"
 
 EXAMPLES = f"""examples:
+  python -m mktts say "Good morning." --play
   python -m mktts say "Good morning." -o morning.wav
-  python -m mktts say "Good morning." -o morning.wav --checkpoint path/to/checkpoint --speaker vivian
+  python -m mktts say "Good morning." -o morning.mp3 --checkpoint path/to/checkpoint --speaker vivian
   python -m mktts say "Good morning." -o - | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
   cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
   python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
 
-With `-o -` raw PCM goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz.
-Ctrl-C or closing the pipe ends the generation."""
+The end of FILE's name is its format: .wav, .flac, .ogg, .opus, .mp3; a device or FIFO gets WAV. With `-o -` raw PCM
+goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz. --play needs the
+package sounddevice. Ctrl-C or closing the pipe ends the generation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="what to say; - reads it from standard input")
-    parser.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="a WAV file, or - for raw PCM on standard output"
-    )
+    where = parser.add_argument_group("where to, one of these or both")
+    where.add_argument("-o", "--output", metavar="FILE", help="an audio file, or - for raw PCM on standard output")
+    where.add_argument("--play", action="store_true", help="through the loudspeaker, while it is made")
     who = parser.add_argument_group("voice and manner")
     who.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
-    who.add_argument("--language", default="auto", help="default: %(default)s")
+    who.add_argument("--language", default="auto", help="that is spoken (`inspect` lists them; default: %(default)s)")
     who.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
     who.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
     who.add_argument("--ref-audio", type=Path, metavar="FILE", help="clone this recording, for a base checkpoint")
@@ -50,22 +52,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
-    how.add_argument("--max-frames", type=int, help="stop after this many frames")
+    how.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
     add_model_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
     from mktts.checkpoint import open_checkpoint
+    from mktts.synth.loudspeaker import Loudspeaker
     from mktts.synth.synthesizer import Synthesizer
 
-    text = sys.stdin.read() if arguments.text == PIPE else arguments.text
+    _check(arguments)
+    file = None if arguments.output in (None, PIPE) else Path(arguments.output)
+    text = text_of(arguments.text)
     if not text.strip():
         raise TextError("expected a text to say, found nothing but blanks")
-    check_output(arguments.output)
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    with ExitStack() as until_heard:
+        loudspeaker = until_heard.enter_context(Loudspeaker()) if arguments.play else None
+        checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+        request = _request(arguments, checkpoint)
+        chunks = []
+        with (
+            Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer,
+            synthesizer.stream(text, **request) as stream,
+        ):
+            for chunk in stream:
+                chunks.append(chunk)
+                if arguments.output == PIPE:
+                    sys.stdout.buffer.write(to_pcm16(chunk.pcm))
+                    sys.stdout.buffer.flush()
+                if loudspeaker:
+                    loudspeaker.play(chunk.pcm)
+            reason = stream.finish_reason
+        metrics = summarise(chunks)
+        if file is not None:
+            write_audio(file, np.concatenate([chunk.pcm for chunk in chunks]))
+    _report(metrics, reason, checkpoint)
+    asked_for = reason == "max_frames" and arguments.max_frames is not None
+    return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses at once what could only fail after the model has loaded or spoken."""
+    if arguments.output is None and not arguments.play:
+        raise MkttsError("nowhere to put the speech: expected -o FILE, -o - (a pipe) or --play")
+    if arguments.output not in (None, PIPE):
+        require_format(format_of(arguments.output))
+        require_writable(arguments.output)
+    if arguments.voice and arguments.ref_audio:
+        raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
+    if arguments.ref_text is not None and not arguments.ref_audio:
+        raise MkttsError("--ref-text is the text of --ref-audio, which is missing")
+
+
+def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The keyword arguments of Synthesizer.stream."""
     request = {
-        "speaker": arguments.speaker or next(iter(checkpoint.config.speakers), None),
+        "speaker": arguments.speaker or checkpoint.config.default_speaker,
         "language": arguments.language,
         "instruct": arguments.instruct,
         "voice": _voice(arguments, checkpoint),
@@ -75,55 +118,26 @@ def main(arguments: argparse.Namespace) -> int:
     }
     if arguments.max_frames is not None:
         request["max_frames"] = arguments.max_frames
-    with (
-        Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer,
-        synthesizer.stream(text, **request) as stream,
-    ):
-        chunks = list(_piped(stream) if arguments.output == PIPE else stream)
-        reason = stream.finish_reason
-    if arguments.output != PIPE:
-        from mktts.audio import write_wav
-
-        write_wav(Path(arguments.output), np.concatenate([chunk.pcm for chunk in chunks]))
-    _report(chunks, reason, checkpoint)
-    asked_for = reason == "max_frames" and arguments.max_frames is not None
-    return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
-
-
-def _piped(stream: Iterable[Chunk]) -> Iterator[Chunk]:
-    from mktts.audio import to_pcm16
-
-    for chunk in stream:
-        sys.stdout.buffer.write(to_pcm16(chunk.pcm))
-        sys.stdout.buffer.flush()
-        yield chunk
+    return request
 
 
 def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | None:
-    if arguments.voice and arguments.ref_audio:
-        raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
-    if arguments.ref_text and not arguments.ref_audio:
-        raise MkttsError("--ref-text is the text of --ref-audio, which is missing")
-    if not arguments.voice and not arguments.ref_audio:
-        return None
-    from mktts.model.voice import Voice
-    from mktts.synth.cloning import clone_voice
-
+    if arguments.ref_audio:
+        return recorded_voice(checkpoint, arguments.ref_audio, arguments.ref_text)
     if arguments.voice:
+        from mktts.model.voice import Voice
+
         return Voice.load(arguments.voice)
-    return clone_voice(checkpoint, arguments.ref_audio, None, arguments.ref_text)
+    if checkpoint.config.model_type == "base":
+        raise MkttsError(
+            "a base checkpoint has no speakers: expected --ref-audio RECORDING, best with --ref-text and what is said "
+            "in it, or --voice FILE, saved by `mktts voice`"
+        )
+    return None
 
 
-def check_output(output: str) -> None:
-    """Says at once, not after the generation, that a file cannot be written there."""
-    path = Path(output)
-    if output != PIPE and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise MkttsError(f"{output}: expected a file name in a folder that exists")
-
-
-def _report(chunks: list[Chunk], reason: str | None, checkpoint: Checkpoint) -> None:
-    metrics = summarise(chunks)
+def _report(metrics: StreamMetrics, reason: str | None, checkpoint: Checkpoint) -> None:
     line = f"{metrics.audio_s:.2f} s of audio, first PCM after {metrics.ttfc_ms:.0f} ms (cold), RTF {metrics.rtf:.2f}"
     print(line if reason == "eos" else f"{line}, ended by {reason}", file=sys.stderr)
     if checkpoint.is_random:
-        print(RANDOM_NOTE, file=sys.stderr)
+        print(RANDOM_WEIGHTS, file=sys.stderr)

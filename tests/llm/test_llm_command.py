@@ -6,11 +6,13 @@ import io
 
 import pytest
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.cli import main
 from mktts.llm.decoder import TextDecoder
 from mktts.model.sampling import Choice
 
-TEXT = ["text", "Hello world", "--device", "cpu", "--max-tokens", "6"]
+RANDOM = ["--checkpoint", "random:tiny"]
+TEXT = ["text", "Hello world", *RANDOM, "--device", "cpu", "--max-tokens", "6"]
 
 
 def test_the_continuation_goes_to_standard_output_and_its_timing_to_standard_error(capsys):
@@ -20,7 +22,7 @@ def test_the_continuation_goes_to_standard_output_and_its_timing_to_standard_err
         expected = decoder.generate("Hello world", choice=Choice(do_sample=False), max_tokens=6).read()
     assert captured.out == expected + "\n"
     assert "6 tokens" in captured.err and "ended by max_tokens" in captured.err
-    assert "random weights: these tokens mean nothing" in captured.err
+    assert RANDOM_WEIGHTS in captured.err
 
 
 def test_a_seed_repeats_and_standard_input_is_a_prompt(capsys, monkeypatch):
@@ -35,10 +37,10 @@ def test_a_seed_repeats_and_standard_input_is_a_prompt(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["text", ""], "at least one token"),
+        (["text", "", *RANDOM], "at least one token"),
         (["text", "Hi.", "--checkpoint", "absent-folder"], "absent-folder"),
-        (["text", "Hi.", "--backend", "megakernel", "--device", "cpu"], "megakernel"),
-        (["text", "Hi.", "--max-tokens", "0"], "max_tokens"),
+        (["text", "Hi.", *RANDOM, "--backend", "megakernel", "--device", "cpu"], "megakernel"),
+        (["text", "Hi.", *RANDOM, "--max-tokens", "0"], "max_tokens"),
     ],
     ids=["empty", "checkpoint", "backend", "tokens"],
 )

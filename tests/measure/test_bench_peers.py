@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MetricsError
 from mktts.measure.bench.runner import EXPECTED, measure, run_section, table
 from mktts.measure.bench.sections import SECTIONS, Settings, text_of, timed_frames
@@ -112,4 +113,4 @@ def test_a_small_run_gives_the_document_and_names_what_is_missing(monkeypatch):
         assert {"median", "p95", "n", "unit"} <= set(figure)
     figures = {name: document["figures"][name]["median"] for name in ("frame_ms", "talker_step_ms", "predictor_ms")}
     assert figures["frame_ms"] > max(figures["talker_step_ms"], figures["predictor_ms"])
-    assert "random weights: timing only" in table(document)
+    assert RANDOM_WEIGHTS in table(document)

@@ -63,6 +63,12 @@ def test_audible_ttfc_of_silence_is_none():
     assert summarise([chunk(1.0, level=QUIET)]).audible_ttfc_ms is None
 
 
+def test_audible_ttfc_finds_ten_milliseconds_that_two_chunks_share():
+    first, second = chunk(10.0, level=0.0), chunk(20.0)
+    first.pcm, second.pcm = first.pcm[:-120], np.concatenate((second.pcm[:600], first.pcm[:480]))
+    assert summarise([first, second]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 1_680 / SAMPLE_RATE_HZ)
+
+
 def test_no_audio_is_a_named_error():
     with pytest.raises(MetricsError, match="at least one chunk"):
         summarise([chunk(1.0, frames=0)])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from upstream_models import loaded
 
-from mktts.audio import write_wav
+from mktts.audio import write_audio
 from mktts.errors import VoiceError
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -45,7 +45,7 @@ def test_voice_is_bit_equal_to_upstreams_clone_prompt(upstream, tiny_base, rate_
 
 
 def test_a_file_gives_the_voice_upstream_makes_of_that_file(upstream, tiny_base, tmp_path):
-    path = write_wav(tmp_path / "r.wav", hum(30_000))
+    path = write_audio(tmp_path / "r.wav", hum(30_000))
     (expected,) = upstream.create_voice_clone_prompt(str(path), TEXT)
     voice = clone_voice(tiny_base, path, transcript=TEXT, dtype=upstream.model.dtype)
     assert torch.equal(voice.embedding, expected.ref_spk_embedding) and torch.equal(voice.codes, expected.ref_code)
@@ -80,7 +80,7 @@ def with_value(value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     "audio, rate_hz, found",
     [
-        (np.zeros(9600, np.float32), SAMPLE_RATE_HZ, "silent: its peak is -inf"),
+        (np.zeros(9600, np.float32), SAMPLE_RATE_HZ, "silent.* its peak is -inf"),
         (hum(9600) * 1e-4, SAMPLE_RATE_HZ, "silent"),
         (np.zeros(0, np.float32), SAMPLE_RATE_HZ, "got 0 samples"),
         (with_value(np.nan), SAMPLE_RATE_HZ, "NaN"),
@@ -115,7 +115,7 @@ def test_other_mistakes_are_refused_by_name(tiny_base, tiny, tmp_path):
         clone_voice(tiny, hum(9600), SAMPLE_RATE_HZ)
     with pytest.raises(VoiceError, match="empty text"):
         clone_voice(tiny_base, hum(9600), SAMPLE_RATE_HZ, " ")
-    path = write_wav(tmp_path / "r.wav", hum(9600))
+    path = write_audio(tmp_path / "r.wav", hum(9600))
     with pytest.raises(VoiceError, match="the file says 24000 Hz, the call 8000"):
         clone_voice(tiny_base, path, 8000)
 

@@ -209,6 +209,7 @@ def test_stages_and_the_rest_add_up_to_the_time_per_frame():
 def test_repeats_become_medians_sums_and_skip_silent_utterances():
     recorded = report.over_repeats([metrics(ttfc_ms=40.0), metrics(ttfc_ms=60.0, audible_ttfc_ms=None)])
     assert recorded["ttfc_ms_median"] == 50.0 and recorded["audible_ttfc_ms_median"] == 130.0
+    assert recorded["never_audible"] == 1
     assert recorded["underruns"] == 2 and recorded["repeats"] == 2 and recorded["frame_ms"] == 40.0
 
 

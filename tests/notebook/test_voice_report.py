@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mktts.audio import write_wav
+from mktts.audio import write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CheckpointError
 from mktts.notebook import voice_report
@@ -71,7 +71,7 @@ def run(tmp_path, tiny):
     listen.mkdir()
     for row in INDEX:
         for who in ("teacher", "student"):
-            write_wav(listen / f"{row['name']}_{who}.wav", np.zeros(2_400, np.float32))
+            write_audio(listen / f"{row['name']}_{who}.wav", np.zeros(2_400, np.float32))
     for name, content in {
         "listen/index.json": INDEX,
         "evaluation.json": EVALUATION,

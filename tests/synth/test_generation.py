@@ -14,7 +14,7 @@ from fakes import FakeBackend, FakeCodec, fake_model
 from mktts.codec.decoder import CodecDecoder
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.spec import AUDIBLE_DBFS, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
 from mktts.speech.utterance import MAX_SEGMENT_FRAMES
@@ -265,14 +265,13 @@ def test_a_voice_is_heard_once_for_many_utterances():
 
 
 @pytest.mark.parametrize("silent", [0, 1, 5])
-def test_the_silent_lead_is_left_out_but_for_ten_milliseconds(silent):
+def test_the_silent_lead_is_left_out_but_for_forty_milliseconds(silent):
     model = fake_model(codec=FakeCodec(silent_frames=silent))
     whole = pcm_of(run(generation(model, max_frames=12)))
     trimmed_model = fake_model(codec=FakeCodec(silent_frames=silent))
     utterance = generation(trimmed_model, options=replace(OFF, trim_lead=True), max_frames=12)
     chunks = run(utterance)
-    audible = int(np.argmax(np.abs(whole) > 10 ** (AUDIBLE_DBFS / 20)))
-    start = max(0, audible - SAMPLE_RATE_HZ // 100)
+    start = max(0, silent * SAMPLES_PER_FRAME - SAMPLE_RATE_HZ * 40 // 1_000)
     assert np.array_equal(pcm_of(chunks), whole[start:])
     assert chunks[0].start_s == pytest.approx(start / SAMPLE_RATE_HZ)
     assert sum(chunk.frames for chunk in chunks) == len(utterance.codes) == 12
@@ -280,7 +279,7 @@ def test_the_silent_lead_is_left_out_but_for_ten_milliseconds(silent):
     assert [chunk.frames for chunk in chunks] == [silent + 1, 1, 2, 4, 8][: len(chunks) - 1] + [chunks[-1].frames]
 
 
-def test_ten_milliseconds_are_kept_across_the_edge_of_a_frame():
+def test_forty_milliseconds_are_kept_across_the_edge_of_a_frame_and_a_click_is_silence():
     """The first audible sample is the first of frame 2, so what is kept before it was decoded with frame 1."""
 
     class Loud(FakeCodec):
@@ -288,11 +287,13 @@ def test_ten_milliseconds_are_kept_across_the_edge_of_a_frame():
             pcm = super().decode(codes, state) * 0
             if state.frames > 2:
                 pcm[:] = 0.5
+            elif state.frames == 1:
+                pcm[..., :48] = 10 ** (-51 / 20)  # the click that the shipped voice begins with
             return pcm
 
     utterance = generation(fake_model(codec=Loud()), options=replace(OFF, trim_lead=True), max_frames=4)
     first = run(utterance)[0]
-    kept = SAMPLE_RATE_HZ // 100
+    kept = SAMPLE_RATE_HZ * 40 // 1_000
     assert first.pcm.tolist() == [0.0] * kept + [0.5] * SAMPLES_PER_FRAME
     assert first.start_s == pytest.approx((2 * SAMPLES_PER_FRAME - kept) / SAMPLE_RATE_HZ)
 

@@ -131,7 +131,7 @@ def test_a_student_that_fails_every_line():
     assert found["end"]["which"][0] == {"text": "b is it", "speaker": "rms", "seed": 1}
     assert found["lead_ms"]["above_limit"] == 12 and 250 <= found["lead_ms"]["max"] < 252
     assert found["speakers"]["student_accuracy"] == pytest.approx(1 / 3)
-    found["speed"] = {"rtf": {"median": 0.6}, "audible_ttfc_ms": {"median": 260.0}}
+    found["speed"] = {"rtf": {"median": 0.6}, "audible_ttfc_ms": {"median": 260.0}, "never_audible": 0}
     failed = quality.lines(found)
     assert len(failed) == 7 and not any(line["met"] for line in failed.values())
 

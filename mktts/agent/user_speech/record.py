@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mktts.agent.user_speech import TEXTS, USER_RATE_HZ, recording
-from mktts.audio import write_wav
+from mktts.audio import write_audio
 from mktts.errors import AgentError
 
 _VOICE = "rms"
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
                 pcm = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
             loud = np.flatnonzero(np.abs(pcm) > _SILENT)
             pcm = pcm[loud[0] : loud[-1] + 1]  # the end of the file is the end of speech, for latencies
-            path = write_wav(recording(text), pcm * (_PEAK / np.abs(pcm).max()), USER_RATE_HZ)
+            path = write_audio(recording(text), pcm * (_PEAK / np.abs(pcm).max()), USER_RATE_HZ)
             print(f"{path.name}: {len(pcm) / USER_RATE_HZ:.2f} s, {path.stat().st_size} bytes")
     return 0
 

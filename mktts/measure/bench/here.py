@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.measure.bench import runner as bench_peers
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 CHECKPOINT = "random:tiny"
 FULL_CODEC = "random:tiny:custom_voice:full-codec"
-RANDOM = "random weights: timing only"
 
 # Runs in a process of its own, so that the peak is that of loading and nothing else.
 LOAD = """
@@ -138,16 +138,19 @@ def measure_streams(
     from mktts.speech.options import StreamOptions
 
     found: dict[str, list[float]] = defaultdict(list)
+    never_audible = 0
     options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
     synthesizer.warm_up()
     for seed in range(repeats):
         stream = synthesizer.stream(text, speaker=speaker, seed=seed, max_frames=frames, options=options)
         metrics = summarise(list(stream))
+        never_audible += metrics.audible_ttfc_ms is None
         for name in STREAM_UNITS:
             value = getattr(metrics, name)
             if value is not None:
                 found[name].append(value)
-    return {name: _figure(values, STREAM_UNITS[name]) for name, values in found.items()}
+    figures = {name: _figure(values, STREAM_UNITS[name]) for name, values in found.items()}
+    return figures | {"never_audible": _figure([never_audible], "streams")}
 
 
 STREAM_UNITS = {
@@ -202,7 +205,7 @@ def table(document: dict[str, Any]) -> str:
         ),
     ]
     if settings["random_weights"] or settings.get("codec_random_weights"):
-        lines.append(RANDOM)
+        lines.append(RANDOM_WEIGHTS)
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>5}  unit"]
     for name, figure in document["figures"].items():
         scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)

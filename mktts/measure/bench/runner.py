@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench.peers import versions
@@ -168,7 +169,7 @@ def table(document: dict[str, Any]) -> str:
         ),
     ]
     if settings.get("random_weights", True):
-        lines.append("random weights: timing only")
+        lines.append(RANDOM_WEIGHTS)
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():
         lines.append(f"{name:32}{figure['median']:>12,.3f}{figure['p95']:>12,.3f}{figure['n']:>6}  {figure['unit']}")

@@ -31,7 +31,7 @@ SPEAKERS = ("slt", "rms", "awb")
 TEACHER_RATE_HZ = 16_000
 _HALF_TAPS = 144  # of the resampler's low pass
 _CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
-_AUDIBLE = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
+_LOUD = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
 _KEPT_MS = 80  # of silence at either end: the student's lead must stay under 200 ms
 _CLIPS_PER_SHARD = 200
 
@@ -72,7 +72,7 @@ def resampled(pcm: np.ndarray) -> np.ndarray:
 
 def trimmed(pcm: np.ndarray) -> np.ndarray:
     """24 kHz audio with at most 80 ms below -40 dBFS at either end. Raises AudioError where all of it is."""
-    loud = np.flatnonzero(np.abs(pcm) > _AUDIBLE)
+    loud = np.flatnonzero(np.abs(pcm) > _LOUD)
     if not len(loud):
         raise AudioError("expected speech from the teacher, got silence: the text may have no word in it")
     kept = SAMPLE_RATE_HZ * _KEPT_MS // 1000

@@ -177,7 +177,7 @@ def listen_tasks(known: Sequence[str], speakers: Sequence[str], seed: int, folde
 def speed_figures(
     checkpoint: str, device: str, texts: Sequence[str], speakers: Sequence[str], count: int, layout: str | None
 ) -> Figures:
-    """RTF and audible TTFC (mktts.measure.metrics) of `count` warm streams, one at a time, alone on the machine."""
+    """RTF and audible TTFC (mktts.speech.metrics) of `count` warm streams, one at a time, alone on the machine."""
     import torch
 
     from mktts.synth import Synthesizer
@@ -191,12 +191,11 @@ def speed_figures(
             found.append(summarise(synthesizer.stream(texts[i % len(texts)], speaker=speaker, seed=i, layout=layout)))
         threads = default_cpu_threads(synthesizer.checkpoint) or torch.get_num_threads()
     audible = [m.audible_ttfc_ms for m in found if m.audible_ttfc_ms is not None]
-    if not audible:
-        raise MetricsError("expected audible speech, got silence in every timed stream")
     return {
         "rtf": percentiles(m.rtf for m in found),
         "ttfc_ms": percentiles(m.ttfc_ms for m in found),
-        "audible_ttfc_ms": percentiles(audible),
+        "audible_ttfc_ms": percentiles(audible) if audible else None,
+        "never_audible": count - len(audible),
         "underruns": sum(m.underruns for m in found),
         "backend": "torch",
         "device": device,

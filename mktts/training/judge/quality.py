@@ -74,7 +74,7 @@ def end_figures(spoken: Sequence[Measured]) -> Figures:
 
 
 def lead_figures(spoken: Sequence[Measured]) -> Figures:
-    """Silence before the first audible sample, in ms. `silent`: utterances with no audible sample at all."""
+    """Silence before the first audible 10 ms, in ms. `silent`: utterances that are never audible."""
     leads = [m.lead_ms for m in spoken if m.lead_ms is not None]
     return {
         **(percentiles(leads) if leads else {}),
@@ -131,7 +131,8 @@ def lines(figures: Figures) -> dict[str, Figures]:
     found["lead_ms_max"] = _line(None if lead["silent"] else lead["max"], LEAD_MS)
     if "speed" in figures:
         found["rtf_median"] = _line(figures["speed"]["rtf"]["median"], RTF)
-        found["audible_ttfc_ms_median"] = _line(figures["speed"]["audible_ttfc_ms"]["median"], AUDIBLE_TTFC_MS)
+        audible = None if figures["speed"]["never_audible"] else figures["speed"]["audible_ttfc_ms"]["median"]
+        found["audible_ttfc_ms_median"] = _line(audible, AUDIBLE_TTFC_MS)
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.audio import first_audible_sample, write_wav
+from mktts.audio import first_audible_sample, write_audio
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.measure.recogniser import MODES, Recogniser
@@ -73,7 +73,7 @@ class Measured:
     task: Task
     finish: str | None = None
     audio_s: float = 0.0
-    lead_ms: float | None = None  # to the first sample above -60 dBFS; None where there is none
+    lead_ms: float | None = None  # to the first audible 10 ms (mktts.audio); None where there are none
     words: int = 0
     voices: dict[str, Voice] = field(default_factory=dict)
     embedding: np.ndarray | None = None
@@ -121,8 +121,8 @@ class Judge:
             return Measured(task, embedding=embedding(self.teacher(task.text, task.speaker)))
         spoken = self.student(task.text, task.speaker, task.seed, False)
         if task.listen:
-            write_wav(f"{task.listen}_teacher.wav", self.teacher(task.text, task.speaker))
-            write_wav(f"{task.listen}_student.wav", spoken.pcm)
+            write_audio(f"{task.listen}_teacher.wav", self.teacher(task.text, task.speaker))
+            write_audio(f"{task.listen}_student.wav", spoken.pcm)
             return Measured(task)
         first = first_audible_sample(spoken.pcm)
         return Measured(

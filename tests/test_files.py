@@ -1,0 +1,96 @@
+"""What `write_whole` does to the things that stand at a path: files, links, FIFOs, devices."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from mktts.common import require_writable, write_whole
+from mktts.errors import MkttsError
+
+DATA = b"whole" * 50_000  # more than a FIFO holds
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
+    (tmp_path / "file").write_bytes(b"before")
+    assert write_whole(tmp_path / "file", DATA).read_bytes() == DATA
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("target_is_there", [True, False])
+def test_a_link_stays_and_its_target_is_replaced_whole(tmp_path, target_is_there):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    if target_is_there:
+        target.write_bytes(b"before")
+        kept = target.open("rb")  # a reader of the old file goes on reading the old file
+    link.symlink_to("folder/target")
+    write_whole(link, DATA)
+    assert link.is_symlink() and target.read_bytes() == DATA and not target.is_symlink()
+    assert os.listdir(tmp_path / "folder") == ["target"]
+    if target_is_there:
+        with kept:
+            assert kept.read() == b"before"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_fifo_stays_and_its_reader_gets_all(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    write_whole(fifo, DATA)
+    reader.join(10)
+    assert read == [DATA] and stat.S_ISFIFO(fifo.stat().st_mode) and os.listdir(tmp_path) == ["fifo"]
+
+
+def test_a_device_stays_a_device(tmp_path):
+    null, link = tmp_path / "null", tmp_path / "link"
+    try:
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        null.write_bytes(b"")
+    except OSError as error:
+        pytest.skip(f"no device nodes here: {error}")
+    link.symlink_to(null)
+    for path in (null, link):
+        require_writable(path)
+        write_whole(path, DATA)
+    assert stat.S_ISCHR(null.stat().st_mode) and link.is_symlink() and set(os.listdir(tmp_path)) == {"null", "link"}
+
+
+def test_what_cannot_be_written_is_refused_by_name_and_nothing_is_touched(tmp_path):
+    (tmp_path / "there").write_bytes(b"before")
+    (tmp_path / "lost").symlink_to("absent/target")
+    for path, message in (
+        (tmp_path, "found a folder"),
+        (tmp_path / "absent" / "file", "in a folder that exists"),
+        (tmp_path / "lost", "in a folder that exists"),
+        (tmp_path / "there" / "file", "in a folder that exists"),
+    ):
+        with pytest.raises(MkttsError, match=message):
+            require_writable(path)
+    require_writable(tmp_path / "new")
+    require_writable(tmp_path / "there")
+    assert set(os.listdir(tmp_path)) == {"there", "lost"} and (tmp_path / "there").read_bytes() == b"before"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_file_and_folder_are_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "file").chmod(0o444)
+    with pytest.raises(MkttsError, match="file that may be written"):
+        require_writable(tmp_path / "file")
+    tmp_path.chmod(0o555)
+    with pytest.raises(MkttsError, match="can be written to"):
+        require_writable(tmp_path / "new")
+    tmp_path.chmod(0o755)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc here")
+def test_a_folder_in_which_even_root_makes_no_files_is_refused():
+    with pytest.raises(MkttsError, match="can be written to"):
+        require_writable("/proc/new.wav")
