@@ -11,6 +11,7 @@ import torch
 
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_tensors
+from mktts.cli import main
 from mktts.errors import AudioError, CheckpointError, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec import fit as codec_fit
@@ -229,10 +230,10 @@ def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, cap
     monkeypatch.setattr(evaluate, "LISTEN_SENTENCES", 1)
     monkeypatch.setattr(evaluate, "held_out", lambda: ["Yes.", "No.", "Go.", "Stop.", "Run.", "It."])
     (tmp_path / "codec.json").write_text('{"distortion_db": 3.5}')
-    given = f"--checkpoint {untrained} --output {tmp_path}/record.json --sentences 2 --eos 3 --speed 2 --workers 2"
-    given += f" --speakers slt,rms --teacher-cache {tmp_path}/cache --listen {tmp_path}/wav"
+    given = f"train evaluate --checkpoint {untrained} --output {tmp_path}/record.json --sentences 2 --eos 3"
+    given += f" --speed 2 --workers 2 --speakers slt,rms --teacher-cache {tmp_path}/cache --listen {tmp_path}/wav"
     given += f" --codec-figures {tmp_path}/codec.json"
-    assert evaluate.main(given.split()) == 0
+    assert main(given.split()) == 0
     document = json.loads((tmp_path / "record.json").read_text())
     rows = document.pop("utterances")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document

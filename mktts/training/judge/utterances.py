@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.audio import first_audible_sample, write_wav
+from mktts.audio import first_audible_sample, from_pcm16, to_pcm16, write_wav
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.measure.recogniser import MODES, Recogniser
@@ -29,7 +29,6 @@ from mktts.training.judge.speakers import embedding, median_f0_hz
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
 
-_FULL_SCALE = 32_768
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -88,7 +87,7 @@ class Setup:
     device: str = "cpu"
     layout: str | None = None
     teacher_cache: Path | None = None
-    codec_state: Path | None = None  # file of codec_fit or codec_train: its copy of the teacher is measured too
+    codec_state: Path | None = None  # of `train fit` or `train codec`: its copy of the teacher is measured too
     codec_audio: Path | None = None  # the same from files, named as in the teacher's cache
 
     def judge(self) -> Judge:
@@ -203,14 +202,14 @@ def cached(folder: Path | None, text: str, speaker: str, speak: Callable[[str, s
     path = cache_path(folder, text, speaker)
     if not path.exists():
         data = io.BytesIO()
-        np.save(data, np.clip(np.rint(speak(text, speaker) * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype("<i2"))
+        np.save(data, np.frombuffer(to_pcm16(speak(text, speaker)), "<i2"))
         write_whole(path, data.getvalue())
     return _read(path)
 
 
 def _read(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False).astype(np.float32) / _FULL_SCALE
+        return from_pcm16(np.load(path, allow_pickle=False))
     except (OSError, ValueError) as error:
         raise AudioError(f"{path}: expected int16 audio at 24 kHz as .npy, but: {error}") from None
 
