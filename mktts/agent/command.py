@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
-from mktts.server.command import add_address_arguments, read_key
+from mktts.server import add_address_arguments, read_key, url_of
 
 if TYPE_CHECKING:
     from mktts.agent.settings import AgentSettings
@@ -99,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
-    from mktts.agent.serve import PageServer, bind, url_of
+    from mktts.agent.serve import PageServer, bind
     from mktts.agent.web import create_app
 
     key = read_key(arguments.api_key_file)

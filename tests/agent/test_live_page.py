@@ -17,8 +17,8 @@ import pytest
 from agent_picture import SPOKEN, visit
 from chromium import FOREIGN_HOST, NAMES, binary, chromium
 from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S, page_bot
+from running import running_agent
 
-from mktts.agent.serve import serving
 from mktts.agent.settings import AgentSettings
 from mktts.agent.web import has_webrtc
 
@@ -326,7 +326,7 @@ async def test_a_piece_of_audio_that_is_late_is_counted_and_the_next_start_is_la
 @needs_chromium
 async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
     """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""
-    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+    with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with visit(tmp_path, url) as page:
             said = "[...document.querySelectorAll('#captions .user .said')].map(s => s.textContent)"
             assert await page.js(said) == [text for _, text in SPOKEN]
@@ -352,7 +352,7 @@ async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
     energy = (
         "peer.getStats().then(all => [...all.values()].some(s => s.type === 'inbound-rtp' && s.totalAudioEnergy > 0))"
     )
-    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+    with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with browser.tab(url) as page:
             await page.js(spy)
             await page.js("document.querySelector('#transport').value = 'webrtc'")
