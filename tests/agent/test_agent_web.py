@@ -12,6 +12,7 @@ from contextlib import suppress
 import httpx
 import pytest
 import websockets
+from absent import needs
 from pipecat.frames.frames import (
     InputAudioRawFrame,
     InputTransportMessageFrame,
@@ -28,6 +29,7 @@ from mktts.agent.websocket import PcmSerializer
 from mktts.errors import ServerError
 from mktts.spec import SAMPLE_RATE_HZ
 
+pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
 SETTINGS = AgentSettings(checkpoint="random:tiny", turn_end="timeout", seed=1)
 KEY = "let-me-in"
 PIECE_S = 0.02

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from absent import needs
 
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_tensors
@@ -165,6 +166,7 @@ def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
         evaluate.plan(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
 
 
+@needs("pocketsphinx")
 def test_words_out_of_the_dictionary_are_named():
     known, unknown = evaluate.sorted_out(["The dog barks.", "A zzyzxq barks.", "Yes."])
     assert sorted(known) == ["The dog barks.", "Yes."] and unknown == [("A zzyzxq barks.", ["zzyzxq"])]
@@ -221,6 +223,7 @@ def untrained(tmp_path_factory):
 
 
 @pytest.mark.slow  # two processes each load the recogniser and torch
+@needs("pocketsphinx")
 def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, capsys):
     program = tmp_path / "flite"
     program.write_text(STAND_IN.format(python=sys.executable))
