@@ -104,7 +104,7 @@ def figures(student, count: int = 12) -> dict:
     texts = [f"{word} is it" for word in "abcdefghijkl"][:count]
     tasks = [Task(text, speakers[i % 3], i, judged=True) for i, text in enumerate(texts)]
     clips = {s: [judge.run(Task(t, s, 0, centroid=True)).embedding for t in ("ab", "abcdefgh")] for s in speakers}
-    return quality.record([judge.run(task) for task in tasks], Centroids.of(clips))
+    return quality.all_figures([judge.run(task) for task in tasks], Centroids.of(clips))
 
 
 def test_the_teacher_as_its_own_student():
@@ -155,7 +155,7 @@ def test_nearest_centroid():
 
 def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     known, unknown = [f"s{i}" for i in range(90)], [("odd one", ["odd"])]
-    tasks = evaluate.plan(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
+    tasks = evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
     judged, centroids = ([t for t in tasks if getattr(t, name)] for name in ("judged", "centroid"))
     assert len(judged) == 30 and len(centroids) == 60 and not {t.text for t in judged} & {t.text for t in centroids}
     assert all(t.greedy for t in judged)
@@ -163,7 +163,7 @@ def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     assert len({(t.text, t.speaker) for t in spoken}) == len({t.seed for t in spoken}) == 120
     assert {sum(t.speaker == s for t in judged) for s in ("slt", "rms", "awb")} == {10}
     with pytest.raises(MetricsError, match="1 to 30"):
-        evaluate.plan(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
+        evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
 
 
 @needs("pocketsphinx")

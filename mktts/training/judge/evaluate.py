@@ -24,7 +24,7 @@ from mktts.measure.word_errors import words
 from mktts.speech.metrics import summarise
 from mktts.training.data.teacher import SPEAKERS
 from mktts.training.data.texts import held_out
-from mktts.training.judge.quality import Figures, lines, record
+from mktts.training.judge.quality import Figures, all_figures, lines
 from mktts.training.judge.speakers import Centroids
 from mktts.training.judge.utterances import Measured, Setup, Task, measure
 
@@ -83,7 +83,7 @@ def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool 
     ends = 0 if given.quick else given.eos
     speakers = tuple(given.speakers.split(","))
     known, unknown = sorted_out(held_out())
-    tasks = plan(known, unknown, speakers, sentences, ends, given.seed, given.greedy)
+    tasks = judging_tasks(known, unknown, speakers, sentences, ends, given.seed, given.greedy)
     listening = listen_tasks(known, speakers, given.seed, given.listen) if given.listen else []
     setup = Setup(
         given.checkpoint,
@@ -116,7 +116,7 @@ def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool 
             "left_out_words": sorted({word for _, missing in unknown for word in missing}),
             "left_out_sentences": len(unknown),
         },
-        **record([m for m in measured if m.embedding is None], Centroids.of(embeddings)),
+        **all_figures([m for m in measured if m.embedding is None], Centroids.of(embeddings)),
     }
     document["settings"]["measured_s"] = round(time.perf_counter() - started_s, 1)
     if given.codec_figures:
@@ -138,7 +138,7 @@ def sorted_out(sentences: Sequence[str]) -> tuple[list[str], list[tuple[str, lis
     return known, [(text, lacking) for text, lacking in missing.items() if lacking]
 
 
-def plan(
+def judging_tasks(
     known: Sequence[str],
     unknown: Sequence[tuple[str, list[str]]],
     speakers: Sequence[str],

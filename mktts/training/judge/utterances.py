@@ -54,7 +54,7 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Voice:
+class Rendering:
     """One rendering of a sentence beside the teacher's. errors and heard by recogniser mode."""
 
     audio_s: float
@@ -74,7 +74,7 @@ class Measured:
     audio_s: float = 0.0
     lead_ms: float | None = None  # to the first sample above -60 dBFS; None where there is none
     words: int = 0
-    voices: dict[str, Voice] = field(default_factory=dict)
+    voices: dict[str, Rendering] = field(default_factory=dict)
     embedding: np.ndarray | None = None
 
 
@@ -133,19 +133,19 @@ class Judge:
             voices=self._voices(task, spoken) if task.judged else {},
         )
 
-    def _voices(self, task: Task, spoken: Spoken) -> dict[str, Voice]:
+    def _voices(self, task: Task, spoken: Spoken) -> dict[str, Rendering]:
         truth = self.teacher(task.text, task.speaker)
         renderings = {"teacher": truth, "student": spoken.pcm}
         if self.codec:
             renderings["codec"] = self.codec(task.text, task.speaker, truth)
         if task.greedy:
             renderings["greedy"] = self.student(task.text, task.speaker, task.seed, True).pcm
-        return {name: self._voice(task.text, pcm, truth) for name, pcm in renderings.items()}
+        return {name: self._rendering(task.text, pcm, truth) for name, pcm in renderings.items()}
 
-    def _voice(self, text: str, pcm: np.ndarray, truth: np.ndarray) -> Voice:
+    def _rendering(self, text: str, pcm: np.ndarray, truth: np.ndarray) -> Rendering:
         heard = {mode: self.recognisers[mode].hear(pcm) for mode in MODES}
         f0_hz = median_f0_hz(pcm)
-        return Voice(
+        return Rendering(
             audio_s=len(pcm) / SAMPLE_RATE_HZ,
             errors={mode: errors_by_sound(text, heard[mode], self.recognisers[mode].sound) for mode in MODES},
             heard=heard,
