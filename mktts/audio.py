@@ -36,6 +36,13 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
     return np.rint(np.clip(_checked(pcm), -1, 1) * _FULL_SCALE).astype("<i2").tobytes()
 
 
+def from_pcm16(samples: bytes | np.ndarray) -> np.ndarray:
+    """float32 in [-1, 1), of the same shape, of signed 16-bit samples: int16, or little-endian bytes."""
+    if isinstance(samples, bytes):
+        samples = np.frombuffer(samples, "<i2")
+    return samples.astype(np.float32) / np.float32(2**15)
+
+
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
     """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path.
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from chromium import Tab, binary, chromium
 from loguru import logger
+from running import running_agent
 
 from mktts.agent import user_speech
-from mktts.agent.serve import serving
 from mktts.agent.settings import AgentSettings
 
 # seconds of silence, then what the user says; "stop please" comes while the story is told
@@ -64,7 +64,7 @@ async def visit(folder: Path, url: str) -> AsyncIterator[Tab]:
 
 
 async def _picture(path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder, serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+    with tempfile.TemporaryDirectory() as folder, running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with visit(Path(folder), url) as page:
             path.parent.mkdir(parents=True, exist_ok=True)
             await page.picture(path)

@@ -18,8 +18,7 @@ from fastapi.staticfiles import StaticFiles
 
 import mktts
 from mktts.audio import to_pcm16
-from mktts.server.limits import Limits
-from mktts.server.process import listen
+from mktts.server import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from running import running
+
 from mktts.checkpoint import Checkpoint
 from mktts.model.voice import Voice
-from mktts.server.limits import Limits
-from mktts.server.process import serving
+from mktts.server import Limits, listen
+from mktts.server.process import Server
 from mktts.server.studio import Studio
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
@@ -97,12 +99,15 @@ def served(
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
     studio = Studio(watched, limits, voices)
-    with serving(studio, **access) as url:
+    with (
+        listen("127.0.0.1", 0, studio.limits) as bound,
+        running(Server(studio, **access), bound) as url,
+    ):
         yield Served(url, studio, watched)
 
 
 def first_speaker(checkpoint: Checkpoint) -> str:
-    return next(iter(checkpoint.config.speakers))
+    return checkpoint.config.default_speaker
 
 
 def until(condition: Callable[[], object], what: str) -> None:

@@ -78,6 +78,20 @@ def test_the_ground_imports_nothing_but_the_ground(name):
     assert {room(found) for found in imports(PACKAGE / f"{name}.py")} <= GROUND
 
 
+def test_only_the_command_line_names_training_and_that_by_its_modules_names():
+    outside = [path for path in FILES if room(module(path)) != "training"]
+    named = {module(path) for path in outside if "mktts.training." in _strings(path)}
+    assert named == {"mktts.cli"}
+
+
+def _strings(path: Path) -> str:
+    """What a program could import by: every string in `path` but docstrings, and every module that it imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in said]
+    return "\n".join([*(value for value in strings if isinstance(value, str)), *imports(path)])
+
+
 def test_no_circle_between_files():
     try:
         TopologicalSorter({name: set(imports(path)) - {name} for name, path in MODULES.items()}).prepare()

@@ -20,6 +20,7 @@ from pipecat.transports.base_transport import TransportParams
 from pipecat.transports.websocket.fastapi import FastAPIWebsocketParams
 
 from mktts.agent.conversation import build
+from mktts.agent.ears import find_ears
 from mktts.agent.settings import AgentSettings, from_environment
 
 _AUDIO = {"audio_in_enabled": True, "audio_out_enabled": True}
@@ -80,7 +81,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Says what the bot is made of and hands over to Pipecat's runner, which finds `bot` in the module it started."""
     from pipecat.runner import run
 
-    for line in from_environment().describe():
+    settings = from_environment()
+    find_ears(settings)
+    for line in settings.describe():
         print(line)
     sys.modules["__main__"].bot = bot
     sys.argv = ["mktts agent bot", *arguments.runner]

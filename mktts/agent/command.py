@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
-from mktts.server.command import add_address_arguments, read_key
+from mktts.server import add_address_arguments, read_key, url_of
 
 if TYPE_CHECKING:
     from mktts.agent.settings import AgentSettings
@@ -69,10 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
-    try:
-        from mktts.agent.settings import from_environment
-    except ImportError as error:
-        raise BackendUnavailable(f"the agent needs more packages: pip install -r requirements.txt ({error})") from None
+    _need_packages(page=arguments.scripted is None and arguments.transport != "local")
+    from mktts.agent.settings import from_environment
+
     settings = from_environment(
         checkpoint=arguments.checkpoint,
         revision=arguments.revision,
@@ -90,28 +89,43 @@ def main(arguments: argparse.Namespace) -> int:
     _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
     if arguments.scripted is not None:
         return _scripted(settings, arguments.scripted)
-    told = sys.stderr if arguments.handshake else sys.stdout
     for line in settings.describe():
-        print(line, file=told, flush=True)
+        print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     if arguments.transport == "local":
         return _local(settings)
     return _page(settings, arguments)
 
 
+def _need_packages(*, page: bool) -> None:
+    """Raises BackendUnavailable by the name of the package that is missing."""
+    try:
+        import mktts.agent.conversation  # noqa: F401
+
+        if page:
+            import mktts.agent.serve
+            import mktts.agent.web  # noqa: F401
+    except ModuleNotFoundError as error:
+        name = (error.name or "mktts").split(".")[0]
+        if name == "mktts":
+            raise
+        package = {"pipecat": "pipecat-ai"}.get(name, name)
+        raise BackendUnavailable(f"the agent needs the package {package}: pip install -r requirements.txt") from None
+
+
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
-    from mktts.agent.serve import PageServer, bind, url_of
+    from mktts.agent.serve import PageServer, bind
     from mktts.agent.web import create_app
 
     key = read_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, key) as bound:
         address = f"{url_of(bound)}/"
 
-        def tell() -> None:
+        def print_address() -> None:
             open_line = f"open {address}{'?key=KEY' if key else ''}"
             print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
 
         app = create_app(settings, key, arguments.allow_origin, transport=arguments.transport)
-        server = PageServer(app, on_started=tell)
+        server = PageServer(app, on_started=print_address)
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         server.run([bound])

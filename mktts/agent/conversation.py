@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+try:
+    import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "mktts.agent needs the package pipecat-ai: pip install -r requirements.txt", name="pipecat"
+    ) from None
+
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import EndFrame, TTSSpeakFrame
 from pipecat.observers.base_observer import BaseObserver

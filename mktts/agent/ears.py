@@ -26,13 +26,20 @@ _WARM_UP_S = 0.5
 
 def make_ears(settings: AgentSettings) -> STTService:
     """The service that `settings` name. Raises AgentError where its package is missing."""
-    if settings.ears == "deepgram":
-        try:
-            from pipecat.services.deepgram.stt import DeepgramSTTService
-        except ImportError as error:
-            raise AgentError(f"Deepgram needs the package deepgram-sdk: {error}") from None
-        return DeepgramSTTService(api_key=settings.deepgram_key)
-    return PocketsphinxSTTService()
+    service = find_ears(settings)
+    return service() if settings.ears == "pocketsphinx" else service(api_key=settings.deepgram_key)
+
+
+def find_ears(settings: AgentSettings) -> type[STTService]:
+    """The class of that service, so that a missing package shows before a model is loaded. Raises as `make_ears`."""
+    if settings.ears == "pocketsphinx":
+        _decoder_class()
+        return PocketsphinxSTTService
+    try:
+        from pipecat.services.deepgram.stt import DeepgramSTTService
+    except ImportError as error:
+        raise AgentError(f"the ears are to be Deepgram, which needs the package deepgram-sdk: {error}") from None
+    return DeepgramSTTService
 
 
 @dataclass
@@ -59,8 +66,9 @@ class PocketsphinxSTTService(SegmentedSTTService):
             **kwargs: Additional arguments passed to the parent ``SegmentedSTTService``.
 
         Raises:
-            AgentError: Without the package, or with a grammar that it cannot read.
+            AgentError: Without the package pocketsphinx.
         """
+        _decoder_class()
         default_settings = self.Settings(model="en-us", language=Language.EN)
         if settings is not None:
             default_settings.apply_update(settings)
@@ -83,6 +91,9 @@ class PocketsphinxSTTService(SegmentedSTTService):
 
         Args:
             setup: Configuration object containing setup parameters.
+
+        Raises:
+            AgentError: With a grammar that pocketsphinx cannot read.
         """
         await super().setup(setup)
         self._decoder = await asyncio.to_thread(make_decoder, self._jsgf, self.sample_rate)
@@ -113,13 +124,20 @@ class PocketsphinxSTTService(SegmentedSTTService):
         """What tracing records."""
 
 
-def make_decoder(jsgf: str, sample_rate_hz: int) -> Any:
-    """A pocketsphinx decoder for a grammar. Raises AgentError without the package, or for a grammar it cannot read."""
+def _decoder_class() -> Any:
     try:
         from pocketsphinx import Decoder
     except ImportError as error:
-        raise AgentError(f"the offline ears need the package pocketsphinx: {error}") from None
-    decoder = Decoder(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
+        raise AgentError(
+            f"hearing offline needs the package pocketsphinx: pip install -r requirements.txt ({error}); where it has "
+            "no wheel (arm64 Linux, Python 3.14), hear with Deepgram: set DEEPGRAM_API_KEY, --ears deepgram"
+        ) from None
+    return Decoder
+
+
+def make_decoder(jsgf: str, sample_rate_hz: int) -> Any:
+    """A pocketsphinx decoder for a grammar. Raises AgentError without the package, or for a grammar it cannot read."""
+    decoder = _decoder_class()(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
     try:
         decoder.add_jsgf_string("phrases", jsgf)
         decoder.activate_search("phrases")
@@ -130,7 +148,7 @@ def make_decoder(jsgf: str, sample_rate_hz: int) -> Any:
 
 
 def decode(decoder: Any, pcm: bytes) -> str:
-    """The phrase in `pcm`, mono 16-bit; "" where none fits. Holds the interpreter's lock meanwhile."""
+    """The phrase in `pcm`, mono 16-bit; "" where none fits. Holds the interpreter's lock while it decodes."""
     decoder.start_utt()
     try:
         decoder.process_raw(pcm, full_utt=True)

@@ -14,7 +14,8 @@ from typing import Any
 from pipecat.evals.scenario import EvalScenarioFile
 from pipecat.evals.session import EvalSession, EvalSessionParams
 
-from mktts.agent.ears import PocketsphinxSTTService
+from mktts.agent.ears import PocketsphinxSTTService, find_ears
+from mktts.agent.settings import AgentSettings
 
 SCENARIOS = Path(__file__).parent / "scenarios.yaml"
 _EVENT_LIMIT_MS = 20_000
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs every scenario and says how each went."""
+    find_ears(AgentSettings())  # the harness' own
     wrong = asyncio.run(run(arguments.url))
     for name, reasons in wrong.items():
         print(f"{name}: {'; '.join(reasons) or 'passed'}")

@@ -19,7 +19,7 @@ from pipecat.transports.base_output import BaseOutputTransport
 from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.audio import to_pcm16
+from mktts.audio import from_pcm16, to_pcm16
 from mktts.common import write_whole
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -60,8 +60,8 @@ class LoopbackTransport(BaseTransport):
         for track, pieces in zip(tracks, sides, strict=True):
             for at_s, pcm, rate_hz in pieces:
                 first = round((at_s - begin_s) * SAMPLE_RATE_HZ)
-                pcm = _at_output_rate(pcm, rate_hz)[: len(track) - first]
-                track[first : first + len(pcm)] = pcm / 2**15
+                pcm = from_pcm16(_at_output_rate(pcm, rate_hz)[: len(track) - first])
+                track[first : first + len(pcm)] = pcm
         return tracks[0], tracks[1]
 
     def write_stereo(self, path: Path | str) -> Path:

@@ -62,7 +62,7 @@ class _Ear(FrameProcessor):
 def engine_ttfc_ms(synthesizer: Synthesizer, sentences: list[str], options: StreamOptions) -> list[float]:
     """Of each sentence, spoken by the engine alone."""
     found = []
-    speaker = next(iter(synthesizer.checkpoint.config.speakers), None)
+    speaker = synthesizer.checkpoint.config.default_speaker
     for seed, sentence in enumerate(sentences):
         stream = synthesizer.stream(sentence, speaker=speaker, seed=seed, max_frames=_FRAMES, options=options)
         found.append(summarise(list(stream)).ttfc_ms)

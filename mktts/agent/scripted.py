@@ -19,11 +19,13 @@ from pipecat.observers.user_bot_latency_observer import MeasuredFrom
 
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
+from mktts.agent.ears import find_ears
 from mktts.agent.hearing import HeardBack, hear_back, word_error_rate
 from mktts.agent.latency import TurnLatency, table
 from mktts.agent.loopback import LoopbackTransport
 from mktts.agent.settings import AgentSettings
 from mktts.agent.watch import Watch
+from mktts.errors import BackendUnavailable
 
 RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
 
@@ -61,7 +63,8 @@ class Talk:
     parts_ms: Pipecat's own split of each wait for the bot, in the same order.
     ttfb_ms: of the voice, as its service reports it to Pipecat, of each turn.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
-    heard_back: what a recogniser hears of each reply; empty with random weights, of which there is nothing to hear.
+    heard_back: what a recogniser hears of each reply; empty without one, and with random weights, whose noise has no
+        words.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
     """
 
@@ -88,9 +91,9 @@ class Talk:
 
     def to_json(self) -> str:
         """Everything but the audio, in one line."""
-        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
-        told |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
-        return json.dumps(told | {"word_error_rate": self.word_error_rate}, default=str)
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
+        found |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
+        return json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str)
 
 
 async def converse(
@@ -103,9 +106,11 @@ async def converse(
 ) -> Talk:
     """Holds the conversation, in real time, in the running event loop.
 
-    `say` gets the lines for a person. Raises AgentError where the bot does not answer.
+    `say` gets the lines for a person. Raises AgentError where the bot does not answer, or a package of its ears is
+    missing.
     """
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
+    find_ears(settings)
     checkpoint = (await asyncio.to_thread(load_voice, settings)).checkpoint
     random_weights = checkpoint is not None and checkpoint.is_random
     for line in settings.describe():
@@ -140,7 +145,7 @@ async def converse(
             if measured.processor == conversation.tts.name
         ),
         stale_frames=watch.stale_frames,
-        heard_back=() if random_weights else await asyncio.to_thread(hear_back, conversation.turns, user, bot),
+        heard_back=() if random_weights else await _hear_back(conversation.turns, user, bot, say),
         user=user,
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
@@ -153,6 +158,16 @@ async def converse(
     if talk.word_error_rate is not None:
         say(f"word error rate of the bot's whole replies: {talk.word_error_rate:.3f}")
     return talk
+
+
+async def _hear_back(
+    turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray, say: Callable[[str], None]
+) -> tuple[HeardBack, ...]:
+    try:
+        return await asyncio.to_thread(hear_back, turns, user, bot)
+    except BackendUnavailable as error:
+        say(f"the replies are not heard back: {error}")
+        return ()
 
 
 async def _talk(

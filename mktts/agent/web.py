@@ -16,12 +16,13 @@ from loguru import logger
 
 from mktts.agent import intents
 from mktts.agent.conversation import load_voice
+from mktts.agent.ears import find_ears
 from mktts.agent.sessions import Sessions
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.agent.websocket import PageTransport
 from mktts.errors import AgentError
-from mktts.server.gate import Gate
+from mktts.server import Gate
 from mktts.spec import SAMPLE_RATE_HZ
 
 Transport = Literal["websocket", "webrtc"]
@@ -45,12 +46,13 @@ def create_app(
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    lets in whoever reaches it: such an application must be bound to loopback (`mktts.agent.serve` sees to it).
+    lets in whoever reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
     origins: of web pages from elsewhere that may use it. transport: what the page offers first.
-    Raises what loading the voice raises, and AgentError for "webrtc" without its package.
+    Raises what loading the voice raises, and AgentError where a package of the ears or of "webrtc" is missing.
     """
     if transport == "webrtc" and not has_webrtc():
         raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
+    find_ears(settings)  # before seconds of loading
     synthesizer = load_voice(settings)
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

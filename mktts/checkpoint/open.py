@@ -7,7 +7,7 @@ memory-mapped when asked for.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,12 +58,8 @@ class Checkpoint:
         raw, default = read_object(path), Sampling()
 
         def choice(prefix: str, switch: str, fallback: Choice) -> Choice:
-            return Choice(
-                do_sample=raw.get(switch, fallback.do_sample),
-                temperature=raw.get(prefix + "temperature", fallback.temperature),
-                top_k=raw.get(prefix + "top_k", fallback.top_k),
-                top_p=raw.get(prefix + "top_p", fallback.top_p),
-            )
+            keys = {**{name: prefix + name for name in asdict(fallback)}, "do_sample": switch}
+            return replace(fallback, **{name: raw[key] for name, key in keys.items() if key in raw})
 
         try:
             return Sampling(

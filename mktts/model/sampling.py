@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from mktts.spec import MIN_NEW_FRAMES, SUPPRESSED_TAIL
 Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
 MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
+_FLAT_PREFIX = {"talker": "", "predictor": "predictor_"}  # of the names in `Sampling.flat`
 _DRAWN_SEED_BITS = 32  # short enough to read and type again
 
 
@@ -42,6 +44,7 @@ class Choice:
             raise SamplingError(f"top_k must be a whole number of at least 0 (0 = off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p must be in (0, 1], got {self.top_p}")
+        object.__setattr__(self, "top_k", int(self.top_k))  # 50.0, which JSON files may say
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,35 @@ class Sampling:
         return replace(
             self, talker=replace(self.talker, do_sample=False), predictor=replace(self.predictor, do_sample=False)
         )
+
+    def flat(self) -> dict[str, Any]:
+        """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
+        same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them.
+        """
+        found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        for which, prefix in _FLAT_PREFIX.items():
+            choice = asdict(getattr(self, which))
+            found[f"{prefix}greedy"] = not choice.pop("do_sample")
+            found |= {f"{prefix}{name}": value for name, value in choice.items()}
+        return found
+
+    def with_flat(self, given: Mapping[str, Any]) -> Sampling:
+        """These settings with those of `given` in their place, by the names of `flat`; None leaves one as it is.
+
+        Raises SamplingError for an unknown name or a value out of range.
+        """
+        if unknown := given.keys() - self.flat().keys():
+            raise SamplingError(f"expected sampling settings of {', '.join(self.flat())}; got {', '.join(unknown)}")
+        given = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = {}
+        for which, prefix in _FLAT_PREFIX.items():
+            names = {field.name: prefix + field.name for field in fields(Choice)}
+            choice = {name: given[flat] for name, flat in names.items() if flat in given}
+            if (greedy := given.get(f"{prefix}greedy")) is not None:
+                choice["do_sample"] = not greedy
+            changes[which] = replace(getattr(self, which), **choice)
+        penalty = given.get("repetition_penalty", self.repetition_penalty)
+        return replace(self, **changes, repetition_penalty=penalty)
 
 
 def drawn_seed() -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mktts.audio import write_audio
 from mktts.errors import MkttsError
+from mktts.measure.tables import cell
 from mktts.notebook.controls import Controls, controls
 from mktts.notebook.player import live_player
 from mktts.spec import SAMPLE_RATE_HZ
@@ -97,20 +98,6 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     title = f'<caption style="text-align:left">{html.escape(caption)}</caption>' if caption else ""
     markup = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [columns, *cells]]))
-
-
-def cell(value: Any) -> str:
-    """`value` as a table shows it: four significant digits, thousands separated, yes/no for booleans."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        small = value != 0 and abs(value) < 1e-3
-        return f"{value:.2e}" if small else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(cell(item) for item in value)
-    return "" if value is None else str(value)
 
 
 def shape(dimensions: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
 STAND_IN = "random:tiny"
-NOT_MEASURED = "not measured yet: python -m mktts.training.judge.evaluate"
+NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 # Of evaluation.json's "lines": what it is, how its limit reads.
 _LINES = {

@@ -14,9 +14,11 @@ shadows it.
 """
 
 try:
-    import pipecat  # noqa: F401  asked for by name, so that its absence is told by name
-except ModuleNotFoundError as error:
-    raise ImportError("mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0") from error
+    import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0", name="pipecat"
+    ) from None
 
 from mktts.pipecat.failure import SpeechFailedFrame
 from mktts.pipecat.registry import close_shared_synthesizers, shared_synthesizer

@@ -69,8 +69,8 @@ async def dial(url: str, api_key: str | None, timeout_s: float) -> ClientConnect
         raise EngineError(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
 
 
-class Listener(Protocol):
-    """An utterance, as far as its connection knows it (`mktts.pipecat.remote_speech`)."""
+class Receiver(Protocol):
+    """An utterance, as far as its connection knows it: where audio and end of it go (see `RemoteSpeech`)."""
 
     async def take(self, pcm: bytes) -> None: ...
 
@@ -89,8 +89,8 @@ class Connection:
         self._silence_s = silence_s
         self._on_end = on_end
         self._outbox: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits, and a cancel keeps its place
-        self._unanswered: deque[Listener] = deque()
-        self._speaking: Listener | None = None  # the last of them, unless it was cancelled
+        self._unanswered: deque[Receiver] = deque()
+        self._speaking: Receiver | None = None  # the last of them, unless it was cancelled
         self._ended = False
         self._refusal: MkttsError | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
@@ -100,18 +100,18 @@ class Connection:
         """Whether an utterance may start."""
         return not self._ended and self._speaking is None and len(self._unanswered) < _MOST_UNANSWERED
 
-    def start(self, speech: Listener, fields: dict[str, Any]) -> None:
+    def start(self, speech: Receiver, fields: dict[str, Any]) -> None:
         """Call only when `free`."""
         self._speaking = speech
         self._unanswered.append(speech)
         self.send(speech, "start", **fields)
 
-    def send(self, speech: Listener, type: str, **fields: Any) -> None:
+    def send(self, speech: Receiver, type: str, **fields: Any) -> None:
         """Sends once all before it is sent; drops what belongs to an utterance that is over."""
         if speech is self._speaking:
             self._outbox.put_nowait(json.dumps({"type": type, **fields}))
 
-    def cancel(self, speech: Listener) -> None:
+    def cancel(self, speech: Receiver) -> None:
         """Asks for the end of an utterance, if it has not come."""
         self.send(speech, "cancel")
         self._release(speech)
@@ -187,7 +187,7 @@ class Connection:
         speech.end(reason, error)
         self._release(speech)
 
-    def _release(self, speech: Listener) -> None:
+    def _release(self, speech: Receiver) -> None:
         if self._speaking is speech:
             self._speaking = None
 

@@ -117,18 +117,7 @@ class RemoteSource:
             **self._limits,
         }
         if style.sampling is not None:
-            talker, predictor = style.sampling.talker, style.sampling.predictor
-            wishes |= {
-                "greedy": not talker.do_sample,
-                "temperature": talker.temperature,
-                "top_k": int(talker.top_k),
-                "top_p": talker.top_p,
-                "repetition_penalty": style.sampling.repetition_penalty,
-                "predictor_greedy": not predictor.do_sample,
-                "predictor_temperature": predictor.temperature,
-                "predictor_top_k": int(predictor.top_k),
-                "predictor_top_p": predictor.top_p,
-            }
+            wishes |= style.sampling.flat()
         return {key: value for key, value in wishes.items() if value is not None}
 
     def _take(self, health: ServerHealth) -> None:

@@ -104,7 +104,7 @@ class LocalSource:
         self._voices: dict[str, Voice] = {}
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
-        self.default_voice = next(iter(checkpoint.config.speakers), None) if checkpoint else None
+        self.default_voice = checkpoint.config.default_speaker if checkpoint else None
 
     async def connect(self) -> None:
         """Nothing to do: the model is loaded."""

@@ -18,7 +18,7 @@ from mktts.server.gate import Gate
 from mktts.server.problems import Problem, from_error, from_validation
 from mktts.server.schemas import Health, OpenAISpeechRequest, SpeechRequest, StreamState
 from mktts.server.studio import Studio
-from mktts.server.websocket import Conversation
+from mktts.server.websocket import SpeechSocket
 
 _OPENAI = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 _OPENAI_NAMES = {"text": "input", "instruct": "instructions", "speaker": "voice"}
@@ -101,7 +101,7 @@ def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str
 
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:
-        await Conversation(socket, studio).run()
+        await SpeechSocket(socket, studio).run()
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **anyone})
     async def health() -> Response:

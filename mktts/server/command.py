@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, ServerError
+from mktts.server.address import add_address_arguments, listen, read_key, refuse_open_address, url_of
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
-KEY_VARIABLE = "MKTTS_API_KEY"
 _DEFAULTS = Limits()
 
 EXAMPLES = """examples:
@@ -30,17 +29,6 @@ EXAMPLES = """examples:
 
 An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
 as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
-
-
-def add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to listen, and who may use it."""
-    where = parser.add_argument_group("address")
-    where.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
-    where.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
-    where.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"holds the key (default: ${KEY_VARIABLE})")
-    where.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="of web pages that may use the server"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM."""
     try:
-        from mktts.server.process import Server, listen, url_of
+        from mktts.server.process import Server
         from mktts.server.studio import Studio
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
@@ -89,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
             studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
             synthesizer.warm_up()
             server = Server(studio, key, arguments.allow_origin)
-            bound.listen()  # before its address is told: who connects now is answered as soon as the server runs
+            bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
                 log.info(RANDOM_WEIGHTS)
@@ -101,30 +89,6 @@ def main(arguments: argparse.Namespace) -> int:
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
-
-
-def refuse_open_address(host: str, key: str | None) -> None:
-    """Raises ServerError for an address that other machines reach, without a key."""
-    from mktts.server.gate import is_loopback
-
-    if key is None and not is_loopback(host):
-        raise ServerError(
-            f"{host} can be reached by other machines and there is no key: give --api-key-file or set "
-            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
-        )
-
-
-def read_key(file: Path | None) -> str | None:
-    """The key, from the file or else the environment; None where there is neither. Raises ServerError."""
-    if file is not None:
-        key, where = file.read_text(encoding="utf-8").strip(), str(file)
-    elif KEY_VARIABLE in os.environ:
-        key, where = os.environ[KEY_VARIABLE].strip(), f"${KEY_VARIABLE}"
-    else:
-        return None
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ServerError(f"{where}: expected a key of printable ASCII characters without spaces")
-    return key
 
 
 def read_voices(words: list[str]) -> dict[str, Voice]:

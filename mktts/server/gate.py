@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
+from mktts.server.address import is_loopback
 from mktts.server.problems import Problem
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")  # answered without a key: a probe and a reader of the document have none
@@ -17,7 +17,7 @@ OPEN_PATHS = ("/", "/health", "/openapi.json")  # answered without a key: a prob
 class Gate:
     """ASGI middleware. A request that does not pass is answered here; the application never sees it.
 
-    api_key: None lets everyone in; such a server must listen on loopback only (see mktts.server.command).
+    api_key: None lets everyone in; such a server must listen on loopback only (`refuse_open_address` sees to it).
     origins: of web pages that may use the server, as the browser writes them. Pages served from loopback may use a
         server without a key; any other page could otherwise speak through the browser of whoever opens it, because
         neither WebSocket nor a plain POST waits for CORS.
@@ -119,11 +119,3 @@ def _is_local_page(origin: str) -> bool:
     except ValueError:
         return False
     return host is not None and is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address stands for this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

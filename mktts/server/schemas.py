@@ -17,13 +17,13 @@ State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 
 
-class Shape(BaseModel):
+class StrictModel(BaseModel):
     """Unknown keys and values of a neighbouring type are refused: a misspelt setting must not be dropped silently."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Manner(Shape):
+class Manner(StrictModel):
     """Who speaks and how; every key may be left out."""
 
     language: str = Field("auto", description="auto, or a language of the checkpoint")
@@ -59,13 +59,13 @@ def _normal_speed(speed: float) -> float:
     return speed
 
 
-class VoiceId(Shape):
+class VoiceId(StrictModel):
     """OpenAI's second way of naming a voice."""
 
     id: str
 
 
-class OpenAISpeechRequest(Shape):
+class OpenAISpeechRequest(StrictModel):
     """Body of POST /v1/audio/speech: OpenAI's keys; `language`, `seed` and `max_frames` are additions."""
 
     model: str = Field(description="any name: the process has one model, which GET /health names")
@@ -93,7 +93,7 @@ class OpenAISpeechRequest(Shape):
         )
 
 
-class ErrorDetail(Shape):
+class ErrorDetail(StrictModel):
     """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key."""
 
     message: str
@@ -102,11 +102,11 @@ class ErrorDetail(Shape):
     code: str
 
 
-class ErrorBody(Shape):
+class ErrorBody(StrictModel):
     error: ErrorDetail
 
 
-class StreamState(Shape):
+class StreamState(StrictModel):
     """What became of one utterance. frames, audio_s: handed to the connection. first_audio_ms: from the request (or
     the first text, over WebSocket) to the first PCM on the host."""
 
@@ -121,7 +121,7 @@ class StreamState(Shape):
     error: ErrorDetail | None
 
 
-class ModelInfo(Shape):
+class ModelInfo(StrictModel):
     """type: custom_voice, base or voice_design. random_weights: the audio is noise, for timing and parity only."""
 
     checkpoint: str
@@ -131,7 +131,7 @@ class ModelInfo(Shape):
     random_weights: bool
 
 
-class Health(Shape):
+class Health(StrictModel):
     """status: failing after several streams in a row ended by an error; stopping after the signal to stop."""
 
     status: Literal["ok", "failing", "stopping"]
@@ -156,16 +156,16 @@ class Start(Manner):
     text: str | None = Field(None, min_length=1)
 
 
-class Text(Shape):
+class Text(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Finish(Shape):
+class Finish(StrictModel):
     type: Literal["finish"]
 
 
-class Cancel(Shape):
+class Cancel(StrictModel):
     type: Literal["cancel"]
 
 
@@ -175,7 +175,7 @@ ClientMessage = Annotated[Start | Text | Finish | Cancel, Field(discriminator="t
 # ---- WebSocket: what the server sends, besides binary PCM
 
 
-class Started(Shape):
+class Started(StrictModel):
     type: Literal["started"] = "started"
     id: str
     seed: int
@@ -185,7 +185,7 @@ class Started(Shape):
     random_weights: bool
 
 
-class ChunkTimings(Shape):
+class ChunkTimings(StrictModel):
     """Milliseconds, as mktts.speech.options.Timings."""
 
     ready_ms: float
@@ -195,7 +195,7 @@ class ChunkTimings(Shape):
     codec_ms: float
 
 
-class ChunkNote(Shape):
+class ChunkNote(StrictModel):
     """Comes before the binary message it is about."""
 
     type: Literal["chunk"] = "chunk"

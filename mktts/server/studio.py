@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mktts.server.limits import Limits
@@ -16,7 +15,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
-    from mktts.model.sampling import Choice, Sampling
+    from mktts.model.sampling import Sampling
     from mktts.model.voice import Voice
     from mktts.speech.stream import Session
     from mktts.synth import Synthesizer
@@ -45,8 +44,8 @@ class Studio:
         checkpoint = synthesizer.checkpoint
         config = checkpoint.config
         self.speakers = [*self._voices, *sorted(config.speakers)]
-        self.default_speaker = next(iter(self._voices), next(iter(config.speakers), None))
-        self.languages = ["auto", *sorted(name for name in config.languages if "dialect" not in name)]
+        self.default_speaker = next(iter(self._voices), config.default_speaker)
+        self.languages = config.spoken_languages
         self.model = ModelInfo(
             checkpoint=name or checkpoint.folder.name,
             revision=checkpoint.revision,
@@ -172,26 +171,7 @@ class Studio:
 
     def _sampling(self, manner: Manner) -> Sampling:
         sampling = self._synthesizer.sampling
-        predictor_greedy = manner.greedy if manner.predictor_greedy is None else manner.predictor_greedy
-        wishes = {
-            "talker": _choice(sampling.talker, manner.greedy, manner.temperature, manner.top_k, manner.top_p),
-            "predictor": _choice(
-                sampling.predictor,
-                predictor_greedy,
-                manner.predictor_temperature,
-                manner.predictor_top_k,
-                manner.predictor_top_p,
-            ),
-        }
-        if manner.repetition_penalty is not None:
-            wishes["repetition_penalty"] = manner.repetition_penalty
-        return replace(sampling, **wishes)
-
-
-def _choice(
-    usual: Choice, greedy: bool | None, temperature: float | None, top_k: int | None, top_p: float | None
-) -> Choice:
-    """`usual` with what is given in its place."""
-    draws = None if greedy is None else not greedy
-    wishes = {"do_sample": draws, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return replace(usual, **{name: value for name, value in wishes.items() if value is not None})
+        wishes = manner.model_dump(include=set(sampling.flat()))
+        if wishes["predictor_greedy"] is None:
+            wishes["predictor_greedy"] = wishes["greedy"]
+        return sampling.with_flat(wishes)

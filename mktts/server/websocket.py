@@ -28,9 +28,9 @@ from mktts.server.schemas import (
     Finish,
     Finished,
     Refused,
-    Shape,
     Start,
     Started,
+    StrictModel,
     Text,
 )
 from mktts.server.studio import Studio
@@ -48,7 +48,7 @@ _POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
 log = logging.getLogger(__name__)
 
 
-class Conversation:
+class SpeechSocket:
     """One connection. At most one utterance takes text; a cancelled one may still be on its way out before it."""
 
     def __init__(self, socket: WebSocket, studio: Studio) -> None:
@@ -92,7 +92,7 @@ class Conversation:
             except ValidationError as error:
                 raise from_validation(error.errors(include_input=False)) from None
 
-    def _take(self, message: Shape) -> None:
+    def _take(self, message: StrictModel) -> None:
         if isinstance(message, Start):
             self._start(message)
             return
@@ -206,7 +206,7 @@ class Conversation:
         async with asyncio.timeout(self._studio.limits.stall_s):
             await self._socket.send_bytes(to_pcm16(chunk.pcm))
 
-    async def _send(self, message: Shape) -> None:
+    async def _send(self, message: StrictModel) -> None:
         async with asyncio.timeout(self._studio.limits.stall_s):
             await self._socket.send_text(message.model_dump_json())
 

@@ -1,5 +1,5 @@
-"""The model card beside the small voice's weights. `mktts.training.ship` writes it; nothing in it is typed by hand
-that a file of the checkpoint or its evaluation knows."""
+"""The model card beside the small voice's weights, as `python -m mktts train ship` writes it: what a file of the
+checkpoint or its evaluation knows is read from there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mktts.checkpoint import Checkpoint
 from mktts.checkpoint.files import WeightFiles
-from mktts.notebook.nb import cell
+from mktts.measure.tables import cell
 from mktts.notebook.voice_report import quality, reported
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
 
@@ -43,7 +43,7 @@ and one Scottish. No other audio was used, and no output of another text-to-spee
 
 Texts: English sentences of a grammar in this repository, and sentences and words of freely licensed Debian packages:
 WordNet 3.0, SCOWL and the King James text (NOTICE has their terms). The held-out sentences are a file of the
-repository, mktts/training/held_out.txt, apart from all training texts.
+repository, mktts/training/data/held_out.txt, apart from all training texts.
 
 ## How it was made
 
@@ -54,14 +54,14 @@ discriminators; talker and code predictor to say codes from text, with the relea
 of speech learnt. To make it again, with flite's program named by $FLITE:
 
 ```sh
-python -m mktts.training.data.texts --corpora PACKAGES --out texts.xz
-python -m mktts.training.data.teacher --texts texts.xz --hours H --out AUDIO
-python -m mktts.training.codec.fit --data AUDIO --out codec.pt
-python -m mktts.training.data.encode --codec codec.pt --data AUDIO --out CODES
-python -m mktts.training.codec.train --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
-python -m mktts.training.talker.train --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
-python -m mktts.training.judge.evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
-python -m mktts.training.ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
+python -m mktts train texts --corpora PACKAGES --out texts.xz
+python -m mktts train teacher --texts texts.xz --hours H --out AUDIO
+python -m mktts train fit --data AUDIO --out codec.pt
+python -m mktts train encode --codec codec.pt --data AUDIO --out CODES
+python -m mktts train codec --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
+python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
+python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
+python -m mktts train ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
   --curves CODEC/curves.json OUT/talker_curves.json
 ```
 """
@@ -88,9 +88,7 @@ voices disclaim all warranties.
 
 
 def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
-    """The whole README.md. evaluation: what `mktts.training.judge.evaluate` wrote; None says that nothing was
-    measured.
-    """
+    """The whole README.md. evaluation: the record of `train evaluate`; None: nothing was measured."""
     config = checkpoint.config
     total = _params(checkpoint.files)
     predictor = _params(checkpoint.files, "talker.code_predictor.")

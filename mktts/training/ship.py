@@ -1,9 +1,6 @@
-"""From a training run to what is committed:
+"""From a training run to what is committed: `python -m mktts train ship`.
 
-    python -m mktts.training.ship --voice OUT/voice --evaluation FILE --listen FOLDER --curves CODEC/curves.json \\
-      OUT/talker_curves.json
-
-writes mktts/checkpoint/small anew, whole or not at all: the checkpoint with its model card, of the codec the decoder
+Writes mktts/checkpoint/small again, whole or not at all: the checkpoint with its model card, of the codec the decoder
 only (a CustomVoice never hears a recording). outputs/reference/voice gets the curves, the evaluation, and a pair of
 teacher and student to listen to for each speaker (`mktts.notebook.voice_report`).
 """
@@ -11,8 +8,8 @@ teacher and student to listen to for each speaker (`mktts.notebook.voice_report`
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import CODEC_FOLDER, SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.common import read_json, write_json
-from mktts.errors import CheckpointError, MkttsError
+from mktts.errors import CheckpointError
 from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, reference
 from mktts.training.card import card
 
@@ -53,8 +50,8 @@ def keep_evidence(
     """Replaces in `folder` what is given.
 
     evaluation: of its single sentences, what was heard is left out; its checkpoint is called by the name it now has.
-    curves: stage -> lines. listen: a folder of `mktts.training.judge.evaluate --listen`, of which each speaker keeps
-    one sentence, another for each.
+    curves: stage -> lines. listen: a folder of `train evaluate --listen`, of which each speaker keeps one sentence, a
+    different one each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
@@ -88,27 +85,33 @@ def thinned(lines: list[dict[str, Any]], most: int = MAX_POINTS) -> list[dict[st
     return [line for i, line in enumerate(lines) if i % max(1, step) == 0 or i == last or "held_out_code0" in line]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.ship", description=__doc__)
-    parser.add_argument("--voice", type=Path, required=True, help="the checkpoint that talker_train wrote")
-    parser.add_argument("--evaluation", type=Path, help="what evaluate wrote")
-    parser.add_argument("--listen", type=Path, help="what evaluate --listen wrote")
+EXAMPLES = """examples:
+  python -m mktts train ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN
+  python -m mktts train ship --voice OUT/voice --curves CODEC/curves.json OUT/talker_curves.json
+
+Replaces the voice in the package, whole or not at all, and what is given of its evidence in outputs/reference/voice.
+The last line of standard output is JSON: the folder and its bytes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--voice", type=Path, required=True, help="the checkpoint that `train talker` wrote")
+    parser.add_argument("--evaluation", type=Path, metavar="FILE", help="of `train evaluate --output`")
+    parser.add_argument("--listen", type=Path, metavar="FOLDER", help="of `train evaluate --listen`")
     parser.add_argument("--curves", type=Path, nargs=2, metavar=("CODEC", "TALKER"), help="curves of both stages")
     parser.add_argument("--out", type=Path, default=SMALL_FOLDER, help="default: the package's own folder")
     parser.add_argument("--reference", type=Path, help="default: outputs/reference/voice")
-    options = parser.parse_args(arguments)
-    try:
-        evaluation = read_json(options.evaluation) if options.evaluation else None
-        curves = None
-        if options.curves:
-            curves = {stage: read_json(path) for stage, path in zip(("codec", "talker"), options.curves, strict=True)}
-        _replace(options.voice, options.out, evaluation)
-        keep_evidence(options.reference or reference(), evaluation, curves, options.listen)
-    except MkttsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
-    print(f"{options.out}: {size / 1e6:.2f} MB")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
+    evaluation = read_json(arguments.evaluation) if arguments.evaluation else None
+    curves = None
+    if arguments.curves:
+        curves = {stage: read_json(path) for stage, path in zip(("codec", "talker"), arguments.curves, strict=True)}
+    _replace(arguments.voice, arguments.out, evaluation)
+    keep_evidence(arguments.reference or reference(), evaluation, curves, arguments.listen)
+    size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
+    print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0
 
 
@@ -125,7 +128,3 @@ def _replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None) -> No
     except OSError as error:
         raise CheckpointError(f"{out}: expected to put the voice there, but: {error}") from None
     shutil.rmtree(previous, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,7 @@ import json
 import wave
 
 import numpy as np
+from absent import needs
 from pipecat.frames.frames import InterruptionFrame, LLMFullResponseStartFrame, OutputAudioRawFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.processors.frame_processor import FrameDirection
@@ -18,6 +19,8 @@ from mktts.agent.intents import STORY
 from mktts.agent.scripted import UserTurn, converse
 from mktts.agent.settings import from_environment
 from mktts.spec import SAMPLE_RATE_HZ
+
+pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
 
 
 class Order(BaseObserver):

@@ -9,9 +9,11 @@ import time
 
 import httpx
 import pytest
+from absent import needs
 
 from mktts.agent import evals
 
+pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
 START_LIMIT_S = 60.0
 
 

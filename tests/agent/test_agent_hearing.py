@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from absent import needs
 
 from mktts.agent import user_speech
 from mktts.agent.hearing import hear_back, word_error_rate
 from mktts.agent.latency import TurnLatency
+from mktts.audio import from_pcm16
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -16,7 +18,7 @@ PAUSE_S = 0.6
 
 def spoken(text: str) -> np.ndarray:
     """A recording at 24 kHz, float32."""
-    pcm = user_speech.load(text).astype(np.float32) / 2**15
+    pcm = from_pcm16(user_speech.load(text))
     times = np.arange(len(pcm) * SAMPLE_RATE_HZ // user_speech.USER_RATE_HZ) * user_speech.USER_RATE_HZ / SAMPLE_RATE_HZ
     return np.interp(times, np.arange(len(pcm)), pcm).astype(np.float32)
 
@@ -36,6 +38,7 @@ def turn(number: int, reply: str, heard: str | None = None, interrupted: bool = 
     return TurnLatency(number, "hello", reply, heard, interrupted)
 
 
+@needs("pocketsphinx")
 def test_clear_speech_is_heard_word_for_word_and_other_words_are_errors():
     user, bot = conversation(
         ("hello", "what time is it"),

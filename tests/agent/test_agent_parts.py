@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absent import needs
 from pipecat.frames.frames import (
     BotStartedSpeakingFrame,
     BotStoppedSpeakingFrame,
@@ -39,6 +40,7 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.errors import AgentError
 
 NOON = datetime(2026, 1, 1, 12, 0)
+OFFLINE_EARS = needs("pocketsphinx")
 PAUSE = bytes(user_speech.USER_RATE_HZ)  # half a second
 
 
@@ -51,11 +53,13 @@ def decoder():
     return make_decoder(intents.grammar(), user_speech.USER_RATE_HZ)
 
 
+@OFFLINE_EARS
 @pytest.mark.parametrize("text", user_speech.TEXTS)
 def test_the_offline_ears_understand_every_recording(decoder, text):
     assert decode(decoder, user_speech.load(text).tobytes() + PAUSE) == text
 
 
+@OFFLINE_EARS
 @pytest.mark.parametrize("level", [0, 3_000])
 def test_what_is_no_speech_gives_no_transcript(decoder, level):
     noise = np.random.default_rng(0).normal(0, level, user_speech.USER_RATE_HZ).astype("<i2")
@@ -72,6 +76,7 @@ def test_the_recordings_are_small_and_begin_and_end_with_sound():
         user_speech.recording("no such text")
 
 
+@OFFLINE_EARS
 def test_a_grammar_with_unknown_words_is_refused_by_name():
     with pytest.raises(AgentError, match="JSGF"):
         make_decoder("#JSGF V1.0;\ngrammar g;\npublic <x> = zzyzxq;\n", user_speech.USER_RATE_HZ)
@@ -156,12 +161,17 @@ async def test_an_interruption_ends_the_scripts_writing():
 @pytest.mark.parametrize(
     ("environment", "ears", "mind", "words"),
     [
-        ({}, PocketsphinxSTTService, ScriptedLLMService, "a script"),
+        pytest.param({}, PocketsphinxSTTService, ScriptedLLMService, "a script", marks=OFFLINE_EARS),
         ({"DEEPGRAM_API_KEY": "secret"}, DeepgramSTTService, ScriptedLLMService, "a script"),
-        ({"OPENAI_API_KEY": "secret"}, PocketsphinxSTTService, OpenAILLMService, "gpt-4.1 at OpenAI"),
         (
-            {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine"},
-            PocketsphinxSTTService,
+            {"OPENAI_API_KEY": "secret", "DEEPGRAM_API_KEY": "secret"},
+            DeepgramSTTService,
+            OpenAILLMService,
+            "gpt-4.1 at OpenAI",
+        ),
+        (
+            {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", "DEEPGRAM_API_KEY": "secret"},
+            DeepgramSTTService,
             OpenAILLMService,
             "mine at http://localhost:1/v1",
         ),

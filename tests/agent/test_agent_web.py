@@ -12,6 +12,7 @@ from contextlib import suppress
 import httpx
 import pytest
 import websockets
+from absent import needs
 from pipecat.frames.frames import (
     InputAudioRawFrame,
     InputTransportMessageFrame,
@@ -19,14 +20,16 @@ from pipecat.frames.frames import (
     OutputAudioRawFrame,
     OutputTransportMessageUrgentFrame,
 )
+from running import running_agent
 
 from mktts.agent import intents, user_speech
-from mktts.agent.serve import bind, serving
+from mktts.agent.serve import bind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.websocket import PcmSerializer
 from mktts.errors import ServerError
 from mktts.spec import SAMPLE_RATE_HZ
 
+pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
 SETTINGS = AgentSettings(checkpoint="random:tiny", turn_end="timeout", seed=1)
 KEY = "let-me-in"
 PIECE_S = 0.02
@@ -36,13 +39,13 @@ WAIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def url(checkpoint_cache):
-    with serving(SETTINGS) as address:
+    with running_agent(SETTINGS) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def locked(checkpoint_cache):
-    with serving(SETTINGS, api_key=KEY) as address:
+    with running_agent(SETTINGS, api_key=KEY) as address:
         yield address
 
 
@@ -145,7 +148,7 @@ def test_an_offer_that_is_none_is_refused(url):
 
 async def test_one_conversation_too_many_is_told_to_come_back(checkpoint_cache, monkeypatch):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
-    with serving(SETTINGS) as url:
+    with running_agent(SETTINGS) as url:
         async with websockets.connect(socket_of(url)) as first:
             await asyncio.wait_for(first.recv(), WAIT_S)
             async with websockets.connect(socket_of(url)) as second:

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 import websockets
+from absent import needs
 
 from mktts.agent import live
 from mktts.common import python_path
 from mktts.errors import AgentError
 
+pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
 WAIT_S = 60.0
 
 

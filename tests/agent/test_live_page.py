@@ -14,13 +14,13 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from absent import needs
 from agent_picture import SPOKEN, visit
 from chromium import FOREIGN_HOST, NAMES, binary, chromium
 from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S, page_bot
+from running import running_agent
 
-from mktts.agent.serve import serving
 from mktts.agent.settings import AgentSettings
-from mktts.agent.web import has_webrtc
 
 REACHABLE = [name for _, name in socket.if_nameindex() if not name.startswith(("lo", "ifb"))]
 BEEP_HZ, MICROPHONE_RATE_HZ = 600, 48_000
@@ -324,9 +324,10 @@ async def test_a_piece_of_audio_that_is_late_is_counted_and_the_next_start_is_la
 
 @pytest.mark.slow  # in real time, three processes at once: beside other tests on two cores the audio runs dry
 @needs_chromium
+@needs("pocketsphinx")
 async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
     """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""
-    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+    with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with visit(tmp_path, url) as page:
             said = "[...document.querySelectorAll('#captions .user .said')].map(s => s.textContent)"
             assert await page.js(said) == [text for _, text in SPOKEN]
@@ -342,7 +343,7 @@ async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
 
 
 @needs_chromium
-@pytest.mark.skipif(not has_webrtc(), reason="the package aiortc is not installed")
+@needs("aiortc", "pocketsphinx")
 @pytest.mark.skipif(not REACHABLE, reason="no network interface but loopback, which WebRTC does not use")
 async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
     """The greeting: its caption over the data channel, its sound over the peer connection."""
@@ -352,7 +353,7 @@ async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
     energy = (
         "peer.getStats().then(all => [...all.values()].some(s => s.type === 'inbound-rtp' && s.totalAudioEnergy > 0))"
     )
-    with serving(AgentSettings(turn_end="timeout", seed=1)) as url:
+    with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with browser.tab(url) as page:
             await page.js(spy)
             await page.js("document.querySelector('#transport').value = 'webrtc'")

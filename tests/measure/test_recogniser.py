@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from absent import needs
 
 from mktts.errors import MetricsError
 from mktts.measure.recogniser import Recogniser, loop_model, to_16_khz, vocabulary_of
@@ -70,6 +71,7 @@ def recognisers():
     return {"closed": Recogniser(vocabulary_of(texts)), "free": Recogniser()}
 
 
+@needs("pocketsphinx")
 def test_the_recogniser_names_what_it_lacks_and_hears_the_same_again(recognisers):
     closed = recognisers["closed"]
     assert closed.knows("kettle") and not closed.knows("zzyzxq")

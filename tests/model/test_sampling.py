@@ -201,3 +201,25 @@ def test_a_bad_penalty_is_named_and_greedy_keeps_the_rest():
     greedy = Sampling(talker=Choice(top_k=7), repetition_penalty=1.2).greedy()
     assert not greedy.talker.do_sample and not greedy.predictor.do_sample
     assert greedy.talker.top_k == 7 and greedy.repetition_penalty == 1.2
+
+
+def test_flat_names_say_all_settings_and_give_them_back():
+    odd = Sampling(Choice(False, 0.3, 5, 0.8), Choice(True, 0.4, 6, 0.7), 1.2)
+    assert odd.flat() == {
+        "greedy": True, "temperature": 0.3, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.2,
+        "predictor_greedy": False, "predictor_temperature": 0.4, "predictor_top_k": 6, "predictor_top_p": 0.7,
+    }  # fmt: skip
+    assert Sampling().with_flat(odd.flat()) == odd
+    assert Sampling(rng="torch").with_flat({"top_k": None, "predictor_top_k": 3}) == Sampling(
+        predictor=Choice(top_k=3), rng="torch"
+    )
+
+
+@pytest.mark.parametrize("given", [{"min_p": 0.1}, {"do_sample": True}, {"predictor_top_p": 2.0}])
+def test_a_flat_name_or_value_that_is_none_is_refused(given):
+    with pytest.raises(SamplingError, match=next(iter(given)).removeprefix("predictor_")):
+        Sampling().with_flat(given)
+
+
+def test_a_whole_number_written_as_a_float_is_one():
+    assert type(Choice(top_k=50.0).top_k) is int

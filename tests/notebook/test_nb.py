@@ -116,15 +116,6 @@ def test_a_table_leaves_out_what_it_is_told_to(shown):
     assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.20e-07"), (0.0, "0"),
-     (None, ""), ((1, 2), "1, 2"), ("x", "x")],
-)  # fmt: skip
-def test_cells_read_well(value, text):
-    assert nb.cell(value) == text
-
-
 # ---- controls
 
 

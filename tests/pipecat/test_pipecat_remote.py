@@ -30,7 +30,7 @@ from mktts.errors import (
 from mktts.model.sampling import Choice, Sampling
 from mktts.pipecat import MkttsTTSService, RemoteSource, Speech, SpeechFailedFrame, Style
 from mktts.pipecat.remote_speech import KEPT_PIECES
-from mktts.server.limits import Limits
+from mktts.server import Limits
 from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"

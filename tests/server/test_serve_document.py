@@ -9,7 +9,7 @@ import httpx
 import pytest
 from served import served
 
-from mktts.server.limits import Limits
+from mktts.server import Limits
 from mktts.spec import FRAME_RATE_HZ
 from mktts.synth import Synthesizer
 

@@ -21,7 +21,9 @@ from served import TEXT, Served, first_speaker, served, until
 
 from mktts.audio import to_pcm16
 from mktts.errors import ServerError
-from mktts.server.limits import Limits
+from mktts.model.sampling import Sampling
+from mktts.server import Limits
+from mktts.server.schemas import Manner
 from mktts.server.utterance import Utterance
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.job import Job
@@ -114,6 +116,10 @@ def test_sampling_settings_reach_talker_and_predictor(server, synthesizer, tiny,
     wanted = settings(synthesizer.sampling)
     expected = synthesizer.say("Hm.", seed=3, max_frames=8, speaker=first_speaker(tiny), sampling=wanted)
     assert post(server, text="Hm.", seed=3, max_frames=8, **body).content == to_pcm16(expected)
+
+
+def test_requests_have_every_sampling_setting_by_its_flat_name():
+    assert set(Sampling().flat()) < set(Manner.model_fields)
 
 
 def test_bytes_come_before_the_generation_is_over(server):

@@ -23,8 +23,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.cli import main
 from mktts.common import python_path
 from mktts.errors import ServerError
-from mktts.server.limits import Limits
-from mktts.server.process import listen, url_of
+from mktts.server import Limits, listen, url_of
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
 

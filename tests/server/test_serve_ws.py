@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from mktts.audio import to_pcm16
-from mktts.server.limits import Limits
+from mktts.server import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 

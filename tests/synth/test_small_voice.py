@@ -184,7 +184,7 @@ def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(
 @trained
 def test_its_card_says_what_it_is():
     card = (SMALL_FOLDER / "README.md").read_text(encoding="utf-8")
-    for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts.training"):
+    for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts train"):
         assert words in card
 
 

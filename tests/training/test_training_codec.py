@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run
 from torch import Tensor
 
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
@@ -50,7 +52,7 @@ def fitted(audio: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def codes(audio: Path, fitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("codes")
-    encode.main(["--codec", str(fitted), "--data", str(audio), "--out", str(folder), "--device", "cpu"])
+    run("train encode", "--codec", fitted, "--data", audio, "--out", folder, "--device", "cpu")
     return folder
 
 
@@ -116,7 +118,7 @@ def test_upstream_reads_the_folder_without_an_encoder_and_gives_the_same_samples
 
 
 def test_an_absent_codec_is_an_error_that_says_what_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="codec_fit"):
+    with pytest.raises(CheckpointError, match="train fit"):
         load_codec(tmp_path / "codec.pt")
 
 
@@ -141,11 +143,11 @@ def test_codes_of_a_clip_are_those_of_the_clip_alone(audio: Path, fitted: Path, 
 def test_each_part_of_a_divided_encoding_takes_its_shards(
     audio: Path, fitted: Path, codes: Path, tmp_path: Path
 ) -> None:
-    command = ["--codec", str(fitted), "--data", str(audio), "--out", str(tmp_path), "--device", "cpu"]
-    encode.main([*command, "--part", "2/2"])
+    command = ["train encode", "--codec", fitted, "--data", audio, "--out", tmp_path, "--device", "cpu"]
+    run(*command, "--part", "2/2")
     assert [path.name for path in tmp_path.iterdir()] == ["b.npz"]
     (tmp_path / "b.npz").write_bytes(b"as it was")
-    encode.main(command)
+    run(*command)
     assert (tmp_path / "b.npz").read_bytes() == b"as it was"
     with np.load(tmp_path / "a.npz") as ours, np.load(codes / "a.npz") as theirs:
         assert np.array_equal(ours["codes"], theirs["codes"])
@@ -280,7 +282,7 @@ def test_the_command_refuses_to_resume_with_another_codec(fitted: Path, audio: P
     trainer_of(fitted, CodecRecipe()).save(tmp_path / codec_train.STATE)
     folders = [f"--{name}={tmp_path}" for name in ("data", "codes", "out")]
     with pytest.raises(CheckpointError, match="--codec"):
-        codec_train.main([*folders, "--codec", str(other), "--resume", "--device", "cpu"])
+        run("train codec", *folders, "--codec", other, "--resume", "--device", "cpu")
 
 
 def test_a_trained_state_given_as_the_codec_is_the_same_fit(
@@ -304,9 +306,14 @@ def test_discriminators_join_at_their_step_learn_and_teach(audio: Path, codes: P
 def test_by_the_clock_the_schedule_ends_with_the_slice(audio: Path, codes: Path, fitted: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=1_000_000)
     trainer = trainer_of(fitted, recipe)
-    train(trainer, Crops(audio, codes, 6, 0), tmp_path, minutes=0.03, by_clock=True)
-    assert trainer.step < 1_000 and trainer.progress is not None and 0.5 < trainer.progress < 1
-    assert trainer.optimizer.param_groups[0]["lr"] < 0.55 * recipe.rate
+    a_second_a_step = itertools.count(0.0).__next__
+    train(trainer, Crops(audio, codes, 6, 0), tmp_path, minutes=0.4, by_clock=True, clock=a_second_a_step)
+    assert 20 <= trainer.step < 24 and 0.9 < trainer.progress < 1
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.13 * recipe.rate
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_commands_in_turn_leave_a_codec_its_codes_curves_and_a_decoder(
@@ -315,13 +322,18 @@ def test_the_commands_in_turn_leave_a_codec_its_codes_curves_and_a_decoder(
     monkeypatch.setattr(codec_fit, "VOICE", TINY)
     file, out, given = tmp_path / "codec.pt", tmp_path / "out", tmp_path / "codes"
     data = ["--data", str(audio), "--device", "cpu"]
-    codec_fit.main([*data, "--out", str(file), "--frames", "80"])
-    assert "80 frames" in capsys.readouterr().out
-    encode.main([*data, "--codec", str(file), "--out", str(given)])
+    run("train fit", *data, "--out", file, "--frames", "80")
+    fit = last_line(capsys)
+    assert fit["frames"] == 80 and len(fit["left_after_each_book"]) == NUM_CODEBOOKS
+    run("train encode", *data, "--codec", file, "--out", given)
+    assert last_line(capsys) == {"shards": 2, "frames": 25 + 47 + 21}
     command = [*data, "--codec", str(file), "--codes", str(given), "--out", str(out), "--no-autocast", "--every", "1"]
     command += ["--batch", "2", "--crop-frames", "6", "--steps", "4", "--adversarial-from", "3"]
-    codec_train.main([*command, "--stop-at", "2"])
-    codec_train.main([*command, "--resume"])
+    run("train codec", *command, "--stop-at", "2")
+    assert last_line(capsys)["step"] == 2
+    run("train codec", *command, "--resume")
+    reached = last_line(capsys)
+    assert (reached["step"], reached["of_steps"]) == (4, 4) and reached["loss"] > 0
     curves = json.loads((out / "curves.json").read_text())
     assert [line["step"] for line in curves] == [1, 2, 3, 4]
     assert all({"loss", "mel", "fixed_mel", "seconds"} <= line.keys() for line in curves)

@@ -6,6 +6,7 @@ import lzma
 from collections import Counter
 
 import pytest
+from commands import run
 
 from mktts.errors import CheckpointError
 from mktts.training.data import texts
@@ -91,7 +92,7 @@ def test_the_mixture_is_full_shuffled_by_seed_and_without_repeats(folder, tmp_pa
     other, _ = texts.mixed(Corpora(folder), 400, 2)
     assert lines == again and Counter(lines) != Counter(other)
     assert len(lines) == sum(counts.values()) == 400
-    assert counts[texts.EXAMPLES] == counts[texts.GLOSSES] == counts[texts.PROSE] == 2  # all that there are
+    assert counts[texts.QUOTED] == counts[texts.GLOSSES] == counts[texts.PROSE] == 2  # all that there are
     for source in (texts.SHORT, texts.SALAD, texts.PAIRS, texts.REPLIES):
         assert counts[source] == round(400 * texts.SHARES[source])
     assert sum(texts.SHARES.values()) == pytest.approx(1)
@@ -102,5 +103,5 @@ def test_the_mixture_is_full_shuffled_by_seed_and_without_repeats(folder, tmp_pa
 
 
 def test_the_command_takes_the_folder(folder, tmp_path):
-    texts.main(["--corpora", str(folder), "--count", "100", "--out", str(tmp_path / "l.xz")])
+    run("train texts", "--corpora", folder, "--count", 100, "--out", tmp_path / "l.xz")
     assert len(lzma.open(tmp_path / "l.xz", "rt").read().splitlines()) == 100

@@ -8,9 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from absent import needs
 
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_tensors
+from mktts.cli import main
 from mktts.errors import AudioError, CheckpointError, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec import fit as codec_fit
@@ -102,7 +104,7 @@ def figures(student, count: int = 12) -> dict:
     texts = [f"{word} is it" for word in "abcdefghijkl"][:count]
     tasks = [Task(text, speakers[i % 3], i, judged=True) for i, text in enumerate(texts)]
     clips = {s: [judge.run(Task(t, s, 0, centroid=True)).embedding for t in ("ab", "abcdefgh")] for s in speakers}
-    return quality.record([judge.run(task) for task in tasks], Centroids.of(clips))
+    return quality.all_figures([judge.run(task) for task in tasks], Centroids.of(clips))
 
 
 def test_the_teacher_as_its_own_student():
@@ -153,7 +155,7 @@ def test_nearest_centroid():
 
 def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     known, unknown = [f"s{i}" for i in range(90)], [("odd one", ["odd"])]
-    tasks = evaluate.plan(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
+    tasks = evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
     judged, centroids = ([t for t in tasks if getattr(t, name)] for name in ("judged", "centroid"))
     assert len(judged) == 30 and len(centroids) == 60 and not {t.text for t in judged} & {t.text for t in centroids}
     assert all(t.greedy for t in judged)
@@ -161,9 +163,10 @@ def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     assert len({(t.text, t.speaker) for t in spoken}) == len({t.seed for t in spoken}) == 120
     assert {sum(t.speaker == s for t in judged) for s in ("slt", "rms", "awb")} == {10}
     with pytest.raises(MetricsError, match="1 to 30"):
-        evaluate.plan(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
+        evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
 
 
+@needs("pocketsphinx")
 def test_words_out_of_the_dictionary_are_named():
     known, unknown = evaluate.sorted_out(["The dog barks.", "A zzyzxq barks.", "Yes."])
     assert sorted(known) == ["The dog barks.", "Yes."] and unknown == [("A zzyzxq barks.", ["zzyzxq"])]
@@ -220,6 +223,7 @@ def untrained(tmp_path_factory):
 
 
 @pytest.mark.slow  # two processes each load the recogniser and torch
+@needs("pocketsphinx")
 def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, capsys):
     program = tmp_path / "flite"
     program.write_text(STAND_IN.format(python=sys.executable))
@@ -229,10 +233,10 @@ def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, cap
     monkeypatch.setattr(evaluate, "LISTEN_SENTENCES", 1)
     monkeypatch.setattr(evaluate, "held_out", lambda: ["Yes.", "No.", "Go.", "Stop.", "Run.", "It."])
     (tmp_path / "codec.json").write_text('{"distortion_db": 3.5}')
-    given = f"--checkpoint {untrained} --output {tmp_path}/record.json --sentences 2 --eos 3 --speed 2 --workers 2"
-    given += f" --speakers slt,rms --teacher-cache {tmp_path}/cache --listen {tmp_path}/wav"
+    given = f"train evaluate --checkpoint {untrained} --output {tmp_path}/record.json --sentences 2 --eos 3"
+    given += f" --speed 2 --workers 2 --speakers slt,rms --teacher-cache {tmp_path}/cache --listen {tmp_path}/wav"
     given += f" --codec-figures {tmp_path}/codec.json"
-    assert evaluate.main(given.split()) == 0
+    assert main(given.split()) == 0
     document = json.loads((tmp_path / "record.json").read_text())
     rows = document.pop("utterances")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import run
 from safetensors.torch import save_file
 
 from mktts.checkpoint import open_checkpoint
@@ -30,7 +32,7 @@ from mktts.training.data.talker_data import NO_TARGET, Clips, Following, Sequenc
 from mktts.training.talker import sizes
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
 from mktts.training.talker.model import TalkerModel
-from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, main, open_data
+from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, open_data, train
 
 TEXTS = [
     f"{who} {does} the {colour} {thing}."
@@ -256,6 +258,15 @@ def test_shards_that_come_meanwhile_join_at_the_next_epoch(tmp_path):
     assert len(following().texts) == 0
 
 
+def test_by_the_clock_the_schedule_ends_with_the_slice(tmp_path):
+    recipe = TalkerRecipe(steps=1_000_000, warmup_steps=5, batch_rows=160)
+    trainer = TalkerTrainer(open_data(synthetic_clips(), tmp_path / "out", sizes.TINY, "cpu"), recipe)
+    a_second_a_step = itertools.count(0.0).__next__
+    train(trainer, tmp_path, minutes=0.4, by_clock=True, clock=a_second_a_step)
+    assert 20 <= trainer.step < 24 and 0.9 < trainer.progress < 1
+    assert trainer.learning_rate() < 0.1 * recipe.learning_rate
+
+
 def test_training_can_begin_from_given_weights(tmp_path):
     data = open_data(synthetic_clips(), tmp_path / "out", sizes.TINY, "cpu")
     given = TalkerModel(data.config, seed=7).state_dict()
@@ -269,22 +280,35 @@ def test_training_can_begin_from_given_weights(tmp_path):
         trainer.begin_from(tmp_path / "model.safetensors")
 
 
-def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path):
+def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path, capsys):
     clips, codec = synthetic_clips(), write_random_codec(tmp_path / "codec")
     shard = {"codes": clips.codes, "frames": np.diff(clips.starts), "speaker": clips.speakers, "text": clips.texts}
     (tmp_path / "codes").mkdir()
     np.savez(tmp_path / "codes" / "0.npz", **shard)
     out = tmp_path / "out"
-    command = ["--codes", str(tmp_path / "codes"), "--out", str(out), "--minutes", "1", "--size", "tiny", "--resume"]
+    command = [
+        "train talker",
+        "--codes",
+        tmp_path / "codes",
+        "--out",
+        out,
+        "--minutes",
+        5,
+        "--size",
+        "tiny",
+        "--resume",
+    ]
     for steps in (2, 4):
-        main([*command, "--device", "cpu", "--steps", str(steps), "--codec", str(codec)])
+        run(*command, "--steps", steps, "--codec", codec)
+        reached = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (reached["step"], reached["of_steps"]) == (steps, steps) and reached["held_out_code0"] > 0
     assert [line["step"] for line in json.loads((out / "talker_curves.json").read_text())] == [2, 4]
     found, config = open_checkpoint(out / "voice"), ModelConfig.load(out / "prepared")
     assert found.config == config and not found.is_random
     trained = torch.load(out / "talker.pt", weights_only=True)["average"]["talker.codec_head.weight"]
     assert torch.equal(found.tensors()["talker.codec_head.weight"], trained.bfloat16())
     with pytest.raises(CheckpointError, match="use another --out"):
-        main([*command, "--device", "cpu", "--seed", "5"])
+        run(*command, "--seed", 5)
 
 
 def test_the_voices_dimensions_suit_the_megakernel_and_its_ids_the_codebook(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import lzma
 import random
 import re
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from mktts.training.data import grammar, texts
 from mktts.training.data.words import LISTS, TEMPLATES, Entry, article
@@ -109,9 +111,11 @@ def test_the_package_takes_the_text_files_along():
     assert "*.txt" in data["package-data"]["mktts.training.data"]
 
 
-def test_the_command_writes_a_list(tmp_path):
+def test_the_command_writes_a_list(tmp_path, capsys):
     out = tmp_path / "texts.xz"
-    texts.main(["--count", "300", "--seed", "2", "--out", str(out)])
+    assert run("train texts", "--count", 300, "--seed", 2, "--out", out) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["sentences"] == 300 and last["sources"] == {"grammar": 300} and last["different_words"] > 500
     lines = lzma.open(out, "rt").read().splitlines()
     replies = set(texts.agent_replies())
     assert len(lines) == 300

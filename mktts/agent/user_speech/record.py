@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from mktts.agent.user_speech import TEXTS, USER_RATE_HZ, recording
-from mktts.audio import write_audio
+from mktts.audio import from_pcm16, write_audio
 from mktts.errors import AgentError
 
 _VOICE = "rms"
 _SILENT = 0.01  # of full scale; what flite puts around the words is below it
 _PEAK = 0.6
 
-
 EXAMPLES = """examples:
-  python -m mktts agent record path/to/flite"""
+  python -m mktts agent record path/to/flite
+
+Writes every recording beside the agent's programs; with the same flite they are the same bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +35,10 @@ def main(arguments: argparse.Namespace) -> int:
             raw = Path(folder) / "raw.wav"
             _speak(arguments.flite, text, raw)
             with wave.open(str(raw), "rb") as file:
-                assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (USER_RATE_HZ, 1, 2)
-                pcm = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
+                form = (file.getframerate(), file.getnchannels(), file.getsampwidth())
+                if form != (USER_RATE_HZ, 1, 2):
+                    raise AgentError(f"expected 1 channel of 2 bytes at {USER_RATE_HZ} Hz from flite, got {form}")
+                pcm = from_pcm16(file.readframes(file.getnframes()))
             loud = np.flatnonzero(np.abs(pcm) > _SILENT)
             pcm = pcm[loud[0] : loud[-1] + 1]  # the end of the file is the end of speech, for latencies
             path = write_audio(recording(text), pcm * (_PEAK / np.abs(pcm).max()), USER_RATE_HZ)

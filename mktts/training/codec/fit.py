@@ -1,4 +1,4 @@
-"""Fits the codec's analysis and codebooks: `python -m mktts.training.codec.fit --data FOLDER --out FILE`.
+"""Fits the codec's analysis and codebooks: `python -m mktts train fit`.
 
 Principal components of the frames' features, then k-means book after book: a minute on two cores. The file also holds
 a decoder that has learnt nothing (`mktts.training.codec.train`); `mktts.training.data.encode` can make codes at once.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mktts.audio import from_pcm16
 from mktts.common import write_whole
+from mktts.model.backend import device_named
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec
@@ -31,9 +34,9 @@ def frame_rows(folder: Path, most: int, device: torch.device | str) -> Tensor:
     found, count = [], 0
     for path in shard_paths(folder):
         shard = read_shard(path)
-        whole = torch.from_numpy(np.concatenate([padded(shard.clip(i)) for i in range(len(shard))]))
+        whole = torch.from_numpy(from_pcm16(np.concatenate([padded(shard.clip(i)) for i in range(len(shard))])))
         for part in whole.split(_CHUNK_FRAMES * SAMPLES_PER_FRAME):
-            found.append(features(part[None].to(device).float() / 32_768)[0])
+            found.append(features(part[None].to(device))[0])
             count += len(found[-1])
         if count >= most:
             break
@@ -58,19 +61,25 @@ def save(codec: Codec, path: Path) -> None:
     write_whole(path, data.getvalue())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.codec.fit", description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
-    parser.add_argument("--out", type=Path, required=True, help="file for the codec")
+EXAMPLES = """examples:
+  python -m mktts train fit --data AUDIO --out codec.pt
+
+AUDIO is what `train teacher` wrote. The last line of standard output is JSON: the frames that were fitted to, the
+share of variance that the principal components keep, and the share that is left after each codebook."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file for the codec")
     parser.add_argument("--frames", type=int, default=200_000, help="to fit to (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
-    rows = frame_rows(options.data, options.frames, options.device)
-    codec, lost = fit(rows, VOICE, options.seed)
-    save(codec.cpu(), options.out)
-    print(f"{len(rows)} frames: {lost}", flush=True)
+    parser.add_argument("--seed", type=int, default=0, help="of k-means (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
 
 
-if __name__ == "__main__":
-    main()
+def main(arguments: argparse.Namespace) -> int:
+    """Fits and writes the codec. Raises AudioError for the shards."""
+    rows = frame_rows(arguments.data, arguments.frames, device_named(arguments.device))
+    codec, lost = fit(rows, VOICE, arguments.seed)
+    save(codec.cpu(), arguments.out)
+    print(json.dumps({"frames": len(rows), **lost}))
+    return 0

@@ -180,7 +180,7 @@ def load_codec(path: Path, device: torch.device | str = "cpu") -> Codec:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a file of codec_fit or codec_train, but: {error}") from None
+        raise CheckpointError(f"{path}: expected a file of `train fit` or `train codec`, but: {error}") from None
     codec = Codec(CodecSizes(**state["sizes"]))
     codec.load_state_dict(state["codec"])
     return codec.to(device).eval()

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mktts.audio import from_pcm16, to_pcm16
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-_FULL_SCALE = 32_768.0
 _QUIET = 0.01  # of full scale: a crop that never gets louder teaches nothing
 
 
@@ -91,10 +91,10 @@ class Crops:
                 found.append(file["codes"])
                 lengths = [int(n) for n in file["frames"]]
             if lengths != [len(clip) // SAMPLES_PER_FRAME for clip in clips]:
-                got = (
-                    f"{sum(lengths)} frames in {len(lengths)} clips, but {len(clips)} clips of other lengths in {audio}"
+                got = f"{sum(lengths)} frames in {len(lengths)} clips, but {len(clips)} clips of other lengths"
+                raise AudioError(
+                    f"{path}: expected the codes of the shard of its name in {audio}, found {got}: encode it again"
                 )
-                raise AudioError(f"{path}: expected the codes of the audio shard of its name, found {got}: encode it")
             pcm += clips
         self.pcm, self.codes = np.concatenate(pcm), np.concatenate(found)
         self.frames, self.seed = frames, seed
@@ -111,8 +111,8 @@ class Crops:
             ahead = pool.submit(self.batch, step, size)
             while True:
                 step += 1
-                made, ahead = ahead.result(), pool.submit(self.batch, step, size)
-                yield made
+                ready, ahead = ahead.result(), pool.submit(self.batch, step, size)
+                yield ready
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
         """PCM float32 (size, frames * samples per frame) in [-1, 1) and codes int64 (size, frames, 16).
@@ -124,9 +124,9 @@ class Crops:
         for i in range(size):
             for _ in range(8):
                 starts[i] = generator.integers(len(self.codes) - self.frames)
-                if np.abs(self._pcm(starts[i])[::16]).max() > _QUIET * _FULL_SCALE:
+                if np.abs(from_pcm16(self._pcm(starts[i])[::16])).max() > _QUIET:
                     break
-        pcm = np.stack([self._pcm(start) for start in starts]).astype(np.float32) / np.float32(_FULL_SCALE)
+        pcm = from_pcm16(np.stack([self._pcm(start) for start in starts]))
         codes = np.stack([self.codes[start : start + self.frames] for start in starts]).astype(np.int64)
         return torch.from_numpy(pcm), torch.from_numpy(codes)
 
@@ -152,4 +152,4 @@ def vowels(seconds: float, seed: int = 0) -> np.ndarray:
         gain = sum(1 / (1 + ((harmonic * hz - f) / 120) ** 2) for f in formants)
         wave += gain * np.sin(harmonic * phase) / harmonic**0.5
     wave *= curve(0.0, 1.0)
-    return (0.5 * 32767 * wave / np.abs(wave).max()).astype(np.int16)
+    return np.frombuffer(to_pcm16((0.5 * wave / np.abs(wave).max()).astype(np.float32)), "<i2")

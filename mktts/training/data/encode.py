@@ -1,4 +1,4 @@
-"""Audio shards to codes: `python -m mktts.training.data.encode --codec FILE --data FOLDER --out FOLDER`.
+"""Audio shards to codes: `python -m mktts train encode`.
 
 One codes shard (.npz) per audio shard, of the same name: `codes` uint8 (frames, 16), all clips end to end; `frames`
 int (clips,); `speaker` and `text` as they were.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mktts.audio import from_pcm16
 from mktts.common import write_whole
+from mktts.model.backend import device_named
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec.model import Codec
 from mktts.training.codec.trainer import load_codec
 from mktts.training.data.codec_data import read_shard, shard_paths
-
-_SPAN = 32_768  # of int16
 
 
 def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[np.ndarray]:
@@ -36,7 +37,7 @@ def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_00
         batch, order = order[-size:], order[:-size]
         pcm = torch.zeros(len(batch), frames[batch[-1]] * SAMPLES_PER_FRAME)
         for row, i in zip(pcm, batch, strict=True):
-            row[: len(clips[i])] = torch.from_numpy(clips[i].astype(np.float32) / _SPAN)
+            row[: len(clips[i])] = torch.from_numpy(from_pcm16(clips[i]))
         found = codec.encode(pcm.to(device)).to("cpu", torch.uint8).numpy()
         for row, i in zip(found, batch, strict=True):
             codes[i] = row[: frames[i]].copy()
@@ -54,21 +55,40 @@ def encode_shard(codec: Codec, source: Path, target: Path) -> int:
     return int(frames.sum())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.data.encode", description=__doc__)
-    parser.add_argument("--codec", type=Path, required=True, help="file of the codec, fitted or trained")
-    parser.add_argument("--data", type=Path, required=True, help="folder of audio shards")
-    parser.add_argument("--out", type=Path, required=True, help="folder for codes shards; those there are kept")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--part", default="1/1", help="I/N: every Nth shard from the Ith, for N devices at once")
-    options = parser.parse_args(arguments)
-    part, parts = map(int, options.part.split("/"))
-    codec = load_codec(options.codec, options.device)
-    for path in shard_paths(options.data)[part - 1 :: parts]:
-        target = options.out / path.name
+EXAMPLES = """examples:
+  python -m mktts train encode --codec codec.pt --data AUDIO --out CODES
+  python -m mktts train encode --codec codec.pt --data AUDIO --out CODES --device cuda:1 --part 2/4
+
+Codes shards that are there are kept, so that a run can be cut anywhere. The last line of standard output is JSON: the
+shards and frames that this run encoded."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codec", type=Path, required=True, metavar="FILE", help="of `train fit` or `train codec`")
+    parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
+    parser.add_argument("--out", type=Path, required=True, metavar="CODES", help="folder for codes shards")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    parser.add_argument(
+        "--part", type=_part, default="1/1", metavar="I/N", help="every Nth shard from the Ith, for N devices at once"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Encodes what is not encoded yet. Raises CheckpointError for the codec, AudioError for the shards."""
+    part, parts = arguments.part
+    codec = load_codec(arguments.codec, device_named(arguments.device))
+    frames: list[int] = []
+    for path in shard_paths(arguments.data)[part - 1 :: parts]:
+        target = arguments.out / path.name
         if not target.exists():
-            print(f"{path.name}: {encode_shard(codec, path, target)} frames", flush=True)
+            frames.append(encode_shard(codec, path, target))
+            print(f"{path.name}: {frames[-1]} frames", flush=True)
+    print(json.dumps({"shards": len(frames), "frames": sum(frames)}))
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text!r}")
+    return int(part), int(parts)

@@ -1,13 +1,14 @@
-"""The teacher: flite's voices at 24 kHz, and shards of its speech.
+"""The teacher: flite's voices at 24 kHz, and shards of its speech (`python -m mktts train teacher`).
 
-`python -m mktts.training.data.teacher --out FOLDER --hours 20`; $FLITE names a program that takes a voice's name and
-then flite's own options (Debian's flite installs one program per voice: a script of one line chooses among them).
+$FLITE names a program that takes a voice's name and then flite's own options. Debian's flite installs one program per
+voice: a script of one line chooses among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import lzma
 import os
 import subprocess
@@ -21,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mktts.audio import resample
-from mktts.errors import AudioError, BackendUnavailable, VoiceError
+from mktts.audio import from_pcm16, resample, to_pcm16
+from mktts.errors import AudioError, BackendUnavailable, TextError, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data.codec_data import read_shard, write_shard
 from mktts.training.data.texts import training_sentences
@@ -62,7 +63,7 @@ def pcm_of(wav: bytes) -> np.ndarray:
         raise AudioError(f"expected a WAV file from the teacher: {error}") from None
     if form != (1, 2, TEACHER_RATE_HZ):
         raise AudioError(f"expected 1 channel of 2 bytes at {TEACHER_RATE_HZ} Hz, got {form}")
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32_768
+    return from_pcm16(data)
 
 
 def resampled(pcm: np.ndarray) -> np.ndarray:
@@ -112,24 +113,35 @@ def _make_shard(path: Path, texts: list[str]) -> float:
     if not path.exists():
         first = int(path.stem[-5:]) * _CLIPS_PER_SHARD
         speakers = [SPEAKERS[(first + i) % len(SPEAKERS)] for i in range(len(texts))]
-        clips = [
-            np.round(speak(text, who) * 32_767).astype(np.int16) for text, who in zip(texts, speakers, strict=True)
-        ]
+        clips = [np.frombuffer(to_pcm16(speak(text, who)), "<i2") for text, who in zip(texts, speakers, strict=True)]
         write_shard(path, clips, speakers, texts)
     return len(read_shard(path).audio) / SAMPLE_RATE_HZ
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.data.teacher", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--hours", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--texts", type=Path, help="sentences to speak, a line each (.xz); else the grammar's")
-    given = parser.parse_args(arguments)
-    lines = lzma.open(given.texts, "rt", encoding="utf-8").read().splitlines() if given.texts else None
-    make_shards(given.out, given.hours, given.seed, given.workers, lines)
+EXAMPLES = """examples:
+  FLITE=./flite python -m mktts train teacher --texts texts.xz --hours 20 --out AUDIO
+
+The variable FLITE names a program that takes a voice's name and then flite's own options. AUDIO holds shards of 200
+clips, audio and texts; those already there are kept, so that a run can be cut anywhere. The last line of standard
+output is JSON: the hours that are there."""
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="AUDIO", help="folder for audio shards")
+    parser.add_argument("--hours", type=float, default=20.0, help="of speech (default: %(default)s)")
+    parser.add_argument("--texts", type=Path, metavar="FILE.xz", help="of `train texts` (default: the grammar's)")
+    parser.add_argument("--seed", type=int, default=0, help="of the grammar's sentences (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Makes the shards. Raises as `speak`, and TextError for texts that cannot be read."""
+    lines = None
+    if arguments.texts:
+        try:
+            lines = lzma.decompress(arguments.texts.read_bytes()).decode().splitlines()
+        except (OSError, ValueError, lzma.LZMAError) as error:
+            raise TextError(f"{arguments.texts}: expected sentences of `train texts`, but: {error}") from None
+    made_h = make_shards(arguments.out, arguments.hours, arguments.seed, arguments.workers, lines)
+    print(json.dumps({"hours": round(made_h, 4)}))
+    return 0

@@ -1,32 +1,33 @@
-"""Sentences to learn from and, apart from them, sentences to be judged by.
+"""Sentences to learn from (`python -m mktts train texts`) and, apart from them, sentences to be judged by.
 
-`python -m mktts.training.data.texts --corpora DIR --count 120000 --seed 0 --out FILE.xz` writes a list to learn
-from; the folder holds the packages that `mktts.training.data.corpora` names, and without it all sentences are the
-grammar's own. The sentences to be judged by are a file, so no later word or pattern changes them.
+The list to learn from mixes the packages that `mktts.training.data.corpora` names with the grammar's own sentences.
+The sentences to be judged by are a file, so no later word or pattern changes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import lzma
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
+from mktts.common import write_whole
 from mktts.training.data import grammar
 from mktts.training.data.corpora import MAX_LETTERS, Corpora
 
-GRAMMAR, EXAMPLES, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
+GRAMMAR, QUOTED, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
 SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
 # Of a list with corpora. Replies: what the offline agent says, so that it is said well. Salad: words in no order, for
 # spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
 SHARES = {
     GRAMMAR: 0.35,
-    EXAMPLES: 0.26,
+    QUOTED: 0.26,
     GLOSSES: 0.14,
     PROSE: 0.08,
     SHORT: 0.07,
@@ -60,8 +61,8 @@ def is_held_out(text: str) -> bool:
 
 
 def agent_replies() -> list[str]:
-    """The offline agent's fixed answers, sentence by sentence. Needs the agent's packages, as training does not."""
-    from mktts.agent import intents
+    """The offline agent's fixed answers, sentence by sentence, so that the voice learns to say them well."""
+    from mktts.agent import intents  # of the agent, a file that needs none of its packages
 
     turn = intents.Turn((), intents.datetime(2026, 1, 1, 9, 7))
     answers = [intent.answer(turn) for intent in intents.INTENTS]
@@ -88,10 +89,10 @@ def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str,
     wanted = {source: round(share * count) for source, share in SHARES.items()}
     words = corpora.words()
     found: dict[str, list[str]] = {REPLIES: rng.choices(agent_replies(), k=wanted[REPLIES])}
-    for source, stored in ((EXAMPLES, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
+    for source, stored in ((QUOTED, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
         pool = list(dict.fromkeys(stored()))
         rng.shuffle(pool)
-        found[source] = _first(taken, _joined(pool) if source == EXAMPLES else pool, wanted[source])
+        found[source] = _first(taken, _joined(pool) if source == QUOTED else pool, wanted[source])
     makers: dict[str, Callable[[], str]] = {
         SHORT: lambda: _short(rng, words),
         SALAD: lambda: _salad(rng, words),
@@ -174,25 +175,30 @@ def _pair(rng: random.Random) -> str:
     return f"{half()} {half()}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.data.texts", description=__doc__)
-    parser.add_argument("--corpora", type=Path, help="a folder with the packages unpacked; else only the grammar's")
-    parser.add_argument("--count", type=int, default=120_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    if given.corpora:
-        lines, counts = mixed(Corpora(given.corpora), given.count, given.seed)
+EXAMPLES = """examples:
+  python -m mktts train texts --out texts.xz
+  python -m mktts train texts --corpora PACKAGES --count 120000 --out texts.xz
+
+PACKAGES is a folder into which the Debian packages wordnet-base, wamerican, bible-kjv and bible-kjv-text are unpacked
+with `dpkg -x`; without it all sentences are the grammar's own. The file has one sentence a line. The last line of
+standard output is JSON: how many sentences, of which sources, of how many different words."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--corpora", type=Path, metavar="PACKAGES", help="folder of unpacked packages")
+    parser.add_argument("--count", type=int, default=120_000, help="sentences (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="repeats a list (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.xz")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Writes the list. Raises CheckpointError where a package is missing."""
+    count = arguments.count
+    if arguments.corpora:
+        lines, counts = mixed(Corpora(arguments.corpora), count, arguments.seed)
     else:
-        source = training_sentences(given.seed)
-        lines, counts = [next(source) for _ in range(given.count)], {GRAMMAR: given.count}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(given.out, "wt", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
-    vocabulary = Counter(word for line in lines for word in normal(line).split())
-    shares = ", ".join(f"{source} {count / len(lines):.1%}" for source, count in counts.items())
-    print(f"{given.out}: {len(lines)} lines, {len(vocabulary)} different words; {shares}")
-
-
-if __name__ == "__main__":
-    main()
+        lines, counts = list(islice(training_sentences(arguments.seed), count)), {GRAMMAR: count}
+    write_whole(arguments.out, lzma.compress("".join(f"{line}\n" for line in lines).encode()))
+    different = {word for line in lines for word in normal(line).split()}
+    print(json.dumps({"sentences": len(lines), "different_words": len(different), "sources": counts}))
+    return 0

@@ -1,8 +1,7 @@
-"""The voice against its teacher: `python -m mktts.training.judge.evaluate --checkpoint FOLDER --output FILE`.
+"""The voice against its teacher: `python -m mktts train evaluate`.
 
 Every judged sentence, all of them held out, is spoken once, speakers in turn, with the checkpoint's own sampling.
-$FLITE names the teacher, as in mktts.training.data.teacher. The last line of standard output is the record as JSON,
-without the single sentences.
+$FLITE names the teacher, as in mktts.training.data.teacher.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mktts.common import write_json, write_whole
-from mktts.errors import MetricsError, MkttsError
+from mktts.common import read_json, write_json
+from mktts.errors import MetricsError
 from mktts.measure.environment import environment
 from mktts.measure.metrics import percentiles
 from mktts.measure.recogniser import Recogniser, vocabulary_of
@@ -25,7 +24,7 @@ from mktts.measure.word_errors import words
 from mktts.speech.metrics import summarise
 from mktts.training.data.teacher import SPEAKERS
 from mktts.training.data.texts import held_out
-from mktts.training.judge.quality import Figures, lines, record
+from mktts.training.judge.quality import Figures, all_figures, lines
 from mktts.training.judge.speakers import Centroids
 from mktts.training.judge.utterances import Measured, Setup, Task, measure
 
@@ -38,19 +37,12 @@ _PROGRESS_S = 10.0
 Measure = Callable[[Setup, Sequence[Task], int], Iterator[Measured]]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.judge.evaluate", description=__doc__)
-    add_arguments(parser)
-    given = parser.parse_args(arguments)
-    try:
-        document = evaluate(given)
-    except MkttsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    write_json(given.output, document)
-    print(table(document))
-    print(json.dumps({name: value for name, value in document.items() if name != "utterances"}, sort_keys=True))
-    return 0
+EXAMPLES = """examples:
+  FLITE=./flite python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
+  FLITE=./flite python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --quick
+
+The variable FLITE names the teacher, as for `train teacher`. The last line of standard output is the record as JSON,
+without the single sentences, which the file has too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
     parser.add_argument("--teacher-cache", type=Path, help="folder to keep the teacher's audio in")
     codec = parser.add_mutually_exclusive_group()
-    codec.add_argument("--codec-state", type=Path, help="file of codec_fit or codec_train, to judge the codec alone")
+    codec.add_argument(
+        "--codec-state", type=Path, help="file of `train fit` or `train codec`, to judge the codec alone"
+    )
     codec.add_argument("--codec-audio", type=Path, help="its copies of the teacher's audio, named as in the cache")
     codec.add_argument("--codec-figures", type=Path, help="JSON with the codec's own figures, copied to the record")
     parser.add_argument("--listen", type=Path, help="folder for WAV files of a few sentences by every speaker")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Writes and prints the record. Raises as `evaluate`."""
+    document = evaluate(arguments)
+    write_json(arguments.output, document)
+    print(table(document))
+    print(json.dumps({name: value for name, value in document.items() if name != "utterances"}, sort_keys=True))
+    return 0
 
 
 def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool = True) -> Figures:
@@ -80,7 +83,7 @@ def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool 
     ends = 0 if given.quick else given.eos
     speakers = tuple(given.speakers.split(","))
     known, unknown = sorted_out(held_out())
-    tasks = plan(known, unknown, speakers, sentences, ends, given.seed, given.greedy)
+    tasks = judging_tasks(known, unknown, speakers, sentences, ends, given.seed, given.greedy)
     listening = listen_tasks(known, speakers, given.seed, given.listen) if given.listen else []
     setup = Setup(
         given.checkpoint,
@@ -93,7 +96,7 @@ def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool 
     )
     started_s = time.perf_counter()
     everything = [*tasks, *listening]
-    measured = list(_told(measure(setup, everything, given.workers), len(everything)))[: len(tasks)]
+    measured = list(_with_progress(measure(setup, everything, given.workers), len(everything)))[: len(tasks)]
     embeddings: dict[str, list] = {speaker: [] for speaker in speakers}
     for m in measured:
         if m.embedding is not None:
@@ -113,11 +116,11 @@ def evaluate(given: argparse.Namespace, measure: Measure = measure, speed: bool 
             "left_out_words": sorted({word for _, missing in unknown for word in missing}),
             "left_out_sentences": len(unknown),
         },
-        **record([m for m in measured if m.embedding is None], Centroids.of(embeddings)),
+        **all_figures([m for m in measured if m.embedding is None], Centroids.of(embeddings)),
     }
     document["settings"]["measured_s"] = round(time.perf_counter() - started_s, 1)
     if given.codec_figures:
-        document["codec_figures"] = json.loads(given.codec_figures.read_text(encoding="utf-8"))
+        document["codec_figures"] = read_json(given.codec_figures, MetricsError)
     if given.listen:
         _write_list(given.listen, listening)
     if given.speed and not given.quick and speed:
@@ -135,7 +138,7 @@ def sorted_out(sentences: Sequence[str]) -> tuple[list[str], list[tuple[str, lis
     return known, [(text, lacking) for text, lacking in missing.items() if lacking]
 
 
-def plan(
+def judging_tasks(
     known: Sequence[str],
     unknown: Sequence[tuple[str, list[str]]],
     speakers: Sequence[str],
@@ -222,13 +225,13 @@ def table(document: Figures) -> str:
     return "\n".join(found)
 
 
-def _told(measured: Iterator[Measured], count: int) -> Iterator[Measured]:
+def _with_progress(measured: Iterator[Measured], count: int) -> Iterator[Measured]:
     """Says on standard error how far it is."""
-    started_s = told_s = time.perf_counter()
+    started_s = printed_s = time.perf_counter()
     for done, m in enumerate(measured, 1):
         now_s = time.perf_counter()
-        if now_s - told_s > _PROGRESS_S or done == count:
-            told_s = now_s
+        if now_s - printed_s > _PROGRESS_S or done == count:
+            printed_s = now_s
             print(f"{done}/{count} utterances, {now_s - started_s:.0f} s", file=sys.stderr, flush=True)
         yield m
 
@@ -236,8 +239,4 @@ def _told(measured: Iterator[Measured], count: int) -> Iterator[Measured]:
 def _write_list(folder: Path, tasks: Sequence[Task]) -> None:
     """index.json: what each pair of WAV files says."""
     rows = [{"name": task.listen.name, "text": task.text, "speaker": task.speaker, "seed": task.seed} for task in tasks]
-    write_whole(folder / "index.json", (json.dumps(rows, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    write_json(folder / "index.json", rows, sort_keys=False)

@@ -102,7 +102,7 @@ def distortion_figures(judged: Sequence[Measured], voice: str) -> Figures:
     return {**percentiles(m.voices[voice].distortion_db for m in judged), "unit": "dB"}
 
 
-def record(spoken: Sequence[Measured], centroids: Centroids) -> Figures:
+def all_figures(spoken: Sequence[Measured], centroids: Centroids) -> Figures:
     """All figures of utterances; the judged ones among them are the sentences compared with the teacher."""
     judged = [m for m in spoken if m.voices]
     figures: Figures = {

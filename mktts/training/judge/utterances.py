@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mktts.audio import first_audible_sample, write_audio
+from mktts.audio import first_audible_sample, from_pcm16, to_pcm16, write_audio
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.measure.recogniser import MODES, Recogniser
@@ -29,7 +29,6 @@ from mktts.training.judge.speakers import embedding, median_f0_hz
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
 
-_FULL_SCALE = 32_768
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -55,7 +54,7 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Voice:
+class Rendering:
     """One rendering of a sentence beside the teacher's. errors and heard by recogniser mode."""
 
     audio_s: float
@@ -75,7 +74,7 @@ class Measured:
     audio_s: float = 0.0
     lead_ms: float | None = None  # to the first audible 10 ms (mktts.audio); None where there are none
     words: int = 0
-    voices: dict[str, Voice] = field(default_factory=dict)
+    voices: dict[str, Rendering] = field(default_factory=dict)
     embedding: np.ndarray | None = None
 
 
@@ -88,7 +87,7 @@ class Setup:
     device: str = "cpu"
     layout: str | None = None
     teacher_cache: Path | None = None
-    codec_state: Path | None = None  # file of codec_fit or codec_train: its copy of the teacher is measured too
+    codec_state: Path | None = None  # of `train fit` or `train codec`: its copy of the teacher is measured too
     codec_audio: Path | None = None  # the same from files, named as in the teacher's cache
 
     def judge(self) -> Judge:
@@ -134,19 +133,19 @@ class Judge:
             voices=self._voices(task, spoken) if task.judged else {},
         )
 
-    def _voices(self, task: Task, spoken: Spoken) -> dict[str, Voice]:
+    def _voices(self, task: Task, spoken: Spoken) -> dict[str, Rendering]:
         truth = self.teacher(task.text, task.speaker)
         renderings = {"teacher": truth, "student": spoken.pcm}
         if self.codec:
             renderings["codec"] = self.codec(task.text, task.speaker, truth)
         if task.greedy:
             renderings["greedy"] = self.student(task.text, task.speaker, task.seed, True).pcm
-        return {name: self._voice(task.text, pcm, truth) for name, pcm in renderings.items()}
+        return {name: self._rendering(task.text, pcm, truth) for name, pcm in renderings.items()}
 
-    def _voice(self, text: str, pcm: np.ndarray, truth: np.ndarray) -> Voice:
+    def _rendering(self, text: str, pcm: np.ndarray, truth: np.ndarray) -> Rendering:
         heard = {mode: self.recognisers[mode].hear(pcm) for mode in MODES}
         f0_hz = median_f0_hz(pcm)
-        return Voice(
+        return Rendering(
             audio_s=len(pcm) / SAMPLE_RATE_HZ,
             errors={mode: errors_by_sound(text, heard[mode], self.recognisers[mode].sound) for mode in MODES},
             heard=heard,
@@ -203,14 +202,14 @@ def cached(folder: Path | None, text: str, speaker: str, speak: Callable[[str, s
     path = cache_path(folder, text, speaker)
     if not path.exists():
         data = io.BytesIO()
-        np.save(data, np.clip(np.rint(speak(text, speaker) * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype("<i2"))
+        np.save(data, np.frombuffer(to_pcm16(speak(text, speaker)), "<i2"))
         write_whole(path, data.getvalue())
     return _read(path)
 
 
 def _read(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False).astype(np.float32) / _FULL_SCALE
+        return from_pcm16(np.load(path, allow_pickle=False))
     except (OSError, ValueError) as error:
         raise AudioError(f"{path}: expected int16 audio at 24 kHz as .npy, but: {error}") from None
 

@@ -1,11 +1,11 @@
-"""Trains talker and predictor: `python -m mktts.training.talker.train --codes FOLDER --out FOLDER --minutes M`.
+"""Trains talker and code predictor: `python -m mktts train talker`.
 
 A run can be cut anywhere and go on with `--resume`: `talker.pt` holds everything the next step depends on; batches,
 noise and dropout follow from the seed and the step. The learning rate falls with the step (`--steps`), so that slices
 of any length give one schedule (`--by-clock` ends it within the slice instead). `talker_curves.json` holds the printed
-lines, `prepared/` the tokenizer and JSON files. With `--follow`, shards that come meanwhile join at the next epoch:
-teacher, encoder and training can run side by side (which no second run repeats). With `--codec` (a speech_tokenizer
-folder) the whole checkpoint is written to `voice/` at the end of a slice.
+lines, `prepared/` the tokenizer and JSON files. With `--follow`, shards that arrive during training join at the next
+epoch: teacher, encoder and training can run side by side (which no second run repeats). With `--codec` (a
+speech_tokenizer folder) the whole checkpoint is written to `voice/` at the end of a slice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
+from mktts.model.backend import device_named
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.training.data.talker_data import NO_TARGET, Batch, Clips, Following, Sequences, held_out
@@ -37,6 +38,7 @@ from mktts.training.talker.sizes import TINY, VOICE, TalkerSizes
 from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
 
 STATE, CURVES, PREPARED, VOICE_FOLDER = "talker.pt", "talker_curves.json", "prepared", "voice"
+_SIZES = {"voice": VOICE, "tiny": TINY}
 
 
 @dataclass(frozen=True)
@@ -228,26 +230,34 @@ def open_data(clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device 
     return Sequences(clips, config, TextTokenizer.load(folder), device)
 
 
-def train(trainer: TalkerTrainer, out: Path, minutes: float, every: int = 100, by_clock: bool = False) -> None:
-    """Trains until the clock or the recipe's steps end; saves, reports and evaluates every so often.
+def train(
+    trainer: TalkerTrainer,
+    out: Path,
+    minutes: float,
+    every: int = 100,
+    by_clock: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Trains until the minutes or the recipe's steps end; saves, reports and evaluates every so often.
 
-    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold.
+    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold. clock: gives
+    seconds.
     """
-    started, reported = time.monotonic(), time.monotonic()
+    started_s = reported_s = clock()
     recipe = trainer.recipe
     begun, last = min(1.0, trainer.step / recipe.steps), math.inf if by_clock else recipe.steps
-    while trainer.step < last and (passed := (time.monotonic() - started) / (60 * minutes)) < 1:
+    while trainer.step < last and (passed := (clock() - started_s) / (60 * minutes)) < 1:
         if by_clock:
             trainer.progress = begun + (1 - begun) * passed
         losses = trainer.train_step()
         if trainer.step % every == 0:
             line = {"step": trainer.step, "epoch": trainer.epoch, "lr": trainer.learning_rate()}
             line |= {name: float(value) for name, value in losses.items()}
-            line["step_s"] = (time.monotonic() - reported) / every
+            line["step_s"] = (clock() - reported_s) / every
             if trainer.step % (10 * every) == 0:
                 line |= trainer.evaluate()
                 trainer.save(out / STATE)
-            reported = time.monotonic()
+            reported_s = clock()
             trainer.curves.append(line)
             print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), flush=True)
     trainer.curves.append({"step": trainer.step, "epoch": trainer.epoch, **trainer.evaluate()})
@@ -256,36 +266,46 @@ def train(trainer: TalkerTrainer, out: Path, minutes: float, every: int = 100, b
     write_whole(out / CURVES, json.dumps(trainer.curves, indent=1).encode())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mktts.training.talker.train", description=__doc__)
+EXAMPLES = """examples:
+  python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes 60
+  python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes 60 --resume
+
+A run can be cut anywhere and go on with --resume: OUT/talker.pt holds everything. OUT/voice is the checkpoint, with
+--codec, and OUT/talker_curves.json the printed lines. The last line of standard output is JSON: what was reached."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codes", type=Path, required=True, help="folder of codes shards")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the checkpoint")
+    parser.add_argument("--minutes", type=float, required=True, help="stop after this time")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
     parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
     parser.add_argument("--weights", type=Path, help="model.safetensors to begin from, instead of random weights")
-    parser.add_argument("--follow", action="store_true", help="shards that come meanwhile join at the next epoch")
+    parser.add_argument("--follow", action="store_true", help="shards that arrive later join at the next epoch")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
-    parser.add_argument("--size", choices=("voice", "tiny"), default="voice")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=tuple(_SIZES), default="voice", help="tiny: for tests (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    recipe = parser.add_argument_group("recipe")
     for name, value in asdict(TalkerRecipe()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    options = parser.parse_args(arguments)
-    recipe = TalkerRecipe(**{name: getattr(options, name) for name in asdict(TalkerRecipe())})
-    sizes = VOICE if options.size == "voice" else TINY
-    following = Following(options.codes)
-    data = open_data(following(), options.out, sizes, options.device)
-    trainer = TalkerTrainer(data, recipe, graphs=options.graphs, more=following if options.follow else None)
-    if options.weights:
-        trainer.begin_from(options.weights)
-    if options.resume and (options.out / STATE).is_file():
-        trainer.load(options.out / STATE)
-    train(trainer, options.out, options.minutes, by_clock=options.by_clock)
-    if options.codec:
-        shutil.rmtree(options.out / VOICE_FOLDER, ignore_errors=True)
-        write_checkpoint(options.out / VOICE_FOLDER, options.out / PREPARED, trainer.average, options.codec)
+        flag = f"--{name.replace('_', '-')}"
+        recipe.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
 
 
-if __name__ == "__main__":
-    main()
+def main(arguments: argparse.Namespace) -> int:
+    """Trains for a slice of time. Raises CheckpointError and AudioError for what does not fit together."""
+    out = arguments.out
+    recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
+    following = Following(arguments.codes)
+    data = open_data(following(), out, _SIZES[arguments.size], device_named(arguments.device))
+    trainer = TalkerTrainer(data, recipe, graphs=arguments.graphs, more=following if arguments.follow else None)
+    if arguments.weights:
+        trainer.begin_from(arguments.weights)
+    if arguments.resume and (out / STATE).is_file():
+        trainer.load(out / STATE)
+    train(trainer, out, arguments.minutes, by_clock=arguments.by_clock)
+    if arguments.codec:
+        shutil.rmtree(out / VOICE_FOLDER, ignore_errors=True)
+        write_checkpoint(out / VOICE_FOLDER, out / PREPARED, trainer.average, arguments.codec)
+    print(json.dumps({"of_steps": recipe.steps, **trainer.curves[-1]}))
+    return 0

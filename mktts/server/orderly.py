@@ -7,14 +7,38 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+_FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
+
 
 class OrderlyServer(uvicorn.Server):
-    """stopped_by: the signal that ended it; None while none has."""
+    """Serves an ASGI application. stopped_by: the signal that ended it; None while none has.
+
+    max_message_bytes: of a WebSocket message from a client. settings: more of `uvicorn.Config`.
+    """
 
     stopped_by: int | None = None
+
+    def __init__(self, app: Any, max_message_bytes: int, **settings: Any) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",  # with what is named here everything was tested, whatever else is installed
+                ws="websockets-sansio",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws_max_size=max_message_bytes,
+                timeout_graceful_shutdown=_FLUSH_S,
+                server_header=False,
+                proxy_headers=False,
+                **settings,
+            )
+        )
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks for an orderly end, a second one for an end at once."""
