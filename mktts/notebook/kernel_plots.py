@@ -70,7 +70,7 @@ def stage_timeline(
 ) -> Figure:
     """The first chunks of an utterance over the time since its call: what each was waiting for, and when it was ready.
 
-    `rows`: of `kernel_report.timeline`. Within a chunk the stages are sums over its frames, in the order of the data.
+    `rows`: of `evidence.timeline`. Within a chunk the stages are sums over its frames, in the order of the data.
     """
     rows = rows[:CHUNKS_SHOWN]
     figure, (axes,) = new(1.9 + 0.42 * len(rows))

@@ -12,7 +12,7 @@ import pytest
 
 from mktts.errors import BatchError
 from mktts.notebook import grid
-from mktts.notebook import runs as batch
+from mktts.notebook import runs
 
 PARAMETERS = """\
 TEXT: str = "a=b # not a comment"  # what to say
@@ -35,8 +35,8 @@ def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Pa
 
 def run(*words: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    batch.add_arguments(parser)
-    return batch.main(parser.parse_args([str(word) for word in words]))
+    runs.add_arguments(parser)
+    return runs.main(parser.parse_args([str(word) for word in words]))
 
 
 def read(path: Path) -> dict:
@@ -162,9 +162,9 @@ def test_changed_notebook_is_not_taken_as_done(tmp_path):
     folder.mkdir(parents=True)
     (folder / "metrics.json").write_text('{"status": "ok"}')
     (folder / "parameters.json").write_text(json.dumps({"notebook_sha256": planned.notebook.sha256}))
-    assert batch.is_done(tmp_path / "runs", planned)
+    assert runs.is_done(tmp_path / "runs", planned)
     [changed] = grid.plan([notebook(path, "1 + 1")], [])
-    assert not batch.is_done(tmp_path / "runs", changed)
+    assert not runs.is_done(tmp_path / "runs", changed)
 
 
 def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
@@ -173,7 +173,7 @@ def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
     stale.parent.mkdir(parents=True)
     stale.write_text("from an earlier run")
     [planned] = grid.plan([path], [])
-    metrics = batch.execute(planned, tmp_path / "runs", {}, timeout_s=60)
+    metrics = runs.execute(planned, tmp_path / "runs", {}, timeout_s=60)
     assert metrics["status"] == "error" and metrics["ename"] == "DeadKernelError"
     assert not stale.exists()
     assert read(stale.parent / "metrics.json") == metrics
