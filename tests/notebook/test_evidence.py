@@ -9,9 +9,7 @@ import pytest
 
 from mktts.errors import MetricsError
 from mktts.measure import inspection, machine
-from mktts.notebook import evidence
-from mktts.notebook import kernel_plots
-from mktts.notebook import parity_tables
+from mktts.notebook import evidence, kernel_plots, parity_tables
 from mktts.notebook.evidence import Limit
 from mktts.speech.options import Chunk, Timings
 

@@ -13,9 +13,7 @@ import nbformat
 import pytest
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
-from mktts.notebook import evidence
-from mktts.notebook import grid
-from mktts.notebook import runs
+from mktts.notebook import evidence, grid, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
