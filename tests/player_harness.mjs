@@ -21,6 +21,7 @@ globalThis.AudioBufferSourceNode = class {
   connect() {}
   start(at) { started.push({ at, node: this, duration: this.buffer.duration }); }
   stop() { this.stopped = true; }
+  finish() { this.onended(); }
 };
 const listeners = new Set();
 globalThis.document = { addEventListener: (kind) => listeners.add(kind), removeEventListener: (kind) => listeners.delete(kind) };
@@ -43,7 +44,7 @@ function pcm(samples, offset = 1) { // an odd byte offset: what arrives is not a
 const message = (kind, ...buffers) => handlers["msg:custom"]({ kind }, buffers);
 const close = (a, b) => assert.ok(Math.abs(a - b) < 1e-9, `${a} is not ${b}`);
 
-// three chunks that arrive early play back to back, without an underrun
+// three chunks that arrive early play back to back, without a gap
 message("begin");
 clock.currentTime = 1;
 message("pcm", pcm(new Array(100).fill(16384)));
@@ -58,22 +59,33 @@ assert.equal(started[1].node.buffer.data[0], -1);
 assert.deepEqual([reports[0].kind, reports[0].chunks], ["first", 1]);
 assert.ok(reports[0].first_sound_ms < 20);
 
-// a chunk that arrives after playback ran dry is one underrun and plays at once
+// a chunk that arrives after playback ran dry is one gap and plays at once
 clock.currentTime = 2;
 message("pcm", pcm(new Array(100).fill(1)));
 assert.ok(started[3].at >= 2 && started[3].at < 2.05);
 message("end");
-assert.deepEqual([reports.at(-1).kind, reports.at(-1).chunks, reports.at(-1).underruns], ["ended", 4, 1]);
+assert.deepEqual([reports.at(-1).kind, reports.at(-1).chunks, reports.at(-1).gaps], ["made", 4, 1]);
+
+// "played" is said when the last sound is over, not when the last chunk came
+const told = reports.length;
+started.slice(0, 3).forEach(({ node }) => node.finish());
+assert.equal(reports.length, told);
+started[3].node.finish();
+assert.deepEqual([reports.length, reports.at(-1).kind], [told + 1, "played"]);
 
 // Stop silences what is queued and ignores what still arrives
+message("begin");
+message("pcm", pcm(new Array(100).fill(1)));
 values.stop_requested = true;
 handlers["change:stop_requested"]();
-assert.ok(started.every(({ node }) => node.stopped));
+assert.ok(started[4].node.stopped);
+started[4].node.finish();
 message("pcm", pcm([1, 2, 3]));
-assert.equal(started.length, 4);
+message("end");
+assert.equal(started.length, 5);
 assert.equal(reports.at(-1).kind, "stopped");
 
-// the next utterance starts with fresh counters, and a gap between utterances is no underrun
+// the next utterance starts with fresh counters, and a gap between utterances is none
 values.stop_requested = false;
 clock.state = "suspended";
 clock.currentTime = 9;
@@ -81,7 +93,7 @@ message("begin");
 assert.equal(resumed, 1);
 message("pcm", pcm([1, 2, 3]));
 message("end");
-assert.deepEqual([reports.at(-1).chunks, reports.at(-1).underruns], [1, 0]);
+assert.deepEqual([reports.at(-1).chunks, reports.at(-1).gaps], [1, 0]);
 
 dispose();
 assert.ok(closed && listeners.size === 0);

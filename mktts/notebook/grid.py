@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ast
 import csv
+import glob
 import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from typing import Any
 from mktts.errors import BatchError
 
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
+LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
+_PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
@@ -44,10 +48,23 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The notebook's name and the set values, 04_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
+
+        A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
+        long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.
+        """
+        stem = self.notebook.path.stem
         if not self.parameters:
-            return self.notebook.path.stem
+            return stem
+        values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
+        name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
+        plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
+        if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a last dot
+            return name
+        cleaned = (f"{key}={re.sub(r'[^A-Za-z0-9._,+~-]+', '_', v)[:LONGEST_VALUE]}" for key, v in values.items())
         canonical = json.dumps(self.parameters, sort_keys=True)
-        return f"{self.notebook.path.stem}-{hashlib.sha256(canonical.encode()).hexdigest()[:8]}"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
+        return f"{'-'.join([stem, *cleaned])[: LONGEST_NAME - 9]}-{digest}"
 
     @property
     def all_parameters(self) -> dict[str, Any]:
@@ -78,10 +95,11 @@ def read_notebook(path: Path) -> Notebook:
 def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[Run]:
     """Every notebook with every combination of the settings, notebooks outermost, in the order given.
 
-    Raises BatchError where a setting is malformed, its name is unknown to any one of the notebooks, or a value does
-    not have the parameter's type.
+    A path with wildcards that no file bears itself stands for the files that it matches, as in a shell that expands
+    it; some shells do not (Windows'). Raises BatchError where a path matches nothing, a setting is malformed, its name
+    is unknown to any one of the notebooks, or a value does not have the parameter's type.
     """
-    notebooks = [read_notebook(path) for path in paths]
+    notebooks = [read_notebook(path) for given in paths for path in _expanded(given)]
     stems = [notebook.path.stem for notebook in notebooks]
     if not notebooks or len(set(stems)) != len(stems):
         raise BatchError(f"expected one or more notebooks of different names, found {[str(path) for path in paths]}")
@@ -94,6 +112,15 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[Run]:
                 raise BatchError(f"--set {name}: the same value is given twice: {split[name]}")
         runs += [Run(notebook, dict(combination)) for combination in itertools.product(*axes)]
     return runs
+
+
+def _expanded(path: Path) -> list[Path]:
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    if not found:
+        raise BatchError(f"{path}: expected notebooks of this pattern, found none")
+    return found
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
@@ -124,7 +151,8 @@ def _split_settings(settings: Sequence[str]) -> dict[str, list[str]]:
         if name in split:
             raise BatchError(f"--set {name} is given twice: put all its values in one, separated by commas")
         try:
-            split[name] = next(csv.reader([values], strict=True, skipinitialspace=True), [""])
+            rows = csv.reader([values], strict=True, skipinitialspace=True)
+            split[name] = next(rows, None) or [""]  # NAME= is one empty value, not none
         except csv.Error as error:
             raise BatchError(f'--set {setting}: {error}; quote a value as NAME="a, b","c"') from None
     return split

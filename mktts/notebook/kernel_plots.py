@@ -70,7 +70,7 @@ def stage_timeline(
 ) -> Figure:
     """The first chunks of an utterance over the time since its call: what each was waiting for, and when it was ready.
 
-    `rows`: of `kernel_report.timeline`. Within a chunk the stages are sums over its frames, in the order of the data.
+    `rows`: of `evidence.timeline`. Within a chunk the stages are sums over its frames, in the order of the data.
     """
     rows = rows[:CHUNKS_SHOWN]
     figure, (axes,) = new(1.9 + 0.42 * len(rows))
@@ -96,21 +96,22 @@ def stage_timeline(
 
 @styled
 def peers(axes_rows: Mapping[str, Mapping[str, float]], folder: Path, source: str, name: str = "peers") -> Figure:
-    """One panel per quantity on a log axis, one bar per program, its value and how many times the first one's it is."""
+    """One panel per quantity on a log axis, one dot per program, its value and how many times the first one's it is."""
     heights = [len(row) for row in axes_rows.values()]
     figure, panels = new(1.6 + 0.36 * sum(heights) + 0.5 * len(heights), len(heights), height_ratios=heights)
     for axes, (quantity, row) in zip(panels, axes_rows.items(), strict=True):
         values = np.array(list(row.values()))
         shades = [SERIES[2] if "graphs" in who else colour(who) for who in row]
-        axes.barh(list(row), values, height=0.62, color=shades)
+        lines = range(len(row))
+        axes.scatter(values, lines, color=shades, s=55, zorder=3)
+        axes.set_yticks(lines, list(row))
         for index, (who, value) in enumerate(row.items()):
             factor = f"   × {_short(value / values[0])}" if index and who != WHOLE else ""
             at = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-            axes.annotate(f"{_short(value)}{factor}", (value, index), (5, 0), **at)
+            axes.annotate(f"{_short(value)}{factor}", (value, index), (9, 0), **at)
         axes.set(xscale="log", xlabel=quantity, xlim=(values.min() / 3, values.max() * 12))
+        axes.set_ylim(len(row) - 0.5, -0.5)
         _plain_ticks(axes)
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
     _title(panels[0], "Beside other programs, one stream, warm (lower is better)", source)
     return save(figure, folder, name)
 

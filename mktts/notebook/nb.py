@@ -1,35 +1,34 @@
-"""What the notebooks need and nothing else does: run folders, inline audio, tables, parameters as arguments.
+"""What the notebooks need and nothing else does: run folders, inline audio, tables, controls.
 
 The Jupyter packages are imported where they are used, so `import mktts.notebook.nb` works without them.
 """
 
 from __future__ import annotations
 
+import base64
 import html
+import io
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mktts.audio import write_audio
 from mktts.errors import MkttsError
 from mktts.measure.tables import cell
-from mktts.notebook.controls import Controls, controls
+from mktts.notebook.controls import Controls, button, controls
 from mktts.notebook.player import live_player
 from mktts.spec import SAMPLE_RATE_HZ
 
-if TYPE_CHECKING:
-    from mktts.checkpoint import Checkpoint
-    from mktts.speech.options import Chunk
-
 __all__ = [
-    "Controls", "clip", "controls", "languages", "live_player", "ready_and_samples", "repository", "run_dir",
-    "shape", "stream_arguments", "table",
+    "Controls", "button", "clip", "controls", "live_player", "recording", "repository", "run_dir", "shape", "table",
 ]  # fmt: skip
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
+MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 RANDOM_WEIGHTS = "random weights: not speech"
 
 
@@ -46,9 +45,17 @@ def repository(start: Path | None = None) -> Path:
 
 
 def run_dir(path: str, notebook: str) -> Path:
-    """The folder a run writes to, created if absent: `path`, or outputs/runs/<notebook>-manual where `path` is ""."""
-    folder = Path(path) if path else repository() / "outputs" / "runs" / f"{notebook}-manual"
-    folder = folder.expanduser().resolve()
+    """The folder a run writes to, created if absent: `path`, or where `path` is "" (a run by hand) the first of
+    outputs/runs/<notebook>-manual, -manual-2, ... that holds no recorded run yet; that one is then named."""
+    if path:
+        folder = Path(path).expanduser().resolve()
+    else:
+        root = repository()
+        names = (f"{notebook}{MANUAL}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+        folders = (root / "outputs" / "runs" / name for name in names)
+        folder = next(folder for folder in folders if not (folder / "metrics.json").exists())
+        note = f"results of this run by hand go to {folder.relative_to(root).as_posix()}"
+        _show_html(html.escape(note), note)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -59,7 +66,7 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
     Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook.
     Audio from random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM.
     """
-    from IPython.display import Audio, display
+    from IPython.display import Audio
 
     pcm = np.asarray(pcm)
     if pcm.ndim != 1 or pcm.dtype != np.float32 or pcm.size == 0:
@@ -74,21 +81,57 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
         notes.append(f"first {EMBED_LIMIT_S:.0f} s embedded")
     if random_weights:
         notes.append(RANDOM_WEIGHTS)
-    _show_html(f"<b>{html.escape(label)}</b> ({html.escape(', '.join(notes))})", f"{label} ({', '.join(notes)})")
-    display(Audio(pcm[:limit_samples], rate=SAMPLE_RATE_HZ, normalize=False))
+    embedded = Audio(pcm[:limit_samples], rate=SAMPLE_RATE_HZ, normalize=False).data
+    _show_audio(label, notes, path.name, embedded, "audio/wav")
     return path
 
 
-def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = ()) -> None:
+def recording(path: Path, label: str, *, random_weights: bool) -> None:
+    """Shows the sound file `path` with an audio element that holds all of it, as MP3 (8 kB a second and channel).
+
+    Raises MkttsError where it cannot be read. Without soundfile, or one without MP3, the file is named only.
+    """
+    notes = [path.name, *([RANDOM_WEIGHTS] if random_weights else [])]
+    try:
+        data, mime = as_mp3(path), "audio/mpeg"
+    except ImportError:
+        data, mime = b"", ""
+    _show_audio(label, notes, path.name, data, mime)
+
+
+def as_mp3(path: Path) -> bytes:
+    """The sound file `path` as MP3, its channels and rate kept. Raises MkttsError where it cannot be read, ImportError
+    without a soundfile that writes MP3."""
+    import soundfile
+
+    if "MP3" not in soundfile.available_formats():
+        raise ImportError("this soundfile does not write MP3")
+    try:
+        samples, rate_hz = soundfile.read(path, dtype="float32")
+    except (soundfile.SoundFileError, OSError) as error:
+        raise MkttsError(f"{path}: expected a sound file, could not read it: {error}") from None
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate_hz, format="MP3")
+    return file.getvalue()
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = (), heads: str | None = None
+) -> None:
     """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty.
 
-    `omit` names columns that are left out.
+    `omit` names columns that are left out. `heads`: the key whose values become the columns' heads, every other key a
+    line, for rows with more keys than a page is wide.
     """
-    columns = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
-    cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
-    numeric = [all(_is_number(row.get(column, 0)) for row in rows) for column in columns]
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
+    if heads is not None and all(heads in row for row in rows):
+        keys.remove(heads)
+        rows = [{"": key, **{str(row[heads]): row.get(key, "") for row in rows}} for key in keys]
+        keys = list(rows[0]) if rows else []
+    cells = [[cell(row.get(key, "")) for key in keys] for row in rows]
+    numeric = [all(_is_number(row.get(key, 0)) for row in rows) for key in keys]
     align = ["right" if right else "left" for right in numeric]
-    head = "".join(f'<th style="text-align:{a}">{html.escape(c)}</th>' for c, a in zip(columns, align, strict=True))
+    head = "".join(f'<th style="text-align:{a}">{html.escape(k)}</th>' for k, a in zip(keys, align, strict=True))
     body = "".join(
         "<tr>"
         + "".join(f'<td style="text-align:{a}">{html.escape(c)}</td>' for c, a in zip(row, align, strict=True))
@@ -97,51 +140,12 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     )
     title = f'<caption style="text-align:left">{html.escape(caption)}</caption>' if caption else ""
     markup = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [columns, *cells]]))
+    _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
 
 
 def shape(dimensions: Sequence[int]) -> str:
     """(64, 192) as "64 × 192"."""
     return " × ".join(str(size) for size in dimensions)
-
-
-def ready_and_samples(chunks: Sequence[Chunk]) -> tuple[list[float], list[int]]:
-    """When each chunk was in host memory (ms from the call) and its length in samples: what a timeline needs."""
-    return [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
-
-
-def languages(checkpoint: Checkpoint) -> list[str]:
-    """What LANGUAGE may be; dialects come with their speakers and cannot be asked for."""
-    return ["auto", *sorted(name for name in checkpoint.config.languages if "dialect" not in name)]
-
-
-def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
-    """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
-
-    Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
-    MAX_FRAMES and SCHEDULE ("1,1,2,4,8"). Raises MkttsError for another name.
-    """
-    from mktts.model.voice import Voice
-    from mktts.speech.options import StreamOptions
-
-    first = next(iter(checkpoint.config.speakers), None)
-    convert: dict[str, Callable[[Any], Any]] = {
-        "TEXT": str,
-        "LANGUAGE": str,
-        "SPEAKER": lambda name: name or first,
-        "INSTRUCT": lambda text: text or None,
-        "VOICE": lambda path: Voice.load(path) if path else None,
-        "SEED": int,
-        "MAX_FRAMES": int,
-    }
-    arguments = {name.lower(): convert[name](value) for name, value in parameters.items() if name in convert}
-    if "SCHEDULE" in parameters:
-        schedule = tuple(int(frames) for frames in parameters["SCHEDULE"].split(","))
-        arguments["options"] = StreamOptions(schedule=schedule)
-    unknown = sorted(set(parameters) - set(convert) - {"SCHEDULE"})
-    if unknown:
-        raise MkttsError(f"expected parameters among {sorted([*convert, 'SCHEDULE'])}, found {unknown}")
-    return arguments
 
 
 def _is_number(value: Any) -> bool:
@@ -152,3 +156,11 @@ def _show_html(markup: str, text: str) -> None:
     from IPython.display import display
 
     display({"text/html": markup, "text/plain": text}, raw=True)
+
+
+def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: str) -> None:
+    """`name`, of the sound file in the run's folder, is the element's title: `publish` makes a link of it."""
+    about = ", ".join(notes)
+    source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
+    player = f'<br><audio controls title="{html.escape(name)}" src="{source}"></audio>' if data else ""
+    _show_html(f"<b>{html.escape(label)}</b> ({html.escape(about)}){player}", f"{label} ({about})")

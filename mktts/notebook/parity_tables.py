@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -17,6 +17,26 @@ def parity_rows(document: Mapping[str, Any] | None, otherwise: str) -> list[dict
     if text := document.get("text"):
         rows.append(_text_row(text))
     return rows
+
+
+def codec_rows(
+    here: Sequence[Mapping[str, Any]], committed: Mapping[str, Any] | None, otherwise: str
+) -> list[dict[str, Any]]:
+    """Rows of `measure.parity.serving_codec`, measured here and committed; one saying `otherwise` where none is
+    committed."""
+    rows = [("here", row) for row in here] + [("committed", row) for row in (committed or {}).get("rows", ())]
+    shown = [
+        {
+            "measured": where,
+            "codec": f"{row['codec']} ({row['weights']} weights)",
+            "decoder": row["variant"],
+            "frames": row["frames"],
+            "max error": row["max_error"],
+            "SNR (dB)": row["snr_db"],
+        }
+        for where, row in rows
+    ]
+    return shown if committed else [*shown, {"measured": otherwise}]
 
 
 def parity_here(kernel: str, frames: int) -> dict[str, Any] | None:

@@ -6,10 +6,10 @@ const LEAD_S = 0.005; // scheduled this far ahead after a gap, so that start() i
 function initialize({ model }) {
   const rate = model.get("sample_rate_hz");
   const clock = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
-  let playing = new Set(), end_s = 0, underruns = 0, chunks = 0, muted = false, first_sound_ms = null;
+  let playing = new Set(), end_s = 0, gaps = 0, chunks = 0, muted = false, complete = true, first_sound_ms = null;
 
   const report = (event) =>
-    model.send({ kind: event, chunks, underruns, first_sound_ms, context: clock.state, rate_hz: clock.sampleRate });
+    model.send({ kind: event, chunks, gaps, first_sound_ms, context: clock.state, rate_hz: clock.sampleRate });
   const flush = () => { playing.forEach((node) => node.stop()); playing.clear(); end_s = 0; };
   const resume = () => { if (clock.state === "suspended") clock.resume(); }; // browsers want a user gesture first
 
@@ -20,10 +20,13 @@ function initialize({ model }) {
     buffer.copyToChannel(samples, 0);
     const node = new AudioBufferSourceNode(clock, { buffer });
     node.connect(clock.destination);
-    node.onended = () => playing.delete(node);
+    node.onended = () => {
+      playing.delete(node);
+      if (complete && !muted && !playing.size) report("played");
+    };
     playing.add(node);
     if (end_s < clock.currentTime) {
-      if (chunks > 0) underruns += 1; // playback had run dry inside the utterance
+      if (chunks > 0) gaps += 1; // playback had run dry inside the utterance
       end_s = clock.currentTime + LEAD_S;
     }
     node.start(end_s);
@@ -34,9 +37,12 @@ function initialize({ model }) {
   }
 
   model.on("msg:custom", (message, buffers) => {
-    if (message.kind === "begin") { resume(); chunks = underruns = 0; first_sound_ms = null; muted = false; }
+    if (message.kind === "begin") { resume(); chunks = gaps = 0; first_sound_ms = null; muted = complete = false; }
     else if (message.kind === "pcm" && !muted && buffers[0].byteLength) play(buffers[0]);
-    else if (message.kind === "end") report("ended");
+    else if (message.kind === "end") {
+      complete = true;
+      if (!muted) report(playing.size ? "made" : "played");
+    }
   });
   model.on("change:stop_requested", () => {
     if (model.get("stop_requested")) { muted = true; flush(); report("stopped"); }

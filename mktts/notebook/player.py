@@ -24,9 +24,10 @@ def live_player() -> Any:
 
     Use it from `async` cells only: a button pressed while a synchronous loop runs is not seen before the loop ends.
     `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
-    `report` holds what the page said last: chunks, underruns, first_sound_ms (arrival of the first chunk to the
-    loudspeaker, None behind audio that still plays; never part of TTFC), the audio context's state and rate. It is
-    empty without a front end.
+    `report` holds what the page said last: kind ("first", "made" once all is there, "played" once all was heard,
+    "stopped"), chunks, gaps (how often the page fell silent inside the utterance; an *underrun* is the calculation of
+    `mktts.speech.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that
+    still plays; never part of TTFC), the audio context's state and rate. It is empty without a front end.
     """
     return _widget_class()()
 
@@ -82,14 +83,16 @@ def _widget_class() -> type:
 
         def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
             self.report = dict(message)
-            first_ms = message.get("first_sound_ms")
-            sound = (
-                "queued behind earlier audio" if first_ms is None else f"first sound {first_ms:.0f} ms after arrival"
-            )
-            held = "; press any key to let the page play sound" if message.get("context") == "suspended" else ""
-            self.status = (
-                f"{message.get('kind')}: {message.get('chunks')} chunks, "
-                f"{message.get('underruns')} underruns, {sound}{held}"
-            )
+            self.status = _worded(message)
 
     return LivePlayer
+
+
+def _worded(report: dict[str, Any]) -> str:
+    """The line beside the Stop button."""
+    states = {"first": "playing", "made": "all made, still playing"}
+    first_ms = report.get("first_sound_ms")
+    sound = "queued behind earlier audio" if first_ms is None else f"first sound {first_ms:.0f} ms after arrival"
+    held = "; press any key to let the page play sound" if report.get("context") == "suspended" else ""
+    state = states.get(report.get("kind", ""), report.get("kind"))
+    return f"{state}: {report.get('chunks')} chunks, {report.get('gaps')} gaps heard, {sound}{held}"

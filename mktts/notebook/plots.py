@@ -23,6 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
+MARKS = "dots: median and 95th percentile"
 ZERO_ON_LOG_AXIS = 1e-9  # where an error of exactly 0 is drawn
 FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a grey area
 
@@ -115,7 +116,7 @@ def bytes_per_frame(
 def distribution(
     samples: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
 ) -> Figure:
-    """Empirical cumulative distribution of each label's values, with median and 95th percentile marked."""
+    """Empirical cumulative distribution of each label's values; dots on it mark median and 95th percentile."""
     figure, (axes,) = new(3.9)
     for index, (label, values) in enumerate(samples.items()):
         ordered = np.sort(np.asarray(values, dtype=float))
@@ -127,12 +128,14 @@ def distribution(
             "linestyle": ("-", "--", ":")[index % 3] if label not in COLOURS else "-",
         }
         axes.step([ordered[0], *ordered], [0, *share], where="post", label=shown, **line)  # equal curves stay visible
-        axes.plot([median, p95], [0.5, 0.95], "o", color=colour(label, index), markersize=5)
+        marks = np.searchsorted(ordered, [median, p95], side="right") / len(ordered)  # where the curve is there
+        axes.plot([median, p95], marks, "o", color=colour(label, index), markersize=5)
+    axes.plot([], [], "o", color=COLOURS["limit"], markersize=5, label=MARKS)
     if budget is not None:
         axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label=f"real time ({budget:.0f} {unit})")
     axes.set(xlabel=f"time ({unit})", ylabel="share of measurements", title=title, ylim=(0, 1.02))
     axes.set_xlim(left=0)
-    legend_below(axes)
+    legend_below(axes, after=[MARKS])
     return save(figure, folder, name)
 
 
@@ -144,8 +147,9 @@ def roofline(
     name: str = "roofline",
     title: str = "",
 ) -> Figure:
-    """Least time per frame (bytes / bandwidth) over memory bandwidth: one line per model, the machines marked."""
-    figure, (axes,) = new(4.4)
+    """Least time per frame (bytes / bandwidth) over memory bandwidth: one line per model, a dot where a machine of the
+    names above lies."""
+    figure, (axes,) = new(5.2)
     span = np.geomspace(min(bandwidths_gb_s.values()) * 0.6, max(bandwidths_gb_s.values()) * 1.7, 50)
     for index, (label, size_bytes) in enumerate(bytes_by_model.items()):
         line = f"{label}: {size_bytes / 1e9:.3g} GB per frame"
@@ -154,11 +158,12 @@ def roofline(
         axes.plot(machines, size_bytes / machines / 1e6, "o", color=SERIES[index], markersize=5)
     axes.axhline(FRAME_MS, color=COLOURS["limit"], linestyle="--", label=REAL_TIME)
     axes.set(xscale="log", yscale="log")
-    axes.set_ylim(min(bytes_by_model.values()) / span[-1] / 1e6 / 60)  # room for the machines' names below the lines
-    for machine, bandwidth in bandwidths_gb_s.items():
+    names = axes.secondary_xaxis("top")
+    names.set_xticks(list(bandwidths_gb_s.values()), list(bandwidths_gb_s), rotation=35, ha="left", fontsize=9)
+    names.set_xticks([], minor=True)
+    names.tick_params(length=2, colors="#444444")
+    for bandwidth in bandwidths_gb_s.values():
         axes.axvline(bandwidth, color="#c8c8c8", linewidth=0.8, zorder=0)
-        at = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        axes.annotate(machine, (bandwidth, 0), (3, 4), rotation=90, va="bottom", fontsize=9, color="#444444", **at)
     axes.set(xlabel="memory bandwidth (GB/s)", ylabel="least time per frame (ms)")
     axes.set_title(title or "Least time per frame that the weights' bytes allow, one stream")
     legend_below(axes)
@@ -169,9 +174,10 @@ def roofline(
 def comparison(
     rows: Sequence[tuple[str, float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
 ) -> Figure:
-    """Runs side by side: one point per (label, value); equal labels share a line, with a bar at their median."""
+    """Runs side by side: one dot per (label, value); equal labels share a line, with an upright stroke at their
+    median."""
     labels = list(dict.fromkeys(label for label, _ in rows))
-    figure, (axes,) = new(1.5 + 0.45 * len(labels))
+    figure, (axes,) = new(1.5 + (0.55 if any("\n" in label for label in labels) else 0.45) * len(labels))
     for index, label in enumerate(labels):
         values = [value for other, value in rows if other == label]
         median = float(np.median(values))
@@ -179,9 +185,11 @@ def comparison(
         axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
         axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
         axes.annotate(f"{median:.3g}", (max(values), index), (8, 0), textcoords="offset points", va="center")
+    axes.plot([], [], "o", color=COLOURS["limit"], markersize=6, label="a run")
+    axes.plot([], [], "|", color=COLOURS["limit"], markersize=12, markeredgewidth=2.4, label="median of equal runs")
     if budget is not None:
         axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label="real time")
-        legend_below(axes)
+    legend_below(axes)
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlabel=unit, title=title, ylim=(len(labels) - 0.5, -0.5))
     axes.set_xlim(0, max([value for _, value in rows] + ([budget] if budget else [])) * 1.12)

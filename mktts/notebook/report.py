@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from mktts.common import read_object
 from mktts.errors import MetricsError
 from mktts.measure.metrics import percentiles
+from mktts.notebook.nb import MANUAL, repository
 from mktts.speech.metrics import StreamMetrics
 
 if TYPE_CHECKING:
@@ -37,14 +39,28 @@ PARITY_COLUMNS = (
     "kernel_error_ratio",
     "kernel_frames_equal",
 )
-NOTEBOOKS = ("00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics")  # what a full report draws on
+TEXT_CHARS = 40  # of a text that names a row
+
+
+def notebooks() -> list[str]:
+    """The names of the repository's notebooks, in order, but for the report itself."""
+    names = sorted(path.stem for path in (repository() / "notebooks").glob("*.ipynb"))
+    return [name for name in names if not name.endswith("_report")]
+
+
+def wall_ms_per_frame(result: StreamMetrics) -> float:
+    """Wall time from the call to the last PCM over the frames: prompt, talker, predictor, codec, hand-over, Python.
+
+    (`frame_ms` of a bench document is another figure: from one frame's codes to the next one's, codec left out.)
+    """
+    return 1e3 * result.rtf * result.audio_s / result.frames
 
 
 def stages_per_frame(results: Iterable[StreamMetrics]) -> dict[str, float]:
     """Mean ms per frame by stage; "other" is the rest of the time to the last PCM (prefill, hand-over, Python)."""
     results = list(results)
     stages = {stage: mean(getattr(r, f"{stage}_ms_per_frame") for r in results) for stage in STAGES}
-    total_ms = mean(r.compute_ms / r.frames for r in results)
+    total_ms = mean(wall_ms_per_frame(result) for result in results)
     return {**stages, "other": max(0.0, total_ms - sum(stages.values()))}
 
 
@@ -63,18 +79,32 @@ def over_repeats(results: Sequence[StreamMetrics]) -> dict[str, float | int]:
             spread = percentiles(values)
             recorded |= {f"{name}_median": spread["median"], f"{name}_p95": spread["p95"]}
     recorded |= {f"{stage}_ms_per_frame": value for stage, value in stages_per_frame(results).items()}
-    recorded["frame_ms"] = mean(r.compute_ms / r.frames for r in results)
+    recorded["wall_ms_per_frame"] = mean(wall_ms_per_frame(result) for result in results)
     recorded["never_audible"] = sum(r.audible_ttfc_ms is None for r in results)
     recorded["underruns"] = sum(r.underruns for r in results)
     recorded["audio_s"] = sum(r.audio_s for r in results)
     return recorded
 
 
+def by_text(results: Mapping[str, Sequence[StreamMetrics]]) -> list[dict[str, Any]]:
+    """One row per text, of the results of its repeats: how long it is, and medians of what it took."""
+    rows = []
+    for text, repeats in results.items():
+        medians = {
+            name: percentiles(getattr(result, field) for result in repeats)["median"]
+            for name, field in (("audio (s)", "audio_s"), ("TTFC (ms)", "ttfc_ms"), ("RTF", "rtf"))
+        }
+        shown = text if len(text) <= TEXT_CHARS else f"{text[: TEXT_CHARS - 1]}…"
+        underruns = sum(result.underruns for result in repeats)
+        rows.append({"text": shown, "characters": len(text), **medians, "underruns": underruns})
+    return rows
+
+
 def collected(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of all runs beside or above `run_dir`: the nearest metrics.parquet, and manual runs next to `run_dir`.
 
     A row has `run`, `notebook`, the recorded metrics under their names, `param.NAME` and `env.NAME`; absent values
-    are left out. Manual runs (outputs/runs/<notebook>-manual) carry their metrics only.
+    are left out. Runs by hand (outputs/runs/<notebook>-manual) carry what their notebooks recorded only.
     """
     table = next((f / TABLE for f in run_dir.resolve().parents if (f / TABLE).is_file()), None)
     rows = _rows_of_table(table) if table else []
@@ -90,7 +120,7 @@ def of_notebook(rows: Iterable[dict[str, Any]], notebook: str) -> list[dict[str,
 def coverage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per notebook: how many runs there are, how many failed, and how to get what is missing."""
     lines = []
-    for notebook in NOTEBOOKS:
+    for notebook in notebooks():
         runs = [row for row in rows if row["notebook"] == notebook]
         failed = [row for row in runs if row.get("status", "ok") != "ok"]
         what = "" if len(runs) > len(failed) else f"missing: python -m mktts run notebooks/{notebook}.ipynb"
@@ -99,11 +129,17 @@ def coverage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def label(row: dict[str, Any]) -> str:
-    """What a figure calls a run: checkpoint, backend, device; equal labels are repeats of one configuration."""
+    """What a figure calls a run: checkpoint, backend, device, threads, schedule; equal labels are repeats of one
+    configuration. A run by hand has what it recorded."""
     dtype = "bfloat16" if row.get("param.BF16") else str(row.get("dtype", "")).removeprefix("torch.")
-    parts = [row.get("param.CHECKPOINT", "checkpoint not recorded"), row.get("backend"), row.get("device"), dtype]
-    schedule = row.get("param.SCHEDULE")
-    return ", ".join(str(part) for part in parts if part) + (f"\nchunks of {schedule}" if schedule else "")
+    checkpoint = row.get("param.CHECKPOINT") or row.get("checkpoint") or "checkpoint not recorded"
+    parts = [checkpoint, row.get("backend"), row.get("device"), dtype]
+    lines = [", ".join(str(part) for part in parts if part)]
+    if schedule := row.get("param.SCHEDULE") or row.get("schedule"):
+        threads = row.get("threads")
+        wide = f", {threads:.0f} thread{'s'[: threads > 1]}" if threads else ""
+        lines.append(f"chunks of {schedule}{wide}")
+    return "\n".join(lines)
 
 
 def points(rows: Iterable[dict[str, Any]], metric: str) -> list[tuple[str, float]]:
@@ -114,7 +150,7 @@ def points(rows: Iterable[dict[str, Any]], metric: str) -> list[tuple[str, float
 def stage_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Label -> stage -> ms per frame, of the last run of each label, for `plots.stage_breakdown`."""
     stages = (*STAGES, "other")
-    bars = {label(r): {s: float(r[f"{s}_ms_per_frame"]) for s in stages} for r in rows if "frame_ms" in r}
+    bars = {label(r): {s: float(r[f"{s}_ms_per_frame"]) for s in stages} for r in rows if "wall_ms_per_frame" in r}
     return dict(sorted(bars.items()))
 
 
@@ -147,8 +183,7 @@ def _rows_of_table(path: Path) -> list[dict[str, Any]]:
 
 def _manual_rows(folder: Path) -> list[dict[str, Any]]:
     rows = []
-    for path in sorted(folder.glob("*-manual/metrics.json")):
-        name = path.parent.name
-        metrics = json.loads(path.read_text(encoding="utf-8"))
-        rows.append({"run": name, "notebook": name.removesuffix("-manual"), **metrics})
+    for path in sorted(folder.glob(f"*{MANUAL}*/metrics.json")):
+        if found := re.fullmatch(rf"(.+){MANUAL}(-\d+)?", path.parent.name):
+            rows.append({"run": path.parent.name, "notebook": found[1], **read_object(path, MetricsError)})
     return rows

@@ -1,13 +1,15 @@
 """`python -m mktts run`: notebooks run headless through papermill, one folder per run, collected into one table.
 
-A run happens in `<out>/.partial/<name>` and takes its final place when it is over, so a folder under its final name
-is always whole. It holds executed.ipynb, parameters.json, environment.json, metrics.json (whatever the notebook
-recorded, plus status, duration_s and, after a failure, ename, evalue and cell) and the files the notebook wrote.
+A run happens in `<out>/.partial/<name>` and takes its final place when it is over, so a folder under its final name,
+which tells the values that were set, is always whole. It holds executed.ipynb, parameters.json, environment.json,
+metrics.json (whatever the notebook recorded, plus status, duration_s and, after a failure, ename, evalue and cell) and
+the files the notebook wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -22,12 +24,15 @@ from mktts.errors import BatchError
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.grid import RUN_DIR, Run, plan
+from mktts.notebook.publish import publish
 
+PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 _RESTORE = "; delete the folder of this run, or restore it"
 EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
   python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
   python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
+  python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
 A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
@@ -41,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
     )
     parser.add_argument("--collect", type=Path, metavar="FILE", help="table of all runs (default: beside OUT)")
+    parser.add_argument(
+        "--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read: sound becomes links"
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
     again.add_argument("--fresh", action="store_true", help="run everything again (the default)")
@@ -54,7 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
     runs = plan(arguments.notebooks, arguments.set)
     if arguments.timeout <= 0:
         raise BatchError(f"--timeout must be at least 1 second, found {arguments.timeout}")
-    _require_papermill()
+    if arguments.publish and arguments.set:
+        raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
+    _require_packages()
     from tqdm import tqdm
 
     out = arguments.out
@@ -73,25 +83,30 @@ def main(arguments: argparse.Namespace) -> int:
                 line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
                 if metrics["status"] != "ok":
                     failed.append(run.name)
-                    line += f"  {metrics['ename']}: {str(metrics['evalue']).splitlines()[0][:200]}"
+                    line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
             bar.update(cells_before + run.notebook.code_cells - bar.n)
             bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
     collect(out, table)
     print(f"{len(runs) - len(failed)} of {len(runs)} runs succeeded; folders in {out}, table in {table}")
+    if arguments.publish:
+        for run in runs:
+            if run.name not in failed:
+                publish(out / run.name, arguments.publish / run.name)
     for name in failed:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def is_done(out: Path, run: Run) -> bool:
-    """Whether `run` has succeeded before, with the notebook as it is now."""
+    """Whether `run` has succeeded before, with the notebook and the values as they are now."""
     try:
         metrics, parameters = (
             read_object(out / run.name / f"{name}.json", BatchError, _RESTORE) for name in ("metrics", "parameters")
         )
     except BatchError:
         return False
-    return metrics.get("status") == "ok" and parameters.get("notebook_sha256") == run.notebook.sha256
+    same = (parameters.get("notebook_sha256"), parameters.get("set")) == (run.notebook.sha256, run.parameters)
+    return metrics.get("status") == "ok" and same
 
 
 def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None) -> dict[str, Any]:
@@ -221,10 +236,6 @@ def _name_final_folder(notebook: Path, partial: Path, final: Path, cwd: Path) ->
     os.replace(temporary, notebook)
 
 
-def _require_papermill() -> None:
-    try:
-        import ipykernel  # noqa: F401
-        import pandas  # noqa: F401
-        import papermill  # noqa: F401
-    except ImportError as error:
-        raise BatchError(f"running notebooks needs {error.name}, which is not installed: make setup") from None
+def _require_packages() -> None:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise BatchError(f"running notebooks needs {', '.join(missing)}, which is not installed: make setup")

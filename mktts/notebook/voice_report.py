@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import read_json
-from mktts.errors import CheckpointError
 from mktts.notebook.figure import COLOURS, SERIES, legend_below, new, save, styled
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
-STAND_IN = "random:tiny"
+START_SHARE = 0.03  # of the steps: the fall from untrained weights, which a figure leaves out
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 # Of evaluation.json's "lines": what it is, how its limit reads.
@@ -78,14 +77,6 @@ def evidence(folder: Path | None = None) -> Evidence:
     found = {CURVES: curves, EVALUATION: evaluation, INDEX: index}
     missing = tuple(f"{name}: not committed yet" for name, content in found.items() if content is None)
     return Evidence(curves or {}, evaluation, pairs, missing)
-
-
-def open_voice(source: str) -> tuple[Checkpoint, str | None]:
-    """The checkpoint, and None; where it cannot be opened a random one in its place, and why."""
-    try:
-        return open_checkpoint(source), None
-    except CheckpointError as error:
-        return open_checkpoint(STAND_IN), f"{error}; {STAND_IN} stands in"
 
 
 def quality(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -167,16 +158,29 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path,
         if joined:
             axes.axvline(joined[0], color=COLOURS["other"], linestyle=":", label="discriminators join")
         axes.set(xlabel="step", ylabel=labels[stage])
+        _leave_out_the_start(axes)
         axes.set_title(f"Stage {1 + list(shown).index(stage)}: {stage}")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper right")
     return save(figure, folder, name)
 
 
+def _leave_out_the_start(axes: Axes) -> None:
+    """Scales the y axis to what comes after the first steps, whose losses would flatten all the rest."""
+    curves = [np.asarray(line.get_xydata()) for line in axes.lines if len(line.get_xydata()) > 2]
+    if not curves:
+        return
+    last = max(curve[:, 0].max() for curve in curves)
+    later = [curve[curve[:, 0] >= START_SHARE * last, 1] for curve in curves]
+    values = np.concatenate([found if len(found) else curve[:, 1] for found, curve in zip(later, curves, strict=True)])
+    margin = 0.06 * (values.max() - values.min() or 1.0)
+    axes.set_ylim(values.min() - margin, values.max() + margin)
+
+
 @styled
 def draw_durations(evaluation: Mapping[str, Any], folder: Path, name: str = "durations") -> Figure:
     """Length of each judged sentence, student over teacher, by speaker, within the required band."""
-    figure, (axes,) = new(3.6)
+    figure, (axes,) = new(5.4)
     rows = evaluation["utterances"]
     longest = max(row["audio_s"]["teacher"] for row in rows)
     low, high = evaluation["duration_ratio"]["between"]
@@ -185,8 +189,8 @@ def draw_durations(evaluation: Mapping[str, Any], folder: Path, name: str = "dur
     for colour, speaker in zip(SERIES, dict.fromkeys(row["speaker"] for row in rows), strict=False):
         points = [(r["audio_s"]["teacher"], r["audio_s"]["student"]) for r in rows if r["speaker"] == speaker]
         axes.plot(*zip(*points, strict=True), ".", color=colour, label=speaker)
-    axes.set(xlim=(0, None), ylim=(0, None), xlabel="teacher (s)", ylabel="student (s)")
-    axes.set_title(f"Length of {len(rows)} held-out sentences")
+    axes.set(xlim=(0, None), ylim=(0, None), xlabel="teacher (s)", ylabel="student (s)", aspect="equal")
+    axes.set_title(f"Length of {len(rows)} held-out sentences, a dot each")
     legend_below(axes)
     return save(figure, folder, name)
 

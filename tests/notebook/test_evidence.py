@@ -9,9 +9,7 @@ import pytest
 
 from mktts.errors import MetricsError
 from mktts.measure import inspection, machine
-from mktts.notebook import evidence as kernel_report
-from mktts.notebook import kernel_plots
-from mktts.notebook import parity_tables as parity_report
+from mktts.notebook import evidence, kernel_plots, parity_tables
 from mktts.notebook.evidence import Limit
 from mktts.speech.options import Chunk, Timings
 
@@ -68,47 +66,47 @@ def chunk(frames, ready_ms, *stages):
 
 def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_a_document_keeps_them():
     line = "measured on Some GPU, 2026-01-02, at revision 01234567+changes, random weights"
-    assert kernel_report.provenance(BENCH) == line
+    assert evidence.provenance(BENCH) == line
     nested = {"environment": {"gpu": "G", "date_utc": "2026-05-06T00", "git_revision": "f" * 40}}
-    assert kernel_report.provenance(nested) == "measured on G, 2026-05-06, at revision ffffffff"
-    assert kernel_report.provenance(None) == ""
+    assert evidence.provenance(nested) == "measured on G, 2026-05-06, at revision ffffffff"
+    assert evidence.provenance(None) == ""
 
 
 def test_every_committed_document_says_where_it_comes_from():
-    rows = kernel_report.committed()
+    rows = evidence.committed()
     assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
     for row in rows:
         assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
 
 
 def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
-    assert kernel_report.stored("parity", tmp_path) is None
+    assert evidence.stored("parity", tmp_path) is None
     with pytest.raises(MetricsError, match=r"parity\.json.*python -m mktts\.measure\.parity\.kernel --output"):
-        kernel_report.reference("parity", tmp_path)
+        evidence.reference("parity", tmp_path)
     (tmp_path / "bench.json").write_text("{torn")
     with pytest.raises(MetricsError, match="could not read"):
-        kernel_report.reference("bench", tmp_path)
+        evidence.reference("bench", tmp_path)
 
 
 def test_the_commands_write_where_the_documents_are_looked_for():
-    folder = kernel_report.FOLDER
-    for name, command in kernel_report.COMMANDS.items():
+    folder = evidence.FOLDER
+    for name, command in evidence.COMMANDS.items():
         assert command.split()[-1] == "/".join([*folder.parts[-3:], f"{name}.json"])
 
 
 def test_the_ladder_is_the_logs_table():
-    log = (kernel_report.FOLDER.parents[2] / "LOG.md").read_text()
-    steps = kernel_report.reference("ladder")["steps"]
+    log = (evidence.FOLDER.parents[2] / "LOG.md").read_text()
+    steps = evidence.reference("ladder")["steps"]
     logged = [step for step in steps if f"| {step['what']} | {step['ms']:.2f} |" in log]
     assert len(logged) >= 7
     assert [step["ms"] for step in steps] == sorted((step["ms"] for step in steps), reverse=True)
 
 
 def test_measuring_here_keeps_the_document_beside_the_run(tmp_path, monkeypatch):
-    from mktts.measure.bench import runner as bench_peers
+    from mktts.measure.bench import runner
 
-    monkeypatch.setattr(bench_peers, "measure", lambda settings, sections: {"sections": sections, "figures": {}})
-    found = kernel_report.bench_here("ours,codec", tmp_path)
+    monkeypatch.setattr(runner, "measure", lambda settings, sections: {"sections": sections, "figures": {}})
+    found = evidence.bench_here("ours,codec", tmp_path)
     assert found["sections"] == ["ours", "codec"]
     assert json.loads((tmp_path / "bench.json").read_text()) == found
 
@@ -117,7 +115,7 @@ def test_measuring_here_keeps_the_document_beside_the_run(tmp_path, monkeypatch)
 
 
 def test_limits_are_bytes_over_bandwidth_of_the_released_sizes():
-    rows = {row.stage: row for row in kernel_report.limits(BENCH, 1000.0)}
+    rows = {row.stage: row for row in evidence.limits(BENCH, 1000.0)}
     small = inspection.bytes_per_frame(inspection.components_at("0.6b"))
     frame = rows["0.6B frame, launch to codes"]
     assert frame.bytes == small and frame.least_ms == pytest.approx(small / 1e12 * 1e3)
@@ -126,7 +124,7 @@ def test_limits_are_bytes_over_bandwidth_of_the_released_sizes():
     assert rows["1.7B frame, launch to codes"].bytes > small
     assert rows["0.6B text token"].measured_ms == 0.5
     assert rows["codec, 8 frames to PCM"].least_ms == rows["codec, 1 frame to PCM"].least_ms
-    assert kernel_report.frame_limit_ms("0.6b", 1000.0) == pytest.approx(frame.least_ms)
+    assert evidence.frame_limit_ms("0.6b", 1000.0) == pytest.approx(frame.least_ms)
 
 
 def test_text_bytes_are_those_of_the_released_model_with_its_head_read_once():
@@ -138,12 +136,12 @@ def test_text_bytes_are_those_of_the_released_model_with_its_head_read_once():
 def test_limits_leave_out_what_was_not_measured_and_sizes_without_a_limit():
     figures = {name: value for name, value in BENCH["figures"].items() if name != "text_tok_s"}
     settings = {**BENCH["settings"], "large": "random:tiny"}
-    stages = {row.stage for row in kernel_report.limits({**BENCH, "figures": figures, "settings": settings}, 1.0)}
+    stages = {row.stage for row in evidence.limits({**BENCH, "figures": figures, "settings": settings}, 1.0)}
     assert "0.6B predictor" in stages and not {s for s in stages if "text" in s or "1.7B" in s}
 
 
 def test_the_stages_of_the_first_pcm_add_up_to_it_and_overlapping_hides_the_codec():
-    rows = kernel_report.to_first_pcm(BENCH)
+    rows = evidence.to_first_pcm(BENCH)
     sums = {label: sum(stages.values()) for label, stages in rows.items()}
     assert sums == pytest.approx(
         {"until the first PCM": 4.0, "one frame": 2.6, "one of 8 frames": 1.65, "one of 8, codec overlapped": 1.5}
@@ -152,38 +150,38 @@ def test_the_stages_of_the_first_pcm_add_up_to_it_and_overlapping_hides_the_code
     assert first["prefill, request"] == pytest.approx(1.4) and first["launch, read-back"] == pytest.approx(0.1)
     cut = {name: figure for name, figure in BENCH["figures"].items() if name != "ttfc_ms"}
     with pytest.raises(MetricsError, match="ttfc_ms.*its section failed"):
-        kernel_report.to_first_pcm({"figures": cut, "missing": {"ttfc_ms": "its section failed"}})
+        evidence.to_first_pcm({"figures": cut, "missing": {"ttfc_ms": "its section failed"}})
 
 
 def test_peers_have_the_programs_that_were_measured_ours_first():
-    rows = kernel_report.peers(BENCH)
+    rows = evidence.peers(BENCH)
     assert [list(row.values()) for row in rows.values()] == [[1.5, 12.0, 19.0, 140.0], [4.0, 70.0], [0.02]]
-    assert all(next(iter(row)) == kernel_report.OURS for row in rows.values())
+    assert all(next(iter(row)) == evidence.OURS for row in rows.values())
 
 
 def test_a_timeline_begins_each_chunk_where_the_one_before_was_ready():
-    rows = kernel_report.timeline([chunk(1, 5.0, 1, 1, 2, 1), chunk(2, 9.0, 0, 1, 2, 1)])
+    rows = evidence.timeline([chunk(1, 5.0, 1, 1, 2, 1), chunk(2, 9.0, 0, 1, 2, 1)])
     assert [(row["begin_ms"], row["ready_ms"], row["frames"]) for row in rows] == [(0.0, 5.0, 1), (5.0, 9.0, 2)]
     assert rows[1]["stages"] == {"prefill": 0, "talker": 1, "predictor": 2, "codec": 1}
 
 
 def test_parity_rows_say_what_passed_what_failed_and_why():
-    full, broken, text = parity_report.parity_rows(PARITY, "")
+    full, broken, text = parity_tables.parity_rows(PARITY, "")
     assert full["frames forced"] == 15 and full["hidden: ratio"] == 1.05
     assert full["frames equal (wide margins)"] == "500 of 500"
     assert full["first divergence"] == "frame 6, codebook 3: rounding explains it"
     assert full["total variation, code 0"] == "0.0100 (bf16 0.0200)"
     assert broken["passed"] is False and "out of memory" in broken["errors"]
     assert text["tokens equal (wide margins)"] == "12 of 12" and text["logits of text tokens: ratio"] == 0.9
-    assert parity_report.parity_rows(None, "no GPU") == [{"kernel parity": "no GPU"}]
-    recorded = parity_report.parity_metrics(PARITY)
+    assert parity_tables.parity_rows(None, "no GPU") == [{"kernel parity": "no GPU"}]
+    recorded = parity_tables.parity_metrics(PARITY)
     assert recorded["kernel_error_ratio"] == 1.05 and recorded["kernel_frames_equal"] == 500
 
 
 def test_a_divergence_that_rounding_does_not_explain_is_loud():
     found = {"frames": 1, "diverged": True, "frame": 0, "codebook": 1, "explained": False}
     document = {**PARITY, "checkpoints": {"x": {"passed": False, "errors": {}, "divergence": found}}, "text": {}}
-    (row,) = parity_report.parity_rows(document, "")
+    (row,) = parity_tables.parity_rows(document, "")
     assert "NOT explained" in row["first divergence"]
 
 
@@ -191,11 +189,11 @@ def test_the_small_run_of_this_machine_fills_the_same_rows(tiny_margin, monkeypa
     monkeypatch.setattr(
         "mktts.measure.ahead._make", lambda kind, source: None
     )  # tiny ones are made where they are opened
-    found = parity_report.parity_here("torch", 3)
-    assert found["passed"] and parity_report.parity_metrics(found)["kernel_error_ratio"] == 1.0
-    (row,) = parity_report.parity_rows(found, "")
+    found = parity_tables.parity_here("torch", 3)
+    assert found["passed"] and parity_tables.parity_metrics(found)["kernel_error_ratio"] == 1.0
+    (row,) = parity_tables.parity_rows(found, "")
     assert row["frames forced"] == 6 and row["frames equal (wide margins)"].startswith("12 of 12")
-    assert parity_report.parity_here("none", 3) is None
+    assert parity_tables.parity_here("none", 3) is None
 
 
 def test_without_cuda_the_megakernel_is_missing_with_its_reason(monkeypatch, tmp_path):
@@ -211,15 +209,25 @@ def test_a_gpu_without_a_configuration_is_named(monkeypatch):
     assert "7.5" in machine.kernel_missing()
 
 
+def test_codec_rows_are_those_of_here_and_of_the_committed_document():
+    row = {"codec": "small", "weights": "trained", "variant": "fused", "frames": 80, "max_error": 1e-6, "snr_db": 88.0}
+    rows = parity_tables.codec_rows([row], {"rows": [{**row, "codec": "random:0.6b", "weights": "random"}]}, "none")
+    assert [(r["measured"], r["codec"]) for r in rows] == [
+        ("here", "small (trained weights)"), ("committed", "random:0.6b (random weights)"),
+    ]  # fmt: skip
+    assert rows[0]["SNR (dB)"] == 88.0 and rows[0]["max error"] == 1e-6
+    assert parity_tables.codec_rows([], None, "not committed yet") == [{"measured": "not committed yet"}]
+
+
 # ---- figures
 
 LIMITS = [Limit("frame", 10**9, 0.5, 1.0), Limit("codec", 10**8, 0.05, 1.0)]
-ROWS = kernel_report.timeline([chunk(1, 5.0, 1, 1, 2, 0.5), chunk(2, 9.0, 0, 1, 2, 2)])
+ROWS = evidence.timeline([chunk(1, 5.0, 1, 1, 2, 0.5), chunk(2, 9.0, 0, 1, 2, 2)])
 DRAW = {
     "kernel_roofline": lambda folder: kernel_plots.against_limit(LIMITS, 2000.0, folder, "there"),
-    "kernel_first_pcm": lambda folder: kernel_plots.first_pcm(kernel_report.to_first_pcm(BENCH), folder, "there"),
+    "kernel_first_pcm": lambda folder: kernel_plots.first_pcm(evidence.to_first_pcm(BENCH), folder, "there"),
     "stage_timeline": lambda folder: kernel_plots.stage_timeline(ROWS, folder, "there"),
-    "peers": lambda folder: kernel_plots.peers(kernel_report.peers(BENCH), folder, "there"),
+    "peers": lambda folder: kernel_plots.peers(evidence.peers(BENCH), folder, "there"),
     "ladder": lambda folder: kernel_plots.ladder(LADDER, 0.8, folder, "there"),
 }
 
@@ -257,11 +265,12 @@ def test_a_peer_stands_beside_ours_with_its_factor(tmp_path):
     frame, first, rtf = DRAW["peers"](tmp_path).axes
     assert [axes.get_xscale() for axes in (frame, first, rtf)] == ["log"] * 3
     assert "12   × 8" in texts(frame) and "0.02" in texts(rtf)
-    assert [bar.get_width() for bar in first.containers[0]] == [4.0, 70.0]
+    assert first.collections[0].get_offsets().tolist() == [[4.0, 0.0], [70.0, 1.0]]
+    assert not frame.patches  # on a log axis the length of a bar says nothing
 
 
 def test_a_whole_utterance_has_no_factor_over_a_first_frame(tmp_path):
-    (axes,) = kernel_plots.peers({"first PCM (ms)": {"ours": 4.0, kernel_report.WHOLE: 9000.0}}, tmp_path, "there").axes
+    (axes,) = kernel_plots.peers({"first PCM (ms)": {"ours": 4.0, evidence.WHOLE: 9000.0}}, tmp_path, "there").axes
     assert "9,000" in texts(axes)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from IPython.utils.capture import capture_output
 
 from mktts.audio import read_audio
 from mktts.errors import MetricsError, MkttsError
-from mktts.measure import machine
+from mktts.measure import machine, metrics
 from mktts.notebook import nb, report
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics
@@ -42,10 +45,22 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [".", "notebooks", "notebooks/deep"])
-def test_a_run_by_hand_goes_to_the_repositorys_outputs_from_any_folder_in_it(checkout, inside, monkeypatch):
+def test_a_run_by_hand_goes_to_the_repositorys_outputs_from_any_folder_in_it(checkout, inside, monkeypatch, shown):
     monkeypatch.chdir(checkout / inside)
     assert nb.run_dir("", "03_streaming") == checkout / "outputs" / "runs" / "03_streaming-manual"
     assert (checkout / "outputs" / "runs" / "03_streaming-manual").is_dir()
+
+
+def test_a_run_by_hand_leaves_recorded_runs_alone_and_says_where_it_writes(checkout, monkeypatch, shown):
+    monkeypatch.chdir(checkout)
+    first = nb.run_dir("", "04_metrics")
+    assert nb.run_dir("", "04_metrics") == first  # nothing recorded yet: the cell was run again
+    metrics.record(first, rtf=0.25)
+    second = nb.run_dir("", "04_metrics")
+    metrics.record(second, rtf=0.5)
+    assert [first.name, second.name] == ["04_metrics-manual", "04_metrics-manual-2"]
+    assert json.loads((first / "metrics.json").read_text()) == {"rtf": 0.25}
+    assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/04_metrics-manual-2")
 
 
 def test_a_given_run_folder_is_taken_relative_to_the_working_folder(checkout, monkeypatch):
@@ -67,12 +82,9 @@ def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, s
     assert path == tmp_path / "streamed_as_it_came.wav"
     samples, rate_hz = read_audio(path)
     assert rate_hz == SAMPLE_RATE_HZ and np.abs(samples - 0.25).max() < 1e-4
-    label, audio = bundles(shown)
-    assert "random" not in label["text/plain"]
-    import base64
-    import re
-
-    data = base64.b64decode(re.search(r"base64,([^\"]+)", audio["text/html"]).group(1))
+    (data,) = bundles(shown)
+    assert "random" not in data["text/plain"]
+    data = base64.b64decode(re.search(r"base64,([^\"]+)", data["text/html"]).group(1))
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
 
 
@@ -85,9 +97,9 @@ def test_a_long_clip_is_written_whole_and_embedded_in_part(tmp_path, shown):
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
     path = nb.clip(pcm, "long", tmp_path, random_weights=False)
     assert len(read_audio(path)[0]) == len(pcm)
-    label, audio = bundles(shown)
-    assert "embedded" in label["text/plain"]
-    assert len(audio["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
+    (data,) = bundles(shown)
+    assert "embedded" in data["text/plain"]
+    assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
 
 @pytest.mark.parametrize(
@@ -99,6 +111,22 @@ def test_unusable_pcm_is_refused_before_anything_is_written(pcm, tmp_path):
     with pytest.raises(MkttsError, match="clip 'x'"):
         nb.clip(pcm, "x", tmp_path, random_weights=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
+    soundfile = pytest.importorskip("soundfile")
+    user = np.sin(np.arange(15 * SAMPLE_RATE_HZ) / 10).astype(np.float32)  # longer than a clip's embedded part
+    soundfile.write(tmp_path / "talk.wav", np.column_stack([user, np.zeros_like(user)]), SAMPLE_RATE_HZ)
+    nb.recording(tmp_path / "talk.wav", "the talk", random_weights=False)
+    (data,) = bundles(shown)
+    sound = base64.b64decode(re.search(r"audio/mpeg;base64,([^\"]+)", data["text/html"]).group(1))
+    samples, rate_hz = soundfile.read(io.BytesIO(sound))
+    assert rate_hz == SAMPLE_RATE_HZ and samples.shape[1] == 2 and len(samples) >= len(user)
+    left, right = samples.std(axis=0)
+    assert left == pytest.approx(user.std(), rel=0.05) and right < 0.01
+    (tmp_path / "torn.wav").write_bytes(b"RIFF")
+    with pytest.raises(MkttsError, match="torn.wav: expected a sound file"):
+        nb.recording(tmp_path / "torn.wav", "x", random_weights=False)
 
 
 # ---- tables
@@ -114,6 +142,16 @@ def test_a_table_has_every_key_as_a_column_and_escapes_its_cells(shown):
 def test_a_table_leaves_out_what_it_is_told_to(shown):
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
     assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
+
+
+def test_a_table_may_have_rows_as_columns(shown):
+    nb.table([{"who": "x", "a": 1, "b": 2}, {"who": "y", "a": 3, "c": 4}], heads="who")
+    assert bundles(shown)[0]["text/plain"].splitlines() == [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"]
+
+
+def test_rows_without_the_heads_key_stay_rows(shown):
+    nb.table([{"missing": "all of it"}], heads="who")
+    assert bundles(shown)[0]["text/plain"].splitlines() == ["missing", "all of it"]
 
 
 # ---- controls
@@ -133,21 +171,46 @@ def test_controls_refuse_a_value_outside_its_choices_and_choices_without_paramet
         nb.controls({"VOICE": ["a"]}, SPEAKER="nobody")
 
 
-async def test_start_runs_once_on_the_cells_loop_even_from_another_thread_and_stop_calls_stop(shown):
+def test_a_number_with_a_range_is_a_slider_within_it():
+    panel = nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=0.3, SEED=1)
+    panel._widgets["TEMPERATURE"].value = 7.0
+    assert panel.values == {"TEMPERATURE": 2.0, "SEED": 1}
+    with pytest.raises(MkttsError, match="TEMPERATURE=3.0 is not between"):
+        nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=3.0)
+
+
+async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_and_again(shown):
     panel, events = nb.controls(TEXT="Hi"), []
-    done = asyncio.Event()
+    ended = asyncio.Event()
 
     async def start():
         events.append((panel.values["TEXT"], asyncio.get_running_loop() is loop, panel.start_button.disabled))
-        done.set()
+        ended.set()
 
     loop = asyncio.get_running_loop()
-    panel.show(start=start, stop=lambda: events.append("stop"))
-    await asyncio.to_thread(panel.start_button.click)
-    await asyncio.wait_for(done.wait(), 10)
-    await asyncio.sleep(0.01)
-    panel.stop_button.click()
-    assert events == [("Hi", True, True), "stop"] and not panel.start_button.disabled
+    panel.show(start)
+    for _ in range(2):
+        ended.clear()
+        await asyncio.to_thread(panel.start_button.click)
+        await asyncio.wait_for(ended.wait(), 10)
+        await asyncio.sleep(0.01)
+        assert not panel.start_button.disabled
+    assert events == [("Hi", True, True)] * 2
+
+
+async def test_a_cell_runs_what_start_runs_and_gets_its_error(shown):
+    panel = nb.controls(TEXT="Hi")
+    with pytest.raises(MkttsError, match="show"):
+        await panel.run()
+
+    async def start():
+        assert panel.start_button.disabled
+        raise MkttsError("no such speaker")
+
+    panel.show(start)
+    with pytest.raises(MkttsError, match="no such speaker"):
+        await panel.run()
+    assert panel.message.value == "" and not panel.start_button.disabled
 
 
 async def test_an_error_of_a_started_run_is_shown_in_the_panel(shown):
@@ -156,34 +219,24 @@ async def test_an_error_of_a_started_run_is_shown_in_the_panel(shown):
     async def start():
         raise MkttsError("no such <speaker>")
 
-    panel.show(start=start, stop=lambda: None)
+    panel.show(start)
     panel.start_button.click()
     await asyncio.sleep(0.05)
     assert panel.message.value == "MkttsError: no such &lt;speaker&gt;"
 
 
-def test_stream_arguments_translate_parameters_and_refuse_unknown_ones(tiny):
-    values = {"TEXT": "Hi", "LANGUAGE": "auto", "SPEAKER": "", "INSTRUCT": "", "VOICE": "", "SEED": 1, "MAX_FRAMES": 9}
-    arguments = nb.stream_arguments(tiny, **values, SCHEDULE="1,2")
-    assert arguments.pop("options").schedule == (1, 2)
-    assert arguments == {
-        "text": "Hi",
-        "language": "auto",
-        "speaker": next(iter(tiny.config.speakers)),
-        "instruct": None,
-        "voice": None,
-        "seed": 1,
-        "max_frames": 9,
-    }
-    assert not any("dialect" in name for name in nb.languages(tiny)) and "english" in nb.languages(tiny)
-    with pytest.raises(MkttsError, match="SPEED"):
-        nb.stream_arguments(tiny, SPEED=2)
+def test_a_button_acts_once():
+    calls = []
+    shown = nb.button("Hang up", lambda: calls.append(1))
+    shown.click()
+    shown.click()
+    assert calls == [1] and shown.disabled
 
 
 # ---- report
 
 
-def metrics(**changes):
+def measured(**changes):
     base = dict(
         ttfc_ms=50.0, audible_ttfc_ms=130.0, rtf=0.5, audio_s=0.8, compute_ms=400.0, frames=10, prefill_ms=10.0,
         talker_ms_per_frame=5.0, predictor_ms_per_frame=20.0, codec_ms_per_frame=10.0, underruns=1, stalled_ms=3.0,
@@ -193,15 +246,24 @@ def metrics(**changes):
 
 
 def test_stages_and_the_rest_add_up_to_the_time_per_frame():
-    stages = report.stages_per_frame([metrics(), metrics(compute_ms=600.0)])
+    stages = report.stages_per_frame([measured(), measured(rtf=0.75)])
     assert stages == {"talker": 5.0, "predictor": 20.0, "codec": 10.0, "other": 15.0}
 
 
 def test_repeats_become_medians_sums_and_skip_silent_utterances():
-    recorded = report.over_repeats([metrics(ttfc_ms=40.0), metrics(ttfc_ms=60.0, audible_ttfc_ms=None)])
+    recorded = report.over_repeats([measured(ttfc_ms=40.0), measured(ttfc_ms=60.0, audible_ttfc_ms=None)])
     assert recorded["ttfc_ms_median"] == 50.0 and recorded["audible_ttfc_ms_median"] == 130.0
     assert recorded["never_audible"] == 1
-    assert recorded["underruns"] == 2 and recorded["repeats"] == 2 and recorded["frame_ms"] == 40.0
+    assert recorded["underruns"] == 2 and recorded["repeats"] == 2
+    assert recorded["wall_ms_per_frame"] == 40.0 and "frame_ms" not in recorded  # which is the codes' alone, in a bench
+
+
+def test_texts_have_a_row_each_with_medians():
+    rows = report.by_text({"Hi.": [measured(ttfc_ms=40.0), measured(ttfc_ms=60.0)], "x" * 99: [measured(rtf=0.75)]})
+    assert rows[0] == {
+        "text": "Hi.", "characters": 3, "audio (s)": 0.8, "TTFC (ms)": 50.0, "RTF": 0.5, "underruns": 2,
+    }  # fmt: skip
+    assert rows[1]["characters"] == 99 and len(rows[1]["text"]) == report.TEXT_CHARS and rows[1]["RTF"] == 0.75
 
 
 def test_collected_reads_the_nearest_table_and_the_manual_runs(tmp_path):
@@ -212,17 +274,36 @@ def test_collected_reads_the_nearest_table_and_the_manual_runs(tmp_path):
         {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / report.TABLE)
-    for name in ("06_report-manual", "03_streaming-manual"):
+    for name in ("06_report-manual", "03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    (tmp_path / "runs" / "03_streaming-manual" / "metrics.json").write_text(json.dumps({"rtf": 0.25}))
+    for name, rtf in (("03_streaming-manual", 0.25), ("03_streaming-manual-2", 0.5), ("03_streaming-manual-x", 1.0)):
+        metrics.record(tmp_path / "runs" / name, rtf=rtf)
     found = report.collected(tmp_path / "runs" / "06_report-manual")
-    assert found == [*rows, {"run": "03_streaming-manual", "notebook": "03_streaming", "rtf": 0.25}]
+    assert found == [
+        *rows,
+        {"run": "03_streaming-manual", "notebook": "03_streaming", "rtf": 0.25},
+        {"run": "03_streaming-manual-2", "notebook": "03_streaming", "rtf": 0.5},
+    ]
     coverage = {line["notebook"]: line for line in report.coverage(found)}
     assert (
         coverage["02_parity"]["failed"] == 1 and "mktts run notebooks/02_parity.ipynb" in coverage["02_parity"]["note"]
     )
     assert coverage["04_metrics"]["note"] == ""
     assert report.points(report.of_notebook(found, "04_metrics"), "rtf_median") == [("c", 0.5)]
+
+
+def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_down():
+    recorded = {"backend": "torch", "device": "cpu", "dtype": "torch.float32", "threads": 2.0}
+    by_hand = {**recorded, "checkpoint": "small", "schedule": "1,2"}
+    swept = {**recorded, "param.CHECKPOINT": "small", "param.SCHEDULE": "1,2", "param.BF16": None}
+    expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
+    assert report.label(by_hand) == report.label(swept) == expected
+    assert report.label({}) == "checkpoint not recorded"
+
+
+def test_the_report_asks_for_every_notebook_of_the_folder_but_itself():
+    names = {path.stem for path in (nb.repository() / "notebooks").glob("*.ipynb")}
+    assert {line["notebook"] for line in report.coverage([])} == names - {"06_report"} and len(names) > 5
 
 
 def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):

@@ -13,9 +13,7 @@ import nbformat
 import pytest
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
-from mktts.notebook import evidence as kernel_report
-from mktts.notebook import grid
-from mktts.notebook import runs as batch
+from mktts.notebook import evidence, grid, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -202,9 +200,9 @@ def run_notebook(monkeypatch, tmp_path):
 
     def run(stem, settings):
         (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
-        found = batch.execute(planned, out, {"cpu": "a test's"}, timeout_s=120)
+        found = runs.execute(planned, out, {"cpu": "a test's"}, timeout_s=120)
         assert found["status"] == "ok", found
-        batch.collect(out, tmp_path / "metrics.parquet")
+        runs.collect(out, tmp_path / "metrics.parquet")
         return found, out / planned.name
 
     return run
@@ -226,7 +224,7 @@ def test_notebook_runs_headless_and_records(stem, run_notebook):
 def test_what_was_measured_elsewhere_is_shown_with_its_machine(run_notebook):
     _, folder = run_notebook("01_weights", ["SECTIONS=none"])
     shown = "\n".join(str(cell.get("outputs", "")) for cell in read(folder / "executed.ipynb").cells)
-    assert kernel_report.provenance(kernel_report.reference("bench")) in shown
+    assert evidence.provenance(evidence.reference("bench")) in shown
 
 
 def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):

@@ -102,10 +102,10 @@ def test_the_next_utterance_starts_with_the_stop_flag_cleared(live):
 
 def test_the_report_of_the_page_is_kept_and_worded(live):
     widget, _ = live
-    message = {"kind": "ended", "chunks": 7, "underruns": 1, "first_sound_ms": 12.3, "context": "suspended"}
+    message = {"kind": "made", "chunks": 7, "gaps": 1, "first_sound_ms": 12.3, "context": "suspended"}
     widget._handle_custom_msg(message, [])
     assert widget.report == message
-    assert "7 chunks, 1 underruns, first sound 12 ms" in widget.status and "press any key" in widget.status
+    assert "7 chunks, 1 gaps heard, first sound 12 ms" in widget.status and "press any key" in widget.status
 
 
 def test_the_widget_plays_at_the_codecs_rate():

@@ -116,3 +116,17 @@ def test_the_distribution_marks_median_and_95th_percentile(tmp_path):
     (axes,) = plots.distribution({"talker": values}, "ms", tmp_path, "d", "D").axes
     marks = next(item for item in axes.lines if item.get_marker() == "o")
     np.testing.assert_allclose(marks.get_xydata(), [[50.5, 0.5], [95.05, 0.95]])
+    assert "median and 95th percentile" in str([text.get_text() for text in axes.figure.legends[0].get_texts()])
+
+
+def test_a_mark_lies_on_the_curve_where_a_percentile_falls_between_two_values(tmp_path):
+    (axes,) = plots.distribution({"talker": [1.0, 3.0]}, "ms", tmp_path, "d", "D").axes
+    marks = next(item for item in axes.lines if item.get_marker() == "o")
+    np.testing.assert_allclose(marks.get_xydata(), [[2.0, 0.5], [2.9, 0.5]])
+
+
+def test_machines_are_named_above_the_roofline(tmp_path):
+    (axes,) = plots.roofline({"0.6B": 3e9}, {"A": 1000.0, "B": 3000.0}, tmp_path).axes
+    (names,) = axes.child_axes
+    assert [tick.get_text() for tick in names.get_xticklabels()] == ["A", "B"]
+    assert axes.get_ylim()[0] > 0.3  # room for names had put the lowest line in the middle

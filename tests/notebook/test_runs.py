@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from mktts.errors import BatchError
-from mktts.notebook import grid
-from mktts.notebook import runs as batch
+from mktts.notebook import grid, runs
 
 PARAMETERS = """\
 TEXT: str = "a=b # not a comment"  # what to say
@@ -35,8 +36,8 @@ def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Pa
 
 def run(*words: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    batch.add_arguments(parser)
-    return batch.main(parser.parse_args([str(word) for word in words]))
+    runs.add_arguments(parser)
+    return runs.main(parser.parse_args([str(word) for word in words]))
 
 
 def read(path: Path) -> dict:
@@ -64,17 +65,52 @@ def test_quoted_values_keep_their_commas_and_quotes(tmp_path):
     assert [run.parameters["TEXT"] for run in runs] == ["Yes, please.", 'He said "no".', "plain"]
 
 
-def test_run_name_depends_on_the_set_values_only(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "n"),
+        (["SEED=1", "TEXT=small"], "n-SEED=1-TEXT=small"),
+        (["TEXT=random:tiny"], "n-TEXT=random~tiny"),
+        (['TEXT="1,1,2"'], "n-TEXT=1,1,2"),
+        (["FLAG=true", "SCALE=0.5"], "n-FLAG=True-SCALE=0.5"),
+    ],
+)
+def test_a_run_folders_name_tells_the_set_values(tmp_path, settings, name):
+    (run,) = grid.plan([notebook(tmp_path / "n.ipynb")], settings)
+    assert run.name == name
+
+
+def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
     path = notebook(tmp_path / "n.ipynb")
-    [plain], [one], [same], [other] = (grid.plan([path], s) for s in ([], ["SEED=1"], ["SEED=1"], ["SEED=2"]))
-    assert plain.name == "n"
-    assert one.name == same.name != other.name
+    hard = ["a/b", "a\\b", "a:b", "a~b", "a b", "a_b", "..", "Yes.", "Yes", "x" * 300, "x" * 299 + "y", "", "ü?*<>|"]
+    runs = [grid.Run(grid.read_notebook(path), {"TEXT": text, "SEED": seed}) for text in hard for seed in (1, 2)]
+    runs += [grid.Run(grid.read_notebook(path), {"TEXT": text}) for text in hard]
+    names = [run.name for run in runs]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"n-[A-Za-z0-9._,+~=-]{1,98}", name) and not name.endswith("."), name
+
+
+def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
+    for name in ("b.ipynb", "a.ipynb"):
+        notebook(tmp_path / name)
+    assert [run.name for run in grid.plan([tmp_path / "*.ipynb"], [])] == ["a", "b"]
+    with pytest.raises(BatchError, match=r"x\*\.ipynb: expected notebooks of this pattern, found none"):
+        grid.plan([tmp_path / "x*.ipynb"], [])
+    literal = notebook(tmp_path / "a[1].ipynb")
+    assert [run.notebook.path for run in grid.plan([literal], [])] == [literal]
+
+
+def test_a_name_without_a_value_is_one_empty_value(tmp_path):
+    (run,) = grid.plan([notebook(tmp_path / "n.ipynb")], ["TEXT="])
+    assert run.parameters == {"TEXT": ""}
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("SPEED=1", "SPEED.*no such parameter.*FLAG, PLAIN, SCALE, SEED"),
+        ("SEED=", "SEED.*whole number.*''"),
         ("SEED=1.5", "SEED.*whole number.*1.5"),
         ("FLAG=1", "FLAG.*true or false"),
         ("SCALE=nan", "SCALE.*finite"),
@@ -161,10 +197,14 @@ def test_changed_notebook_is_not_taken_as_done(tmp_path):
     folder = tmp_path / "runs" / planned.name
     folder.mkdir(parents=True)
     (folder / "metrics.json").write_text('{"status": "ok"}')
-    (folder / "parameters.json").write_text(json.dumps({"notebook_sha256": planned.notebook.sha256}))
-    assert batch.is_done(tmp_path / "runs", planned)
+    (folder / "parameters.json").write_text(json.dumps({"notebook_sha256": planned.notebook.sha256, "set": {}}))
+    assert runs.is_done(tmp_path / "runs", planned)
+    (folder / "parameters.json").write_text(
+        json.dumps({"notebook_sha256": planned.notebook.sha256, "set": {"SEED": 1}})
+    )
+    assert not runs.is_done(tmp_path / "runs", planned)  # the same name, other values
     [changed] = grid.plan([notebook(path, "1 + 1")], [])
-    assert not batch.is_done(tmp_path / "runs", changed)
+    assert not runs.is_done(tmp_path / "runs", changed)
 
 
 def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
@@ -173,7 +213,16 @@ def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
     stale.parent.mkdir(parents=True)
     stale.write_text("from an earlier run")
     [planned] = grid.plan([path], [])
-    metrics = batch.execute(planned, tmp_path / "runs", {}, timeout_s=60)
+    metrics = runs.execute(planned, tmp_path / "runs", {}, timeout_s=60)
     assert metrics["status"] == "error" and metrics["ename"] == "DeadKernelError"
     assert not stale.exists()
     assert read(stale.parent / "metrics.json") == metrics
+
+
+@pytest.mark.parametrize("name", runs.PACKAGES)
+def test_a_missing_package_is_named_before_anything_runs(tmp_path, monkeypatch, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else found(asked))
+    with pytest.raises(BatchError, match=f"needs {name}"):
+        run(notebook(tmp_path / "n.ipynb"), "--out", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import main, parse
 from mktts.errors import CheckpointError
 from mktts.notebook import voice_report
-from mktts.notebook.voice_report import Evidence, evidence, open_voice, quality, reported
+from mktts.notebook.voice_report import Evidence, evidence, quality, reported
 from mktts.training import ship as ship_module
 from mktts.training.card import card
 
@@ -195,7 +195,8 @@ def test_absent_evidence_is_named_and_broken_evidence_refused(tmp_path):
         evidence(tmp_path)
 
 
-def test_a_voice_that_is_absent_has_a_random_stand_in_and_a_reason(checkpoint_cache):
-    checkpoint, why = open_voice("absent-folder")
-    assert checkpoint.is_random and "absent-folder" in why
-    assert open_voice("random:tiny")[1] is None
+def test_the_fall_from_untrained_weights_does_not_flatten_the_curves(tmp_path):
+    lines = [{"step": step, "mel": 50.0 if step < 20 else 1.0 + 1 / step} for step in range(1_000)]
+    (axes,) = voice_report.draw_curves({"codec": lines}, tmp_path).axes
+    low, high = axes.get_ylim()
+    assert 0.9 < low < 1.001 and 1.01 < high < 1.2

@@ -1,0 +1,169 @@
+"""From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, lists of texts, a cancelled stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mktts.common import whole_number
+from mktts.errors import MkttsError, OptionsError
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+    from mktts.model.sampling import Sampling
+    from mktts.speech.options import Chunk
+    from mktts.speech.stream import Stream
+
+TEMPERATURES = (0.05, 2.0)  # what a slider offers
+CHARS_PER_FRAME = 3  # of a text that is longer than asked: speech takes one to two
+_CHECKPOINTS_TOP_K = -1
+_DRAWING = ("TEMPERATURE", "TOP_K", "GREEDY")
+
+
+def at_least(smallest: int, **parameters: int) -> None:
+    """Raises OptionsError naming the parameter that is not a whole number of at least `smallest`."""
+    for name, value in parameters.items():
+        whole_number(name, value, at_least=smallest)
+
+
+def schedule(text: str) -> tuple[int, ...]:
+    """The parameter SCHEDULE, "1,1,2,4,8", as frames per chunk. Raises OptionsError."""
+    try:
+        frames = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        frames = ()
+    if not frames or min(frames) < 1:
+        raise OptionsError(f'SCHEDULE must be frames per chunk, like "1,1,2,4,8", each at least 1, got {text!r}')
+    return frames
+
+
+def texts(parameter: str) -> list[str]:
+    """The parameter TEXTS: texts separated by |. Raises OptionsError where one is empty."""
+    found = [text.strip() for text in parameter.split("|")]
+    if not all(found):
+        raise OptionsError(f"TEXTS must be texts separated by |, none of them empty, got {parameter!r}")
+    return found
+
+
+def turns(script: str) -> list[tuple[str, float | None]]:
+    """The parameter SCRIPT, "hello; 2.5: stop please", as (words, seconds into the bot's speech or None).
+
+    Raises OptionsError.
+    """
+    found = []
+    for turn in script.split(";"):
+        after, colon, words = turn.rpartition(":")
+        try:
+            after_s = float(after) if colon else None
+        except ValueError:
+            after_s = -1.0
+        if not words.strip() or (after_s is not None and not 0 <= after_s < float("inf")):
+            raise OptionsError(
+                f'SCRIPT must be turns separated by ;, each "words" or "SECONDS: words", got {turn.strip()!r}'
+            )
+        found.append((words.strip(), after_s))
+    return found
+
+
+def filled_in(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
+    """The parameters with the checkpoint's own value where they leave the choice to it: SPEAKER "", TEMPERATURE 0 and
+    TOP_K -1. What a panel of controls shows."""
+    talker = checkpoint.sampling().talker
+    own = {
+        "SPEAKER": ("", checkpoint.config.default_speaker or ""),
+        "TEMPERATURE": (0, talker.temperature),
+        "TOP_K": (_CHECKPOINTS_TOP_K, talker.top_k),
+    }
+    chosen = {name: value for name, (blank, value) in own.items() if parameters.get(name) == blank}
+    return {**parameters, **chosen}
+
+
+def choices(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `nb.controls` may offer: speakers, languages, a range of temperatures."""
+    config = checkpoint.config
+    return {
+        "SPEAKER": list(config.speakers) or [""],
+        "LANGUAGE": config.spoken_languages,
+        "TEMPERATURE": TEMPERATURES,
+    }
+
+
+def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
+    """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
+
+    Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
+    MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K, GREEDY, which hold for all sixteen codes of a frame.
+    Raises MkttsError for another name, or what the value is refused with.
+    """
+    from mktts.model.voice import Voice
+    from mktts.speech.options import StreamOptions
+
+    convert: dict[str, Callable[[Any], Any]] = {
+        "TEXT": str,
+        "LANGUAGE": str,
+        "SPEAKER": lambda name: name or checkpoint.config.default_speaker,
+        "INSTRUCT": lambda text: text or None,
+        "VOICE": lambda path: Voice.load(path) if path else None,
+        "SEED": int,
+        "MAX_FRAMES": int,
+    }
+    unknown = sorted(set(parameters) - {*convert, "SCHEDULE", *_DRAWING})
+    if unknown:
+        raise MkttsError(f"expected parameters among {sorted([*convert, 'SCHEDULE', *_DRAWING])}, found {unknown}")
+    arguments = {name.lower(): convert[name](value) for name, value in parameters.items() if name in convert}
+    if "SCHEDULE" in parameters:
+        arguments["options"] = StreamOptions(schedule=schedule(parameters["SCHEDULE"]))
+    if drawing := {name: parameters[name] for name in _DRAWING if name in parameters}:
+        arguments["sampling"] = _sampling(checkpoint, **drawing)
+    return arguments
+
+
+def _sampling(
+    checkpoint: Checkpoint, TEMPERATURE: float = 0, TOP_K: int = _CHECKPOINTS_TOP_K, GREEDY: bool = False
+) -> Sampling:
+    """The checkpoint's settings, changed where a parameter is not the talker's own value."""
+    own = checkpoint.sampling()
+    changes: dict[str, Any] = {}
+    if TEMPERATURE not in (0, own.talker.temperature):
+        changes["temperature"] = TEMPERATURE
+    if TOP_K not in (_CHECKPOINTS_TOP_K, own.talker.top_k):
+        changes["top_k"] = TOP_K
+    drawn = replace(own, talker=replace(own.talker, **changes), predictor=replace(own.predictor, **changes))
+    return drawn.greedy() if GREEDY else drawn
+
+
+def ready_and_samples(chunks: Sequence[Chunk]) -> tuple[list[float], list[int]]:
+    """When each chunk was in host memory (ms from the call) and its length in samples: what a timeline needs."""
+    return [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
+
+
+def longer(text: str, frames: int) -> str:
+    """`text`, repeated until its speech takes more than `frames`."""
+    times = -(-CHARS_PER_FRAME * frames // max(1, len(text)))
+    return " ".join([text] * max(1, times))
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """What came of `cancel_after`."""
+
+    frames_heard: int  # by the reader, when it cancelled
+    frames_made: int  # by the model, at that moment
+    frames_after: int  # that the model still made
+
+
+async def cancel_after(stream: Stream, frames: int) -> Cancelled:
+    """Reads `stream` and cancels it once `frames` have been heard. Raises MkttsError where it ended before that."""
+    heard, made = 0, None
+    async for chunk in stream:
+        heard += chunk.frames
+        if heard >= frames and made is None and stream.finish_reason is None:
+            made = len(stream.codes)
+            stream.cancel()
+    if made is None or stream.finish_reason != "cancelled":
+        raise MkttsError(
+            f"expected to cancel after {frames} frames, but the utterance ended by itself ({stream.finish_reason}) "
+            f"with {len(stream.codes)}: take a longer text or cancel earlier"
+        )
+    return Cancelled(heard, made, len(stream.codes) - made)
