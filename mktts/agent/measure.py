@@ -28,7 +28,7 @@ from mktts.agent.scripted import SCRIPT, Talk, converse
 from mktts.agent.settings import AgentSettings
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.common import write_json
-from mktts.measure.environment import environment
+from mktts.measure.environment import head
 from mktts.measure.metrics import percentiles
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
@@ -97,14 +97,9 @@ async def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[
     alone = (await asyncio.to_thread(engine_ttfc_ms, voice, sentences, options))[1:]  # the first one warms up
     inside = (await pipecat_ttfb_ms(settings, sentences))[1:]
     talk: Talk | None = await converse(settings, SCRIPT[:turns]) if turns else None
-    found = environment()
     figures = {"engine_ttfc_ms": alone, "pipecat_ttfb_ms": inside}
     return {
-        "device": found["gpu"] or found["cpu"],
-        "driver": found["gpu_driver"],
-        "torch": found["torch"],
-        "revision": found["git_revision"],
-        "date": found["date_utc"],
+        **head(str(voice.device)),
         "backend": voice.backend_name,
         "checkpoint": settings.checkpoint,
         "figures": {name: {**percentiles(values), "unit": "ms"} for name, values in figures.items()},

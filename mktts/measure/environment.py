@@ -1,4 +1,7 @@
-"""The machine and the software that a figure belongs to."""
+"""The machine and the software that a figure belongs to.
+
+`environment` has all that is known, flat; `head` is how every document of measurements begins.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+RANDOM_WEIGHTS = "random weights: timing and parity only"  # what is said beside figures of such a checkpoint
 
 
 def peak_rss_bytes() -> int:
@@ -29,8 +37,48 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1_024
 
 
+def head(device: str) -> dict[str, Any]:
+    """How every document of measurements begins: device, driver, torch, revision, date (UTC), environment.
+
+    `device` is where the measured work ran, as torch names it: "cuda..." puts the GPU's name there, others the CPU's.
+    """
+    facts = environment()
+    return {
+        "device": facts["gpu"] if device.startswith("cuda") else facts["cpu"],
+        "driver": facts["gpu_driver"],
+        "torch": facts["torch"],
+        "revision": facts["git_revision"],
+        "date": facts["date_utc"],
+        "environment": facts,
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Installed versions by the names that pip knows; None for a package that is not there."""
+    return {package: _version(package) for package in packages}
+
+
+def provided_by(module: str) -> str | None:
+    """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none.
+
+    Two packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts.
+    """
+    owners = metadata.packages_distributions().get(module, [])
+    return ", ".join(f"{owner} {_version(owner)}" for owner in dict.fromkeys(owners)) or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment() -> dict[str, str | int | float | None]:
-    """The machine and the software that a figure belongs to; flat, so that it fits a table row. None = not there."""
+    """The machine and the software, flat, so that it fits a table row; None for what is not there or not known.
+
+    Units are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601).
+    """
     import torch
 
     gpu = _gpu()

@@ -21,6 +21,7 @@ from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random.configs import small_files
 from mktts.checkpoint.tensors import Layout, TensorSpec, expected_tensors
 from mktts.errors import CheckpointError
+from mktts.measure.environment import RANDOM_WEIGHTS
 from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
 
 PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions
@@ -160,7 +161,7 @@ def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str
         f"{checkpoint.folder}",
         f"{c.model_type}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
         f"predictor {c.predictor.num_hidden_layers} x {c.predictor.hidden_size}"
-        + (", random weights: timing and parity only" if checkpoint.is_random else ""),
+        + (f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""),
         "",
         f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read",
     ]

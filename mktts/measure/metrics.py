@@ -15,26 +15,27 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mktts.common import write_json
 from mktts.errors import MetricsError
 
-if TYPE_CHECKING:
-    pass
-
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Median, 95th percentile (linear interpolation), smallest, largest and count of finite `values`."""
+    """Median, 95th and 99th percentile (linear interpolation), smallest, largest and count of `values`.
+
+    Raises MetricsError where there is none, or one is not finite.
+    """
     array = np.asarray(list(values), dtype=np.float64)
     if array.size == 0 or not np.isfinite(array).all():
         raise MetricsError(f"expected at least one finite number, found {array.tolist()}")
-    median, p95 = np.percentile(array, (50, 95))
+    median, p95, p99 = np.percentile(array, (50, 95, 99))
     return {
         "median": float(median),
         "p95": float(p95),
+        "p99": float(p99),
         "min": float(array.min()),
         "max": float(array.max()),
         "n": int(array.size),

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
-    "parity": "python -m mktts.measure.parity.kernel --output outputs/reference/h200/parity.json",
+    "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected --parts kernel,text "
+    "--output outputs/reference/h200/parity.json",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0

@@ -47,20 +47,16 @@ def parity_here(kernel: str, frames: int) -> dict[str, Any] | None:
     """
     if kernel == "none":
         return None
-    from mktts.measure.ahead import Ahead
-    from mktts.measure.environment import environment
-    from mktts.measure.parity.kernel import Plan, parity_of
-    from mktts.measure.parity.relative import LIMIT
+    from mktts.measure.environment import head
+    from mktts.measure.parity.kernel import Scope, parity_of
+    from mktts.measure.parity.probe import LIMIT
 
     device, source = "cuda" if kernel == "megakernel" else "cpu", "random:tiny"
-    plan = Plan(forced=frames, exact=4 * frames, divergence=frames)
-    found = parity_of(source, plan, (16, 200), kernel, device, Ahead([source, source + ":margin"]))
-    facts = environment()
+    found = parity_of(source, Scope((16, 200), frames, 4 * frames, frames), kernel, device)
     return {
-        "device": facts["gpu"] if device == "cuda" else facts["cpu"],
+        **head(device),
         "kernel": kernel,
         "limit": LIMIT,
-        "environment": facts,
         "settings": {"random_weights": True},
         "checkpoints": {source: found},
         "passed": found["passed"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -14,10 +13,18 @@ from mktts.errors import CapacityError
 from mktts.kernel.backend import MegakernelBackend
 from mktts.kernel.launch import _TAG_LIMIT
 from mktts.kernel.params import Params
-from mktts.measure.parity import text as text_parity
-from mktts.measure.parity.kernel import Sides, exact_frames, first_divergence, forced_errors, main
-from mktts.measure.parity.probe import KernelProbe, TorchProbe, forced, random_rows, scores, vocabularies
-from mktts.measure.parity.relative import Errors, compare
+from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.kernel import Scope, Sides, exact_frames, first_divergence, forced_errors, parity_of
+from mktts.measure.parity.probe import (
+    Errors,
+    KernelProbe,
+    TorchProbe,
+    compare,
+    forced,
+    random_rows,
+    scores,
+    vocabularies,
+)
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
@@ -96,7 +103,7 @@ def test_a_kernel_whose_weights_are_five_percent_off_somewhere_is_caught(tiny, c
 
 def test_fp32_against_itself_never_diverges_and_bf16_does_where_rounding_explains_it(tiny):
     same = first_divergence(sides_of(tiny, backend_of(tiny, torch.float32)), 6)
-    assert same == {"frames": 6, "diverged": False, "passed": True}
+    assert same == {"frames": 6, "asked": 6, "diverged": False, "passed": True}
     found = first_divergence(sides_of(tiny), 60)
     assert found["diverged"] and found["explained"] and found["passed"]
     assert 0 < found["fp32_gap"] <= found["kernel_error_of_the_two"] <= 2 * found["bf16_largest_error"]
@@ -227,28 +234,24 @@ def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_t
     assert tags == 32 * 5 * tiny.config.talker.num_hidden_layers < _TAG_LIMIT
 
 
-def test_the_command_writes_what_it_prints_and_a_part_that_fails_is_named(tmp_path, capsys, monkeypatch, tiny):
-    monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
-    monkeypatch.setattr(text_parity, "_TOKENS", 6)
-    monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
-    monkeypatch.setattr(
-        "mktts.measure.ahead._make", lambda kind, source: None
-    )  # tiny ones are made where they are opened
-    path = tmp_path / "parity.json"
-    few = ["--contexts", "5", "--forced-frames", "2", "--exact-frames", "4", "--device", "cpu", "--kernel", "torch"]
-    words = ["--checkpoint", "random:tiny", *few, "--text-model", "random:tiny", "--output", str(path)]
-    assert main(words) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document == json.loads(path.read_text())
-    assert document["passed"] and document["checkpoints"]["random:tiny"]["exact"]["frames"] == 4
-    assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
-    assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
+def test_a_budget_that_is_over_makes_fewer_frames_of_everything_and_says_so(tiny, tiny_margin):
+    scope = Scope((4, 12), forced=9, exact=9, divergence=9)
+    found = parity_of("random:tiny", scope, "torch", "cpu", budget=Budget(0))
+    assert found["passed"] and not found["errors"]
+    assert found["forced"]["frames"] == {"4": 2, "12": 2} and found["forced"]["asked"] == 9
+    assert set(found["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
+    assert (found["divergence"]["frames"], found["divergence"]["asked"]) == (2, 9)
+    assert (found["exact"]["frames"], found["exact"]["asked"]) == (1, 9)
 
-    words[1], words[-3] = str(tmp_path / "absent"), ""
-    assert main(words) == 1
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (result,) = document["checkpoints"].values()
-    assert "absent" in result["errors"]["checkpoint"] and not document["passed"]
+
+def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("mktts.measure.parity.kernel.forced_errors", broken)
+    found = parity_of("random:tiny", Scope((4,), 2, 0, 2), "torch", "cpu")
+    assert found["errors"] == {"forced": "RuntimeError: out of memory"} and not found["passed"]
+    assert found["divergence"]["frames"] == 2
 
 
 @pytest.mark.gpu

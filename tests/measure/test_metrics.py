@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mktts.errors import MetricsError
 from mktts.measure import metrics
-from mktts.measure.environment import environment
+from mktts.measure.environment import environment, head, provided_by, versions
 from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.metrics import play, summarise
 
@@ -97,8 +97,8 @@ def test_prebuffer_is_just_enough_to_never_run_dry(steps):
 
 def test_percentiles_of_known_values():
     found = metrics.percentiles(range(101))
-    assert found == {"median": 50.0, "p95": 95.0, "min": 0.0, "max": 100.0, "n": 101}
-    assert metrics.percentiles([3.0]) == {"median": 3.0, "p95": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+    assert found == {"median": 50.0, "p95": 95.0, "p99": 99.0, "min": 0.0, "max": 100.0, "n": 101}
+    assert metrics.percentiles([3.0]) == {"median": 3.0, "p95": 3.0, "p99": 3.0, "min": 3.0, "max": 3.0, "n": 1}
 
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
@@ -130,6 +130,30 @@ def test_environment_is_flat_and_json():
     assert {"git_revision", "date_utc"} <= set(found)
     assert all(value is None or isinstance(value, (str, int, float)) for value in found.values())
     json.dumps(found, allow_nan=False)
+
+
+def test_a_documents_head_names_the_device_that_was_measured_on_and_what_ran_there(monkeypatch):
+    facts = {"gpu": "Card", "cpu": "Cores", "gpu_driver": "1", "torch": "2", "git_revision": "abc", "date_utc": "now"}
+    monkeypatch.setattr("mktts.measure.environment.environment", lambda: facts)
+    assert [head(device)["device"] for device in ("cuda", "cuda:1", "cpu")] == ["Card", "Card", "Cores"]
+    found = head("cpu")
+    assert (found["driver"], found["torch"], found["revision"], found["date"]) == ("1", "2", "abc", "now")
+    assert found["environment"] == facts
+
+
+def test_versions_are_those_installed_and_none_where_a_package_is_not_there():
+    found = versions(("torch", "a-package-that-is-not-there"))
+    assert found["torch"] and found["a-package-that-is-not-there"] is None
+
+
+def test_a_module_is_named_by_the_package_that_provides_it(tmp_path, monkeypatch):
+    folder = tmp_path / "qwen_tts_hf-0.1.1.post1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: qwen-tts-hf\nVersion: 0.1.1.post1\n")
+    (folder / "top_level.txt").write_text("qwen_tts_of_a_test\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert provided_by("qwen_tts_of_a_test") == "qwen-tts-hf 0.1.1.post1"
+    assert provided_by("a_module_of_nobody") is None
 
 
 def test_peak_rss_counts_what_a_process_touched_and_not_its_parent():

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
 from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
-from mktts.measure.parity.upstream import DTYPES, compare_codes, first_mismatch, main, our_codes, run, standard_requests
+from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.upstream import (
+    DTYPES,
+    compare_codes,
+    compare_expected,
+    first_mismatch,
+    our_codes,
+    standard_requests,
+    upstream_codes,
+)
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling
@@ -118,18 +126,20 @@ def test_a_mismatch_is_named_by_frame_and_codebook():
     assert first_mismatch(codes[:3], codes) == first_mismatch(codes, codes[:3]) == (3, 0)
 
 
-def test_the_command_writes_rows_and_machine(tiny, tmp_path, capsys):
-    out = tmp_path / "parity.json"
-    assert main(["--checkpoint", "random:tiny", "--frames", "3", "--requests", "2", "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert report["equal"] and len(report["prompts"]) == 2 and len(report["codes"]) == 4
-    assert {row["frames"] for row in report["codes"]} == {3}
-    assert report["weights"].startswith("random weights") and report["environment"]["torch"] == torch.__version__
-    assert "'equal': True" in capsys.readouterr().out
-    assert main(["--checkpoint", "no/such folder"]) == 2
+def test_a_budget_that_is_over_cuts_upstreams_codes_and_ours_are_compared_that_far(tiny):
+    checkpoint, upstream = loaded("random:tiny", torch.bfloat16)
+    requests = standard_requests(checkpoint)[:3]
+    expected = upstream_codes(upstream, requests, Sampling().greedy(), 0, 9, Budget(0))
+    assert [(len(given.codes), given.cut) for given in expected] == [(1, True)]
+    whole = upstream_codes(upstream, requests[:1], Sampling().greedy(), 0, 9)
+    assert not whole[0].cut and torch.equal(whole[0].codes[:1], expected[0].codes)
+    (row,) = compare_expected(checkpoint, expected, torch.bfloat16)
+    assert row["equal"] and row["frames"] == 1
 
 
 @pytest.mark.slow
 def test_full_size_0_6b_custom_voice_codes_are_upstreams():
-    report = run("random:0.6b", torch.bfloat16, frames=12, requests=1)
-    assert report["equal"], report
+    checkpoint = open_checkpoint("random:0.6b")
+    for sampling in (checkpoint.sampling().greedy(), checkpoint.sampling()):
+        rows = compare_codes(checkpoint, standard_requests(checkpoint)[:1], sampling, max_frames=12)
+        assert [row["equal"] for row in rows] == [True], rows

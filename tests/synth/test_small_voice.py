@@ -19,8 +19,7 @@ from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import parse
 from mktts.errors import CheckpointError
 from mktts.kernel.tape import choose_shape
-from mktts.measure.ahead import Ahead
-from mktts.measure.parity.kernel import Plan, parity_of
+from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes, compare_prompts
 from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
@@ -146,8 +145,7 @@ def test_the_megakernel_takes_its_shape(small, multiprocessors):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
-    plan = Plan(forced=12, exact=0, divergence=24)
-    found = parity_of(str(small.folder), plan, (16, 200), "megakernel", "cuda", Ahead([]))
+    found = parity_of(str(small.folder), Scope((16, 200), 12, 0, 24), "megakernel", "cuda")
     assert found["passed"], found
 
 

@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,19 +155,6 @@ def complete_transformers() -> None:
     config = _import("transformers").MimiConfig
     if not hasattr(config, "rope_theta"):
         config.rope_theta = 10_000.0
-
-
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Installed versions; None = not there."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def _import(name: str) -> Any:

@@ -21,9 +21,9 @@ from typing import Any
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
-from mktts.measure.bench.peers import versions
+from mktts.measure.bench.peers import PACKAGES
 from mktts.measure.bench.sections import SECTIONS, Settings, command
-from mktts.measure.environment import environment
+from mktts.measure.environment import head, versions
 
 # What each section must give. Others may come with them.
 EXPECTED = {
@@ -101,18 +101,12 @@ def measure(
     store: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """The document: device, driver, torch, revision, date, figures, missing, settings, packages, sections."""
-    machine = environment()
     document: dict[str, Any] = {
-        "device": machine["gpu"] if settings.device.startswith("cuda") else machine["cpu"],
-        "driver": machine["gpu_driver"],
-        "torch": machine["torch"],
-        "revision": machine["git_revision"],
-        "date": machine["date_utc"],
+        **head(settings.device),
         "figures": {},
         "missing": {},
         "settings": asdict(settings),
-        "packages": versions(),
-        "environment": machine,
+        "packages": versions(PACKAGES),
         "sections": {},
     }
     for section in sections:

@@ -180,13 +180,13 @@ def _streams(checkpoint: Checkpoint, model: StepModel, settings: Settings, suffi
 
 def prepare(settings: Settings) -> None:
     """Makes the random checkpoints that are not in the cache yet, which may take longer than what is measured."""
-    from mktts.measure.ahead import Ahead
+    from mktts.measure.checkpoint_maker import CheckpointMaker
 
     speech, text = (settings.checkpoint, settings.large), (settings.text_model,)
-    ahead = Ahead(speech, text)
+    maker = CheckpointMaker(speech, text)
     for kind, sources in (("speech", speech), ("text", text)):
         for source in sources:
-            ahead.wait(source, kind)
+            maker.wait(source, kind)
 
 
 def ours(settings: Settings) -> None:

@@ -1,1 +1,8 @@
-"""Prompt, codes, codec and kernel against independent truths."""
+"""Prompt, codes, codec and kernel against independent truths.
+
+* command: `python -m mktts parity`; sections: its parts; document: its file; budget: its minutes
+* upstream: prompts and codes against qwen-tts, on the CPU
+* codec: two decodings of the same codes
+* kernel: the megakernel against fp32, next to bf16 PyTorch; text: the same of the text decoder; probe: how both look
+  inside a frame
+"""

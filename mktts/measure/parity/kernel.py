@@ -1,48 +1,52 @@
 """The megakernel against an fp32 run of the same weights, next to upstream's own bf16 arithmetic.
 
-`python -m mktts.measure.parity.kernel --output FILE` compares, for every checkpoint:
+`parity_of` compares, for one checkpoint:
 
 * forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows, the kernel
   choosing the codes. `ratio` is the kernel's relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes.
   Rows beyond what the kernel's prefill takes go through the kernel one by one (`prompt_rows_one_by_one`).
 * distributions: total variation distance to fp32's sampling distributions, of the kernel and of the bf16 oracle.
-* divergence: the first greedy choice that differs from fp32's on ordinary random weights. It is explained where fp32's
-  own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and frame.
-* exact: greedy codes on wide-margin weights, frame for frame equal to fp32's.
-* text: the text decoder's greedy choices, likewise.
+* divergence: the first greedy choice that differs from fp32's on ordinary weights. It is explained where fp32's own
+  gap between the two ids is within twice the bf16 oracle's largest logit error in that head and frame.
+* exact: greedy codes on wide-margin random weights, frame for frame equal to fp32's.
 
-Where there is no GPU, `--kernel torch` puts the bf16 oracle in the kernel's place (ratio 1).
+`kernel="torch"` puts the bf16 oracle in the kernel's place (ratio 1): what runs where there is no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.common import write_json
-from mktts.measure.ahead import Ahead
-from mktts.measure.environment import environment
-from mktts.measure.parity.probe import Observed, Probe, forced, probe_of, random_rows, scores, spoken_rows
-from mktts.measure.parity.relative import LIMIT, Errors, compare
-from mktts.measure.parity.text import compare_text
+from mktts.measure.checkpoint_maker import CheckpointMaker
+from mktts.measure.environment import RANDOM_WEIGHTS
+from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.probe import (
+    LIMIT,
+    Errors,
+    Observed,
+    Probe,
+    compare,
+    forced,
+    probe_of,
+    random_rows,
+    scores,
+    spoken_rows,
+)
 from mktts.model.backend import Backend
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling, distribution
-from mktts.spec import NUM_CODEBOOKS
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-CONTEXTS = (16, 200, 700, 1_500, 2_000)
 GREEDY = Sampling().greedy()
 MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
 _SEEDS = 100  # streams that end-of-speech may cut short before a comparison gives up
@@ -50,20 +54,17 @@ _PROMPT_ROWS = 16  # of the free-running comparisons
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Frames of one checkpoint's comparisons: forced at each context, free-running, and until the first divergence."""
+class Scope:
+    """How much of one checkpoint is compared, in frames.
 
+    contexts: prompt rows before the forced frames. forced: frames at each context. exact: of the wide-margin variant,
+    0 for none. divergence: frames in which the first difference is looked for.
+    """
+
+    contexts: tuple[int, ...] = (16, 200, 700, 1_500, 2_000)
     forced: int = 40
     exact: int = 500
     divergence: int = 60
-
-
-PLANS = {
-    "random:0.6b": Plan(),
-    "random:1.7b": Plan(),
-    "random:tiny": Plan(),
-    "random:tiny-projected": Plan(),
-}
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ class Sides:
         frames: int,
         sampling: Sampling,
         each: Callable[[Observed, Observed, Observed, Tensor], bool | None],
+        budget: Budget | None = None,
     ) -> int:
         """Frames after a prompt of random rows: `each` gets kernel, bf16 and fp32 and code 0 of the frames before.
 
-        Goes on with other draws where end-of-speech comes early. `each` ends the run with True. Returns frames made.
+        Goes on with other draws where end-of-speech comes early. `each` ends the run with True, and so does a budget
+        that is over, after two frames at the earliest: the first has no talker step. Returns frames made.
         """
-        made = 0
+        made, budget = 0, budget or Budget()
         for seed in range(_SEEDS):
             prompt = random_rows(self.fp32, rows, seed)
             text = random_rows(self.fp32, frames, 1_000 + seed)
@@ -111,7 +114,7 @@ class Sides:
                 history = fp32.history[: fp32.frames].clone()
                 others = (forced(b, s, row, ours.codes) for b, s in ((self.bf16, bf16), (self.fp32, fp32)))
                 made += 1
-                if each(ours, *others, history) or made == frames:
+                if each(ours, *others, history) or made == frames or (made >= 2 and budget.over):
                     return made
         return made
 
@@ -121,12 +124,14 @@ class Sides:
 
 
 @torch.inference_mode()
-def forced_errors(sides: Sides, contexts: Sequence[int], frames: int, sampling: Sampling) -> dict[str, Any]:
+def forced_errors(
+    sides: Sides, contexts: Sequence[int], frames: int, sampling: Sampling, budget: Budget | None = None
+) -> dict[str, Any]:
     """The comparisons `forced` and `distributions` of the module docstring."""
-    config = sides.fp32.config
+    config, budget = sides.fp32.config, budget or Budget()
     errors, distances = (Errors(), Errors()), (defaultdict(list), defaultdict(list))
     made: dict[str, int] = {}
-    for context in contexts:
+    for index, context in enumerate(contexts):
 
         def each(ours: Observed, bf16: Observed, fp32: Observed, history: Tensor, context: int = context) -> None:
             truth = _distributions(fp32, history, sampling, config)
@@ -137,14 +142,13 @@ def forced_errors(sides: Sides, contexts: Sequence[int], frames: int, sampling: 
                 if fp32.hidden is not None:
                     for layer, (found, expected) in enumerate(zip(observed.hidden, fp32.hidden, strict=True)):
                         sums.add(found, expected, "hidden", f"layer {layer}", f"hidden at {context}")
-                for group, (p, q) in enumerate(
-                    zip(_distributions(observed, history, sampling, config), truth, strict=True)
-                ):
+                drawn_from = _distributions(observed, history, sampling, config)
+                for group, (p, q) in enumerate(zip(drawn_from, truth, strict=True)):
                     distance["code 0" if group == 0 else "codes 1-15"].append((p - q).abs().sum() / 2)
 
-        made[str(context)] = sides.run(context, frames, sampling, each)
+        made[str(context)] = sides.run(context, frames, sampling, each, budget.share(1 / (len(contexts) - index)))
     by_name = compare(*errors)
-    pooled = {name: by_name[name] for name in ("logits of code 0", "logits of codes 1-15", "hidden")}
+    pooled = {name: by_name[name] for name in ("logits of code 0", "logits of codes 1-15", "hidden") if name in by_name}
 
     def numbered(kind: str) -> list[dict[str, float]]:
         return [value for name, value in by_name.items() if name.split()[0] == kind and name.split()[1].isdigit()]
@@ -158,6 +162,7 @@ def forced_errors(sides: Sides, contexts: Sequence[int], frames: int, sampling: 
     }
     return {
         "frames": made,
+        "asked": frames,
         "prompt_rows_one_by_one": {str(context): sides.rows_one_by_one(context) for context in contexts},
         "pooled": pooled,
         "by_head": numbered("head"),
@@ -169,14 +174,14 @@ def forced_errors(sides: Sides, contexts: Sequence[int], frames: int, sampling: 
     }
 
 
-def _distributions(observed: Observed, history: Tensor, sampling: Sampling, config) -> list[Tensor]:
+def _distributions(observed: Observed, history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:
     choices: list[Choice] = [sampling.talker] + [sampling.predictor] * (NUM_CODEBOOKS - 1)
     made_from = scores(observed.logits, history, sampling, config)
     return [distribution(logits, choice) for logits, choice in zip(made_from, choices, strict=True)]
 
 
 @torch.inference_mode()
-def first_divergence(sides: Sides, frames: int) -> dict[str, Any]:
+def first_divergence(sides: Sides, frames: int, budget: Budget | None = None) -> dict[str, Any]:
     """The comparison `divergence`: where the kernel's greedy choice first differs from fp32's, and why."""
     config, found = sides.fp32.config, {}
     position = 0
@@ -204,16 +209,21 @@ def first_divergence(sides: Sides, frames: int) -> dict[str, Any]:
         position += 1
         return False
 
-    made = sides.run(_PROMPT_ROWS, frames, GREEDY, each)
-    return {"frames": made, "diverged": bool(found), **found, "passed": found.get("explained", True)}
+    made = sides.run(_PROMPT_ROWS, frames, GREEDY, each, budget)
+    passed = found.get("explained", True)
+    return {"frames": made, "asked": frames, "diverged": bool(found), **found, "passed": passed}
 
 
 @torch.inference_mode()
-def exact_frames(checkpoint: Checkpoint, kernel: Backend, fp32: TorchBackend, frames: int) -> dict[str, Any]:
+def exact_frames(
+    checkpoint: Checkpoint, kernel: Backend, fp32: TorchBackend, frames: int, budget: Budget | None = None
+) -> dict[str, Any]:
     """The comparison `exact`: both free-run; equal frames before the first difference, end-of-speech included."""
     prompt, text = spoken_rows(checkpoint, fp32, frames, 0)
     states = [backend.start(prompt, GREEDY, 0, frames) for backend in (kernel, fp32)]
     for index in range(frames):
+        if index and budget is not None and budget.over:
+            return {"frames": index, "asked": frames, "equal": True, "passed": True}
         row = text[index] if index else None
         ours, truth = (b.step(s, row).codes for b, s in zip((kernel, fp32), states, strict=True))
         if ours is None or truth is None:
@@ -226,11 +236,23 @@ def exact_frames(checkpoint: Checkpoint, kernel: Backend, fp32: TorchBackend, fr
 
 
 def parity_of(
-    source: str, plan: Plan, contexts: Sequence[int], kernel: str, device: str, ahead: Ahead
+    source: str,
+    scope: Scope,
+    kernel: str,
+    device: str,
+    *,
+    revision: str | None = None,
+    maker: CheckpointMaker | None = None,
+    budget: Budget | None = None,
 ) -> dict[str, Any]:
-    """All comparisons of one checkpoint; `exact` uses its wide-margin variant. What fails is named under `errors`."""
+    """All comparisons of one checkpoint; `exact` uses its wide-margin variant. What fails is named under `errors`.
+
+    kernel: "megakernel" or "torch". maker: waited for, where it makes the checkpoints. budget: what does not fit into
+    it makes fewer frames than `scope` asks for; every comparison says how many it made.
+    """
     result: dict[str, Any] = {"seconds": {}, "errors": {}}
     sides: list[Sides] = []
+    budget = budget or Budget()
 
     def part(name: str, measure: Callable[[], dict[str, Any]]) -> None:
         begun_s = time.perf_counter()
@@ -242,108 +264,27 @@ def parity_of(
         result["seconds"][name] = time.perf_counter() - begun_s
 
     def load(wanted: str) -> dict[str, Any]:
-        ahead.wait(wanted)
-        checkpoint = open_checkpoint(wanted)
-        sides[:] = [Sides.load(checkpoint, kernel, device)]
-        random = "random weights: timing and parity only"
-        return {"source": wanted, "weights": random if checkpoint.is_random else str(checkpoint.revision)}
+        sides.clear()  # one set of weights at a time
+        if maker is not None:
+            maker.wait(wanted)
+        checkpoint = open_checkpoint(wanted, revision)
+        sides.append(Sides.load(checkpoint, kernel, device))
+        return {"source": wanted, "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision)}
 
+    margin = source.startswith("random:") and scope.exact > 0
     part("checkpoint", lambda: load(source))
     if sides:
-        part("forced", lambda: forced_errors(sides[0], contexts, plan.forced, Sampling()))
-        part("divergence", lambda: first_divergence(sides[0], plan.divergence))
-    sides.clear()  # one set of weights at a time
-    if source.startswith("random:") and plan.exact:
+        within = budget.share(0.5 if margin else 0.8)
+        part("forced", lambda: forced_errors(sides[0], scope.contexts, scope.forced, Sampling(), within))
+        part("divergence", lambda: first_divergence(sides[0], scope.divergence, budget.share(0.3 if margin else 1.0)))
+    if margin:
         part("margin_checkpoint", lambda: load(source + MARGIN))
         if sides:
-            part("exact", lambda: exact_frames(sides[0].checkpoint, sides[0].kernel.backend, sides[0].fp32, plan.exact))
+            tested = sides[0]
+            part(
+                "exact",
+                lambda: exact_frames(tested.checkpoint, tested.kernel.backend, tested.fp32, scope.exact, budget),
+            )
     parts = [result[name] for name in ("forced", "divergence", "exact") if name in result]
     result["passed"] = not result["errors"] and all(found["passed"] for found in parts)
     return result
-
-
-def table(document: dict[str, Any]) -> str:
-    """The document as people read it."""
-    lines = [f"{document['device']}, torch {document['torch']}, kernel: {document['kernel']}"]
-    for source, result in document["checkpoints"].items():
-        lines.append(f"\n{source}: {'passed' if result['passed'] else 'FAILED'}")
-        if "forced" in result:
-            found = result["forced"]
-            lines.append(f"  teacher-forced, {sum(found['frames'].values())} frames; relative rms error to fp32")
-            for name, value in {**found["pooled"], **found["by_context"]}.items():
-                lines.append(
-                    f"  {name:24} kernel {value['kernel']:.3e}  bf16 {value['bf16']:.3e}  x {value['ratio']:.3f}"
-                )
-            lines.append(f"  largest ratio of a head or layer: {found['largest_ratio_of_a_head_or_layer']:.3f}")
-            for name, value in found["total_variation"].items():
-                means = "  ".join(f"{side} {v['mean']:.4f} (max {v['max']:.4f})" for side, v in value.items())
-                lines.append(f"  total variation, {name}: {means}")
-        for name in ("divergence", "exact"):
-            if name in result:
-                lines.append(f"  {name}: {json.dumps(result[name])}")
-        lines += [f"  error in {name}: {reason}" for name, reason in result["errors"].items()]
-    lines.append(f"\ntext: {json.dumps(document['text'])}")
-    return "\n".join(lines)
-
-
-def _plan(source: str, given: argparse.Namespace) -> Plan:
-    plan = PLANS.get(source, Plan())
-    exact = plan.exact if given.exact_frames is None else given.exact_frames
-    return replace(plan, forced=given.forced_frames or plan.forced, exact=exact)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Prints a table and, last, one line of JSON; returns 0 where everything passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mktts.measure.parity.kernel", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--checkpoint", action="append", help=f"repeatable; default: {', '.join(PLANS)}")
-    parser.add_argument("--text-model", default="random:0.6b", help='Qwen3 text model, "" for none (%(default)s)')
-    parser.add_argument("--kernel", choices=("megakernel", "torch"), default="megakernel")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="prompt rows (default: %(default)s)")
-    parser.add_argument("--forced-frames", type=int, help="at each context")
-    parser.add_argument("--exact-frames", type=int, help="on the wide-margin checkpoint; 0: none")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON document, written after every checkpoint")
-    given = parser.parse_args(words)
-    torch.set_float32_matmul_precision("highest")
-    machine = environment()
-    document: dict[str, Any] = {
-        "device": machine["gpu"] if given.device.startswith("cuda") else machine["cpu"],
-        "driver": machine["gpu_driver"],
-        "torch": machine["torch"],
-        "revision": machine["git_revision"],
-        "date": machine["date_utc"],
-        "environment": machine,
-        "kernel": given.kernel,
-        "limit": LIMIT,
-        "checkpoints": {},
-        "text": {},
-    }
-
-    def store() -> None:
-        parts = [*document["checkpoints"].values(), *filter(None, [document["text"]])]
-        document["passed"] = bool(parts) and all(part["passed"] for part in parts)
-        if given.output:
-            write_json(given.output, document)
-
-    plans = {source: _plan(source, given) for source in given.checkpoint or PLANS}
-    wanted = [
-        name for source, plan in plans.items() for name in (source, source + MARGIN) if plan.exact or name == source
-    ]
-    ahead = Ahead(wanted, [given.text_model, given.text_model + MARGIN])
-    for source, plan in plans.items():
-        document["checkpoints"][source] = parity_of(source, plan, given.contexts, given.kernel, given.device, ahead)
-        store()
-    if given.text_model:
-        for source in (given.text_model, given.text_model + MARGIN):
-            ahead.wait(source, "text")
-        document["text"] = compare_text(given.text_model, given.kernel, given.device)
-        store()
-    print(table(document))
-    print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
-    return 0 if document["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

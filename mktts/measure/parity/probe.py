@@ -1,15 +1,18 @@
 """Looks inside one frame: logits of all sixteen heads and the talker's residual stream, of the kernel or the oracle.
 
 Teacher forcing goes from the model under test to the oracles: it chooses the codes, and they are made to take them, so
-that every logit of a frame has the same history on all sides.
+that every logit of a frame has the same history on all sides. `Errors` and `compare` say how far two of them are from
+the third.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +27,9 @@ from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Sampling, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
+LIMIT = 1.1  # of the kernel's error over the bf16 oracle's
 _TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
-_ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags begin anew at 65 536
+_ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Probe(Protocol):
     def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
         """As `Backend.start`; rows beyond `rows_at_once` go through the model one by one."""
 
-    def step(self, state: StreamState, text: Tensor | None) -> Observed | None:
+    def step(self, state: StreamState, row: Tensor | None) -> Observed | None:
         """As `Backend.step`; None at end-of-speech."""
 
 
@@ -70,13 +74,13 @@ class KernelProbe:
         state.max_frames = max_frames
         return state
 
-    def step(self, state: StreamState, text: Tensor | None) -> Observed | None:
-        frame = self.backend.step(state, text, self._debug)
+    def step(self, state: StreamState, row: Tensor | None) -> Observed | None:
+        frame = self.backend.step(state, row, self._debug)
         if frame.codes is None:
             return None
         sizes = vocabularies(self.backend.config)
-        logits = [row[:size].float() for row, size in zip(self._debug.logits, sizes, strict=True)]
-        return Observed(frame.codes, logits, None if text is None else self._debug.hidden.float())
+        logits = [head[:size].float() for head, size in zip(self._debug.logits, sizes, strict=True)]
+        return Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
 
 
 class TorchProbe:
@@ -90,11 +94,11 @@ class TorchProbe:
     def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
         return self.backend.start(prompt, sampling, seed, max_frames)
 
-    def step(self, state: TorchStream, text: Tensor | None) -> Observed | None:
-        codes = self.backend.step(state.copy(), text).codes
+    def step(self, state: TorchStream, row: Tensor | None) -> Observed | None:
+        codes = self.backend.step(state.copy(), row).codes
         if codes is None:
             return None
-        return forced(self.backend, state, text, codes)
+        return forced(self.backend, state, row, codes)
 
 
 def probe_of(backend: Backend) -> Probe:
@@ -102,11 +106,11 @@ def probe_of(backend: Backend) -> Probe:
 
 
 @torch.inference_mode()
-def forced(backend: TorchBackend, state: TorchStream, text: Tensor | None, codes: Tensor) -> Observed:
+def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes: Tensor) -> Observed:
     """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
     with _layers(backend.talker) as layers:
-        if text is not None:
-            backend._advance(state, text)
+        if row is not None:
+            backend._advance(state, row)
         hidden = torch.cat(layers)[:, -1].float() if layers else None
     logits = [backend.code0_logits(state)]
     ids = codes.to(backend.device)
@@ -139,8 +143,7 @@ def spoken_rows(checkpoint: Checkpoint, backend: TorchBackend, frames: int, seed
     Wide-margin weights keep their margins for such rows only.
     """
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
-    speaker = next(iter(checkpoint.config.speakers), None)
-    prompt = builder.build(Request("Some words.", speaker=speaker, layout="streaming"))
+    prompt = builder.build(Request("Some words.", speaker=checkpoint.config.default_speaker, layout="streaming"))
     ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(seed))
     return prompt.embeds, builder.text_rows(ids.tolist())
 
@@ -168,3 +171,31 @@ def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         del stack.layer
+
+
+# ---- relative errors
+
+
+class Errors:
+    """Relative rms errors to a reference, pooled by name: sqrt(sum (found - reference)^2 / sum reference^2)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, found: Tensor, reference: Tensor, *names: str) -> None:
+        error, size = (found - reference).double().pow(2).sum(), reference.double().pow(2).sum()
+        for name in names:
+            self._sums[name][0] += error
+            self._sums[name][1] += size
+
+    def relative(self) -> dict[str, float]:
+        return {name: math.sqrt(float(error) / float(size)) for name, (error, size) in self._sums.items()}
+
+
+def compare(kernel: Errors, bf16: Errors) -> dict[str, dict[str, float]]:
+    """name -> kernel, bf16, ratio."""
+    theirs = bf16.relative()
+    return {
+        name: {"kernel": ours, "bf16": theirs[name], "ratio": ours / theirs[name] if theirs[name] else float(ours > 0)}
+        for name, ours in kernel.relative().items()
+    }

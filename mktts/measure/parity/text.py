@@ -1,4 +1,4 @@
-"""The text decoder's kernel against an fp32 run of the same weights: the part `text` of mktts.measure.parity.kernel."""
+"""The text decoder's kernel against an fp32 run of the same weights, as mktts.measure.parity.kernel does for speech."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mktts.measure.parity.relative import LIMIT, Errors, compare
+from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.probe import LIMIT, Errors, compare
 from mktts.model.sampling import Choice
 
 if TYPE_CHECKING:
@@ -24,13 +25,14 @@ _EXACT_TOKENS = 125  # at each context, on wide-margin weights
 _IDS = 1_000  # the prompts' ids are below
 
 
-def compare_text(source: str, kernel: str, device: str) -> dict[str, Any]:
+def compare_text(source: str, kernel: str, device: str, budget: Budget | None = None) -> dict[str, Any]:
     """`ordinary` weights, and for random ones their wide-`margin` variant; see `_compare`. A failure is named."""
     result: dict[str, Any] = {"source": source}
+    budget = budget or Budget()
     try:
-        result["ordinary"] = _compare(source, kernel, device, _TOKENS)
+        result["ordinary"] = _compare(source, kernel, device, _TOKENS, budget.share(0.5))
         if source.startswith("random:"):
-            result["margin"] = _compare(source + ":margin", kernel, device, _EXACT_TOKENS)
+            result["margin"] = _compare(source + ":margin", kernel, device, _EXACT_TOKENS, budget)
             result["margin"]["passed"] &= result["margin"]["equal"] == result["margin"]["tokens"]
     except Exception as error:  # noqa: BLE001  no text model, no kernel for it, a bug: all leave the rest standing
         traceback.print_exc(file=sys.stderr)
@@ -40,7 +42,7 @@ def compare_text(source: str, kernel: str, device: str) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[str, Any]:
+def _compare(source: str, kernel: str, device: str, tokens_each: int, budget: Budget) -> dict[str, Any]:
     """The kernel's greedy tokens, which both oracles are made to take: how many are fp32's choice, and why the others
     are not.
 
@@ -63,10 +65,11 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
     errors = Errors(), Errors()
     tokens = equal = explained = 0
     largest_gap = largest_error = 0.0
-    for context in CONTEXTS:
+    for index, context in enumerate(CONTEXTS):
+        within, begun = budget.share(1 / (len(CONTEXTS) - index)), tokens
         prompt = torch.randint(_IDS, (context,), generator=torch.Generator().manual_seed(context))
         states = [backend.start(prompt, Choice(do_sample=False), 0, tokens_each) for backend in (tested, bf16, fp32)]
-        for _ in range(tokens_each):
+        while tokens - begun < tokens_each and (tokens == begun or not within.over):
             near, truth = bf16.logits(states[1]), fp32.logits(states[2])
             token, ours = step(states[0])
             for found, sums in zip((ours, near), errors, strict=True):
@@ -82,6 +85,7 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int) -> dict[st
     return {
         "contexts": list(CONTEXTS),
         "tokens": tokens,
+        "asked": tokens_each * len(CONTEXTS),
         "equal": equal,
         "explained": explained,
         "largest_gap_of_a_difference": largest_gap,

@@ -1,24 +1,21 @@
 """Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame.
 
-`python -m mktts.measure.parity.upstream --checkpoint random:0.6b --frames 12 --out FILE` writes the comparison with
-the machine it ran on. Notebook 02 and the tests use the same functions.
+Both sides run on the CPU, where the same operators round in the same way. Notebook 02, the tests and
+`python -m mktts parity` use these functions.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
-from mktts.errors import MkttsError
+from mktts.checkpoint import Checkpoint
+from mktts.measure.parity.budget import Budget
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -116,6 +113,19 @@ def compare_prompts(
     return rows
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What upstream made of one request: codes (T, 16), how many frames were asked for, and whether time cut it."""
+
+    request: Request
+    sampling: Sampling
+    seed: int
+    codes: Tensor
+    asked_frames: int
+    cut: bool
+    seconds: float
+
+
 def compare_codes(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
@@ -130,22 +140,61 @@ def compare_codes(
     `sampling=None` takes the checkpoint's own; its rng is set to "torch", the one upstream has. `first_mismatch` is
     (frame, codebook), None where equal. Upstream runs first and, where it is loaded here, is freed before ours loads.
     """
-    sampling = replace(sampling or checkpoint.sampling(), rng="torch")
-    expected = _upstream_codes(upstream or load_upstream(checkpoint, dtype), requests, sampling, seed, max_frames)
+    sampling = sampling or checkpoint.sampling()
+    expected = upstream_codes(upstream or load_upstream(checkpoint, dtype), requests, sampling, seed, max_frames)
+    return compare_expected(checkpoint, expected, dtype)
+
+
+def upstream_codes(
+    model: Any,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    seed: int,
+    max_frames: int,
+    budget: Budget | None = None,
+) -> list[Expected]:
+    """Upstream's codes of each request. A budget that is over cuts an utterance, and leaves out those that follow;
+    of the first request one frame is always made."""
+    sampling, budget = replace(sampling, rng="torch"), budget or Budget()
+    found: list[Expected] = []
+    for index, request in enumerate(requests):
+        if found and budget.over:
+            break
+        within = budget.share(1 / (len(requests) - index))
+        made: list[Tensor] = []
+        cut: list[bool] = []
+
+        def out_of_time(within: Budget = within, made: list[Tensor] = made, cut: list[bool] = cut) -> bool:
+            if made and within.over:
+                cut.append(True)
+            return bool(cut)
+
+        begun_s = time.perf_counter()
+        codes = generate_codes(model, request, sampling, seed, max_frames, out_of_time, made.append)
+        seconds = time.perf_counter() - begun_s
+        found.append(Expected(request, sampling, seed, codes, max_frames, bool(cut), seconds))
+    return found
+
+
+def compare_expected(checkpoint: Checkpoint, expected: Sequence[Expected], dtype: torch.dtype) -> list[Row]:
+    """The rows of `compare_codes`: ours makes as many frames as upstream made, or was to make where it ended."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
     rows = []
-    for request, (codes, upstream_s) in zip(requests, expected, strict=True):
-        found, torch_s = _timed(lambda r=request: our_codes(backend, builder.build(r), sampling, seed, max_frames))
-        mismatch = first_mismatch(found, codes)
+    for given in expected:
+        most = len(given.codes) if given.cut else given.asked_frames
+        begun_s = time.perf_counter()
+        found = our_codes(backend, builder.build(given.request), given.sampling, given.seed, most)
+        torch_s = time.perf_counter() - begun_s
+        mismatch = first_mismatch(found, given.codes)
         rows.append(
-            _labels(checkpoint, request, dtype)
+            _labels(checkpoint, given.request, dtype)
             | {
-                "sampled": sampling.talker.do_sample,
-                "frames": len(codes),
+                "sampled": given.sampling.talker.do_sample,
+                "frames": len(given.codes),
                 "equal": mismatch is None,
                 "first_mismatch": mismatch,
-                "upstream_ms_per_frame": 1e3 * upstream_s / len(codes),
+                "upstream_ms_per_frame": 1e3 * given.seconds / max(1, len(given.codes)),
                 "torch_ms_per_frame": 1e3 * torch_s / max(1, len(found)),
             }
         )
@@ -153,7 +202,7 @@ def compare_codes(
 
 
 def our_codes(backend: TorchBackend, prompt: Prompt, sampling: Sampling, seed: int, max_frames: int) -> Tensor:
-    """Codes (T, 16) of one stream of the torch backend."""
+    """Codes (T, 16) int64 of one stream of the torch backend, T <= max_frames."""
     state = backend.start(prompt.embeds, sampling, seed, max_frames)
     frames: list[Tensor] = []
     while len(frames) < max_frames:
@@ -173,15 +222,6 @@ def first_mismatch(found: Tensor, expected: Tensor) -> tuple[int, int] | None:
     return None if len(found) == len(expected) else (common, 0)
 
 
-def _upstream_codes(model: Any, requests: Sequence[Request], *rest: Any) -> list[tuple[Tensor, float]]:
-    return [_timed(lambda r=request: generate_codes(model, r, *rest)) for request in requests]
-
-
-def _timed(call: Any) -> tuple[Any, float]:
-    begun_s = time.perf_counter()
-    return call(), time.perf_counter() - begun_s
-
-
 def _labels(checkpoint: Checkpoint, request: Request, dtype: torch.dtype) -> Row:
     mode = checkpoint.config.model_type
     if request.voice is not None:
@@ -194,57 +234,3 @@ def _labels(checkpoint: Checkpoint, request: Request, dtype: torch.dtype) -> Row
         "dtype": next(name for name, value in DTYPES.items() if value == dtype),
         "text": request.text,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the comparison of the command line; returns 0 where everything is equal, 1 where not."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mktts.measure.parity.upstream", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--checkpoint", default="random:tiny", help=f"{SOURCES} (default: %(default)s)")
-    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES))
-    parser.add_argument("--frames", type=int, default=12, help="frames a request (default 12)")
-    parser.add_argument("--requests", type=int, default=1, help="how many of the standard requests (default 1)")
-    parser.add_argument("--out", type=Path, help="JSON file for rows and machine")
-    given = parser.parse_args(arguments)
-    try:
-        report = run(given.checkpoint, DTYPES[given.dtype], given.frames, given.requests)
-    except MkttsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if given.out:
-        from mktts.common import write_json
-
-        write_json(given.out, report)
-    for row in report["prompts"] + report["codes"]:
-        print({name: value for name, value in row.items() if name not in ("text", "speaker")})
-    return 0 if report["equal"] else 1
-
-
-def run(source: str, dtype: torch.dtype, frames: int, requests: int) -> Row:
-    """Prompts, then greedy and sampled codes of the first standard requests; upstream is loaded once for each part."""
-    from mktts.measure.environment import environment
-
-    checkpoint, begun_s = open_checkpoint(source), time.perf_counter()
-    asked = standard_requests(checkpoint)[:requests]
-    prompts = compare_prompts(checkpoint, asked, dtype)
-    sampling = checkpoint.sampling()
-    codes = [
-        row
-        for chosen in (sampling.greedy(), sampling)
-        for row in compare_codes(checkpoint, asked, chosen, max_frames=frames, dtype=dtype)
-    ]
-    return {
-        "checkpoint": source,
-        "weights": "random weights: timing and parity only" if checkpoint.is_random else str(checkpoint.revision),
-        "equal": all(row["equal"] for row in prompts + codes),
-        "prompts": prompts,
-        # The times of a run this short, on a machine that may be shared, are no measurement: they stay out.
-        "codes": [{k: v for k, v in row.items() if not k.endswith("_ms_per_frame")} for row in codes],
-        "seconds": time.perf_counter() - begun_s,
-        "environment": environment(),
-    }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

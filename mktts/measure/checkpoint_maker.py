@@ -1,4 +1,4 @@
-"""Random checkpoints made by other processes while this one measures: the large ones take half a minute each."""
+"""Makes random checkpoints in child processes while this one measures: the large ones take half a minute each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OPEN = {
 }
 
 
-class Ahead:
-    """Starts on `speech` and then `text` sources, in order; those that are not "random:..." are left alone.
+class CheckpointMaker:
+    """Begins at once with the `speech` and then the `text` sources, in order; only "random:..." ones are made.
 
-    A failure is not reported here: whoever opens the source then meets it.
+    A failure is not reported here: whoever opens the source meets it then.
     """
 
     def __init__(self, speech: Iterable[str], text: Iterable[str] = ()) -> None:
@@ -33,7 +33,7 @@ class Ahead:
         self._pool.shutdown(wait=False)
 
     def wait(self, source: str, kind: str = "speech") -> None:
-        """Until `source` is made, or could not be; at once for one that was never asked for."""
+        """Waits until `source` is made or has failed; returns at once for one that was never asked for."""
         if (kind, source) in self._made:
             self._made[kind, source].result()
 

@@ -1,0 +1,182 @@
+"""`python -m mktts parity`: what is right passes, what is broken is found, and the file holds nobody's paths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mktts.checkpoint import Checkpoint
+from mktts.cli import main
+from mktts.errors import BackendUnavailable
+from mktts.measure.parity import command, sections
+from mktts.measure.parity import text as text_parity
+from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.document import name_of, without_paths
+from mktts.model import qwen3
+from mktts.notebook.parity_tables import parity_rows
+
+CPU = ["--device", "cpu"]
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Less of everything: what is tested is what the command makes of it."""
+    monkeypatch.setattr(sections, "CODES_FRAMES", 3)
+    monkeypatch.setattr(sections, "CODES_REQUESTS", 1)
+    monkeypatch.setattr(sections, "CODEC_FRAMES", 20)
+    monkeypatch.setattr("mktts.measure.checkpoint_maker._make", lambda kind, source: None)  # made where it is opened
+
+
+def run(capsys, folder: Path, *words: str) -> tuple[int, dict]:
+    path = folder / "parity.json"
+    status = main(["parity", *words, "--output", str(path)])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document == json.loads(path.read_text())
+    return status, document
+
+
+def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(tiny, quick, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
+    status, document = run(capsys, tmp_path, "random:tiny", *CPU)
+    assert status == 0 and document["passed"]
+    found = document["checkpoints"]["random:tiny"]["sections"]
+    assert {name: value["status"] for name, value in found.items()} == {
+        "prompt": "passed", "codes": "passed", "codec": "passed", "kernel": "skipped"
+    }  # fmt: skip
+    assert found["kernel"]["reason"] == "no CUDA device"
+    assert found["prompt"]["prompts"] == found["prompt"]["equal"] == found["prompt"]["asked"] >= 9
+    assert found["codes"]["frames"] == {"bf16": 6, "fp32": 6} and found["codes"]["asked"] == 6
+    assert {row["sampled"] for row in found["codes"]["rows"]} == {True, False}
+    assert found["codec"]["whole_to_upstream"]["snr_db"] > 100
+    assert all(value["seconds"] >= 0 for value in found.values())
+    named = document["checkpoints"]["random:tiny"]["checkpoint"]
+    assert len(named["sha256"]["config.json"]) == 64 and named["weights"].startswith("random weights")
+    assert document["packages"]["qwen_tts"].startswith("qwen-tts") and document["environment"]["torch"]
+
+
+def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(tiny, quick, tmp_path, capsys, monkeypatch):
+    def unrounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()  # upstream rounds to bf16 before the weight, not after it alone
+        return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+    monkeypatch.setattr(qwen3, "rms_norm", unrounded)
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes", *CPU)
+    found = document["checkpoints"]["random:tiny"]["sections"]
+    assert status == 1 and not document["passed"]
+    assert found["prompt"]["status"] == "passed"
+    assert found["codes"]["status"] == "failed" and "codebook" in found["codes"]["reason"]
+    assert {row["dtype"] for row in found["codes"]["rows"] if not row["equal"]} == {"bf16"}  # in fp32 it rounds nothing
+
+
+def test_a_prompt_and_a_codec_that_are_off_are_found_too(tiny, quick, tmp_path, capsys, monkeypatch):
+    whole = sections.decode_streamed
+    monkeypatch.setattr(sections, "decode_streamed", lambda *given: whole(*given) * 0.999)
+    build = sections.compare_prompts
+    monkeypatch.setattr(
+        sections,
+        "compare_prompts",
+        lambda *given: [row | {"equal": False, "max_abs_error": 0.5} for row in build(*given)],
+    )
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "codec,prompt", *CPU)
+    found = document["checkpoints"]["random:tiny"]["sections"]
+    assert status == 1
+    assert "60.0 dB, at least 100 dB" in found["codec"]["reason"] and found["codec"]["status"] == "failed"
+    assert "prompts are not upstream's" in found["prompt"]["reason"]
+
+
+def test_an_error_within_a_section_fails_it_and_leaves_the_others(tiny, quick, tmp_path, capsys, monkeypatch):
+    def broken(*given):
+        raise RuntimeError(f"no room in {tmp_path}/somewhere/file.bin")
+
+    monkeypatch.setattr(sections, "codec_for", broken)
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codec", *CPU)
+    found = document["checkpoints"]["random:tiny"]["sections"]
+    assert status == 1 and found["codec"]["reason"] == "RuntimeError: no room in file.bin"
+    assert found["prompt"]["status"] == "passed"
+
+
+def test_without_upstream_the_codec_is_compared_with_ours_alone(tiny, quick, tmp_path, capsys, monkeypatch):
+    def absent(*given):
+        raise BackendUnavailable("the upstream package qwen-tts is needed")
+
+    monkeypatch.setattr(sections, "load_upstream", absent)
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes,codec", *CPU)
+    found = document["checkpoints"]["random:tiny"]["sections"]
+    assert status == 0
+    assert [found[name]["status"] for name in ("prompt", "codes", "codec")] == ["skipped", "skipped", "passed"]
+    assert "qwen-tts is needed" in found["prompt"]["reason"] and "qwen-tts is needed" in found["codec"]["upstream"]
+
+
+def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "kernel,text", *CPU)
+    assert status == 1 and not document["passed"]
+    assert document["text"] == {
+        "source": "random:0.6b", "status": "skipped", "reason": "no CUDA device", "passed": None
+    }  # fmt: skip
+
+
+def test_kernel_and_text_give_the_document_that_the_notebooks_tables_read(
+    tiny, tiny_margin, tiny_projected, quick, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
+    monkeypatch.setattr(text_parity, "_TOKENS", 6)
+    monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
+    few = ["--contexts", "5", "--forced-frames", "2", "--exact-frames", "4", "--kernel", "torch"]
+    words = ["random:tiny", "random:tiny-projected", "--parts", "kernel,text", "--text-model", "random:tiny"]
+    status, document = run(capsys, tmp_path, *words, *few, *CPU)
+    assert status == 0 and document["passed"]
+    assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
+    assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
+    first, second, text = parity_rows(document, "")
+    assert first["frames forced"] == 2 and first["hidden: ratio"] == 1
+    assert first["frames equal (wide margins)"] == second["frames equal (wide margins)"] == "4 of 4"
+    assert text["passed"] and text["tokens equal (wide margins)"] == "12 of 12"
+    assert document["checkpoints"]["random:tiny"]["sections"]["kernel"]["ratio"]["hidden"] == 1
+
+
+def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
+    for words in (
+        ["random:tiny", "--parts", "prompt,sound"],
+        ["random:tiny", "--minutes", "0"],
+        [str(tmp_path / "absent")],
+    ):
+        assert main(["parity", *words, "--output", str(tmp_path / "parity.json")]) == 2
+    assert "prompt, codes, codec, kernel, text" in capsys.readouterr().err
+
+
+def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
+    upstream = sections.Upstream(tiny)
+    prompts = sections.prompt_section(tiny, upstream, Budget(0))
+    assert prompts["prompts"] == 1 < prompts["asked"]
+    codes = sections.codes_section(tiny, upstream, Budget(0))
+    assert codes["frames"] == {"bf16": 2, "fp32": 0} and codes["asked"] == 6  # one frame greedy, one drawn
+    assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
+    assert sections.codec_section(tiny, upstream, "cpu", Budget(0))["frames"] == 16
+
+
+def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, quick, capsys):
+    folder = tmp_path / "somebody" / "my voice"
+    shutil.copytree(tiny.folder, folder)
+    cached = tmp_path / "hub" / "models--Qwen--Some-Voice" / "snapshots" / "0123abc"
+    cached.mkdir(parents=True)
+    assert name_of(str(folder)) == "my voice" and name_of(str(cached)) == "Qwen/Some-Voice"
+    assert [name_of(source) for source in ("small", "random:tiny", "Qwen/X")] == ["small", "random:tiny", "Qwen/X"]
+    _, document = run(capsys, tmp_path, str(folder), "--parts", "prompt", *CPU)
+    assert list(document["checkpoints"]) == ["my voice"]
+    assert str(tmp_path) not in json.dumps(document) and "somebody" not in json.dumps(document)
+
+
+def test_paths_go_and_other_words_with_strokes_stay():
+    cleaned = without_paths({"a": ["read /at/me/config.json: expected", "~/voices/a.bin", "C:\\Users\\me\\b.bin"]})
+    assert cleaned == {"a": ["read config.json: expected", "a.bin", "b.bin"]}
+    for text in ("Qwen/Qwen3-TTS", "https://example.org/a/b", "and/or 16/32/64", "speech_tokenizer/config.json"):
+        assert without_paths(text) == text
+
+
+def test_the_defaults_leave_out_text_only():
+    assert set(command.PARTS) - set(command.DEFAULT_PARTS) == {"text"}
