@@ -28,9 +28,13 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   extern __shared__ __align__(128) u8 dynamic[];
   Shared* s = (Shared*)dynamic;
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
-  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
+  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag;
+  c.s = s; c.p = &p; c.u = &p.stream[0];
   if (c.tid == 0) {
-    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], READ_ARRIVALS); }
+    for (int i = 0; i < RING; i++) {
+      barrier_init(&s->full[i], FILL_ARRIVALS);
+      barrier_init(&s->empty[i], READ_ARRIVALS);
+    }
     s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
   }
   if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
