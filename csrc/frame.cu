@@ -110,7 +110,7 @@ DEV void consumer(Ctx& c) {
     round_row<Talker>(sum);
     if (scribe && !*(volatile u32*)&s.dead) {
       out[CODES + 1] = (int)(nanoseconds() - talked);
-      put32_host(u.out, i + 1);
+      put32_host(u.out + MADE, i + 1);
     }
     if (i + 1 < p.frames && !wanted(c, asked)) { s.stop = 1; break; }
   }
@@ -118,7 +118,7 @@ DEV void consumer(Ctx& c) {
     store_row<Talker>(c, u.hidden, hidden); store_row<Talker>(c, u.sum, sum);
     block_sync();
     for (u32 i = c.tid; i < VT / 32; i += THREADS) u.seen[i] = s.seen[i];
-    if (scribe) { u.out[1] = ended; put32_host(u.out + 2, (int)c.tag); }
+    if (scribe) u.out[ENDED] = ended;
   }
 }
 

@@ -99,6 +99,9 @@ template <class S, class M, int NT> DEV void project_parts(Ctx& c, const Fragmen
   if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
 }
 
+// The exchanges of one layer, by what its tag advances for each.
+enum : u32 { TAG_QKV = 1, TAG_ATT, TAG_H, TAG_ACT, TAG_X, LAYER_EXCHANGES = TAG_X };
+
 // NT positions, `position` the first of them.
 // `first`: this layer's query-key-value fragments, then, if there are `more` layers, the next one's.
 // `norm`: the input norm's weights, then those that follow this layer (`next_norm`).
@@ -106,7 +109,9 @@ template <class S, bool TALKER, int NT>
 DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Fragments<typename S::Qkv>& first,
                const u16* norms, const u16* next_norm, bool more) {
   Shared& s = *c.s; Exchange& e = *c.p->exchange;
-  const u32 tag_qkv = ++c.tag, tag_att = ++c.tag, tag_h = ++c.tag, tag_act = ++c.tag, tag_x = ++c.tag;
+  const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_h = c.tag + TAG_H;
+  const u32 tag_act = c.tag + TAG_ACT, tag_x = c.tag + TAG_X;
+  c.tag += LAYER_EXCHANGES;
   MARK(c, 1);
   weigh<S>(c, 0, x, norm);                                  // 1. queries, keys, values of the group
   MARK(c, 2);

@@ -20,7 +20,8 @@ struct Exchange {
 };
 
 // One utterance as a launch takes it. `out` is the host's pinned memory: STATUS_WORDS, then FRAME_WORDS a frame.
-constexpr int STATUS_WORDS = 16;   // 0 frames made so far, 1 end of speech, 2 next tag, 3 the host's wish to stop
+constexpr int STATUS_WORDS = 16;
+constexpr int MADE = 0, ENDED = 1, STOP = 2; // status words: frames made so far, end of speech, the host's wish to stop
 constexpr int FRAME_WORDS = 20;              // 16 codes, nanoseconds of the talker with code 0, of the predictor
 struct Stream {
   const u16* text;                           // [frames][T_H]: row i is added to the frame before frame + i
@@ -33,7 +34,6 @@ struct Stream {
   float temperature0, temperature, top_p0, top_p, penalty;
   u32 seed_lo, seed_hi, token;               // token: the newest one of a text
 };
-constexpr int STREAMS = 1;                   // of a launch: a batched kernel takes more
 
 struct Params {
   const u8 *talker_tape, *talker_head_tape, *projection_tape, *predictor_tape, *predictor_head_tape;
@@ -47,7 +47,7 @@ struct Params {
   int* status;                                                 // device: error, block, thread, wait, tag
   u16 *debug_logits, *debug_hidden;                            // optional: [frames][16][VT], [frames][T_L][T_H]
   u64* trace;                                                  // optional
-  Stream stream[STREAMS];
+  Stream stream;
   u64 timeout_ns;
   u32 tag;
   int frames, ends[4], suppress_from, min_frames;              // ends: ids that end a stream, -1 where there are fewer

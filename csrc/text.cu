@@ -161,13 +161,16 @@ DEV void consumer(Ctx& c) {
     const u32 asked = ++c.tag; ask_host(c, asked);
     Logits x; head_logits(c, x, p.debug_logits ? p.debug_logits + (u64)i * VT : nullptr);
     token = choose(c, x, index);
-    if (scribe && !*(volatile u32*)&s.dead) { u.out[STATUS_WORDS + i * FRAME_WORDS] = token; put32_host(u.out, i + 1); }
+    if (scribe && !*(volatile u32*)&s.dead) {
+      u.out[STATUS_WORDS + i * FRAME_WORDS] = token;
+      put32_host(u.out + MADE, i + 1);
+    }
     UNROLL for (int k = 0; k < 4; k++) ended |= token == p.ends[k];
     if (ended || (i + 1 < p.frames && !wanted(c, asked))) { s.stop = 1; break; }
   }
   if (c.block == 0) {
     store_row<Talker>(c, u.hidden, hidden);
-    if (scribe) { u.out[1] = ended; put32_host(u.out + 2, (int)c.tag); }
+    if (scribe) u.out[ENDED] = ended;
   }
 }
 

@@ -180,16 +180,14 @@ class Generation:
     def _begin_segment(self) -> None:
         plan, prompt = self._plan, self._prompt
         begun_s = time.perf_counter()
-        embeds = prompt.embeds
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
-        limit = min(limit, self._model.positions - len(embeds))
+        limit = min(limit, self._model.positions - len(prompt.embeds))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
         capacity = limit if guarded is None else min(limit, guarded)
         seed = plan.seed + self._segments
         self._capacity = max(1, capacity)
-        prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
-        self._state = self._model.backend.start(embeds, plan.sampling, seed, self._capacity, **prefix)
+        self._state = self._model.backend.start(prompt, plan.sampling, seed, self._capacity)
         self._watch = GuardState(plan.options.guard, max(1, limit))
         self._segments += 1
         self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)

@@ -37,7 +37,7 @@ from mktts.measure.environment import environment
 from mktts.measure.parity.probe import Observed, Probe, forced, probe_of, random_rows, scores, spoken_rows
 from mktts.measure.parity.relative import LIMIT, Errors, compare
 from mktts.measure.parity.text import compare_text
-from mktts.model.backend import Backend
+from mktts.model.backend import Backend, PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling, distribution
 from mktts.spec import NUM_CODEBOOKS
@@ -99,10 +99,11 @@ class Sides:
         """
         made = 0
         for seed in range(_SEEDS):
-            prompt = random_rows(self.fp32, rows, seed)
+            prompt = PromptRows(random_rows(self.fp32, rows, seed))
             text = random_rows(self.fp32, frames, 1_000 + seed)
             room = frames - made
-            tested, bf16, fp32 = (b.start(prompt, sampling, seed, room) for b in (self.kernel, self.bf16, self.fp32))
+            sides = (self.kernel, self.bf16, self.fp32)
+            tested, bf16, fp32 = (side.start(prompt, sampling, seed, room) for side in sides)
             for index in range(room):
                 row = text[index] if index else None
                 ours = self.kernel.step(tested, row)
@@ -212,7 +213,7 @@ def first_divergence(sides: Sides, frames: int) -> dict[str, Any]:
 def exact_frames(checkpoint: Checkpoint, kernel: Backend, fp32: TorchBackend, frames: int) -> dict[str, Any]:
     """The comparison `exact`: both free-run; equal frames before the first difference, end-of-speech included."""
     prompt, text = spoken_rows(checkpoint, fp32, frames, 0)
-    states = [backend.start(prompt, GREEDY, 0, frames) for backend in (kernel, fp32)]
+    states = [backend.start(PromptRows(prompt), GREEDY, 0, frames) for backend in (kernel, fp32)]
     for index in range(frames):
         row = text[index] if index else None
         ours, truth = (b.step(s, row).codes for b, s in zip((kernel, fp32), states, strict=True))

@@ -154,7 +154,7 @@ def compare_codes(
 
 def our_codes(backend: TorchBackend, prompt: Prompt, sampling: Sampling, seed: int, max_frames: int) -> Tensor:
     """Codes (T, 16) of one stream of the torch backend."""
-    state = backend.start(prompt.embeds, sampling, seed, max_frames)
+    state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
     while len(frames) < max_frames:
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes
