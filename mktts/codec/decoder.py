@@ -3,7 +3,8 @@
 Every layer of the decoder is causal, so keeping what each one still needs (the last rows before a convolution, the
 last window - 1 keys and values) makes decoding frame by frame the same computation as decoding the utterance in one
 pass: any schedule of chunks gives the same samples up to fp32 rounding. Upstream instead decodes chunks of 300
-frames and repeats 25 frames of context, which is shorter than the attention window (`decode_chunked`).
+frames and repeats 25 frames of context, which is shorter than the attention window (`decode_chunked` of
+mktts.measure.parity.codec does the same, to compare with).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mktts.codec.pending import Pending
 from mktts.codec.state import CodecState, StateLayout
 from mktts.codec.transformer import CodecTransformer
 from mktts.errors import CodecError
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _MIN_USAGE = 1e-5  # upstream's EuclideanCodebook: embedding = embedding_sum / max(cluster_usage, 1e-5)
@@ -77,24 +78,6 @@ class CodecDecoder:
     def decode_all(self, codes: Tensor) -> Tensor:
         """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
         return self.decode(codes, self.start())
-
-    @torch.inference_mode()
-    def decode_chunked(self, codes: Tensor, chunk_frames: int = 300, left_context_frames: int = 25) -> Tensor:
-        """What upstream's chunked_decode gives: each chunk from silence, behind a few repeated frames of context.
-
-        An approximation after the first chunk; here to be compared with. Else as `decode_all`.
-        """
-        if chunk_frames < 1 or left_context_frames < 0:
-            raise CodecError(
-                f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
-            )
-        pieces = []
-        self._check_codes(codes)
-        for start in range(0, len(codes), chunk_frames):
-            context = left_context_frames if start > left_context_frames else start
-            pcm = self.decode_all(codes[start - context : start + chunk_frames])
-            pieces.append(pcm[context * SAMPLES_PER_FRAME :])
-        return torch.cat(pieces)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         """`decode` without checks: tensor operations only, no host synchronisation, so a CUDA graph can hold it.

@@ -110,10 +110,6 @@ class GraphedCodec:
         """As `CodecDecoder.decode_all`, and by it: one pass over all frames, which no graph has the size of."""
         return self._decoder.decode_all(codes)
 
-    def decode_chunked(self, codes: Tensor, chunk_frames: int = 300, left_context_frames: int = 25) -> Tensor:
-        """As `CodecDecoder.decode_chunked`, and by it."""
-        return self._decoder.decode_chunked(codes, chunk_frames, left_context_frames)
-
 
 def codec_for(
     config: CodecConfig,

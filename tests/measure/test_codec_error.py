@@ -51,11 +51,18 @@ def test_random_codes_are_seeded_and_in_range():
     assert not torch.equal(codes, codec_error.random_codes(50, seed=4))
 
 
+@pytest.mark.parametrize(("frames", "chunk", "context"), [(5, 0, 25), (5, 300, -1), (0, 300, 25)])
+def test_chunks_that_cannot_be_cut_are_refused(tiny, frames, chunk, context):
+    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+    with pytest.raises(CodecError, match=r"chunk_frames >= 1|codes must be"):
+        codec_error.decode_chunked(decoder, codec_error.random_codes(frames, seed=0), chunk, context)
+
+
 def test_the_yardstick_sees_a_wrong_stream(tiny):
     decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
     codes = codec_error.random_codes(20, seed=0)
     offline = decoder.decode_all(codes)
     right = codec_error.frame_errors(codec_error.decode_streamed(decoder, codes, (1, 3)), offline)
-    wrong = codec_error.frame_errors(decoder.decode_chunked(codes, 10, 0), offline)
+    wrong = codec_error.frame_errors(codec_error.decode_chunked(decoder, codes, 10, 0), offline)
     assert right.max() <= codec_error.TOLERANCE
     assert wrong[:10].max() <= codec_error.TOLERANCE < wrong[10]

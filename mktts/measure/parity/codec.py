@@ -1,4 +1,4 @@
-"""How far two decodings of the same codes are apart, frame by frame; for notebook 02."""
+"""How far two decodings of the same codes are apart, and the ways of decoding that are compared."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
+from mktts.codec.graphs import GraphedCodec
 from mktts.errors import CodecError
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -21,10 +22,32 @@ def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> 
     return torch.randint(codebook_size, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(seed))
 
 
-def decode_streamed(decoder: CodecDecoder, codes: Tensor, schedule: Sequence[int]) -> Tensor:
+def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedule: Sequence[int]) -> Tensor:
     """PCM (T * 1920,) of `codes` (T, 16) decoded chunk by chunk; the last entry of `schedule` (frames) repeats."""
     state = decoder.start()
     return torch.cat([decoder.decode(chunk, state) for chunk in split(codes, schedule)])
+
+
+def decode_chunked(
+    decoder: CodecDecoder, codes: Tensor, chunk_frames: int = 300, left_context_frames: int = 25
+) -> Tensor:
+    """PCM (T * 1920,) of `codes` (T, 16) as upstream's chunked_decode gives it: each chunk from silence, behind a few
+    repeated frames of context. Exact within the first chunk, an approximation after it.
+
+    Raises CodecError for sizes that cannot cut, and what `CodecDecoder.decode` raises.
+    """
+    if chunk_frames < 1 or left_context_frames < 0:
+        raise CodecError(
+            f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
+        )
+    if not len(codes):
+        raise CodecError(f"codes must be (T >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
+    pieces = []
+    for start in range(0, len(codes), chunk_frames):
+        context = left_context_frames if start > left_context_frames else start
+        pcm = decoder.decode_all(codes[start - context : start + chunk_frames])
+        pieces.append(pcm[context * SAMPLES_PER_FRAME :])
+    return torch.cat(pieces)
 
 
 def split(codes: Tensor, schedule: Sequence[int]) -> Iterator[Tensor]:
