@@ -10,7 +10,11 @@ DEV float score_scale() { return rsqrtf((float)HD) * LOG2E; }
 struct Rotation { float w[VALUES], cosine[VALUES], sine[VALUES]; };
 DEV Rotation load_rotation(const Ctx& c, const u16* weight, const u16* cosines, const u16* sines) {
   Rotation r; const u32 d = c.lane * VALUES, a = d % (HD / 2);
-  UNROLL for (int i = 0; i < VALUES; i++) { r.w[i] = from_bf16(weight[d + i]); r.cosine[i] = from_bf16(cosines[a + i]); r.sine[i] = from_bf16(sines[a + i]); }
+  UNROLL for (int i = 0; i < VALUES; i++) {
+    r.w[i] = from_bf16(weight[d + i]);
+    r.cosine[i] = from_bf16(cosines[a + i]);
+    r.sine[i] = from_bf16(sines[a + i]);
+  }
   return r;
 }
 DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
@@ -49,7 +53,9 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
   Shared& s = *c.s; const Params& p = *c.p;
   for (u32 i = c.warp; i < NT * HEADS; i += WARPS) {
     const u32 n = i / HEADS, head = i % HEADS; const int position = first_position + n;
-    const Rotation turn = load_rotation(c, p.predictor_qk + (layer * 2 + (head >= QPK)) * HD, p.predictor_cos + position * (HD / 2), p.predictor_sin + position * (HD / 2));
+    const u16* weight = p.predictor_qk + (layer * 2 + (head >= QPK)) * HD;
+    const int angle = position * (HD / 2);
+    const Rotation turn = load_rotation(c, weight, p.predictor_cos + angle, p.predictor_sin + angle);
     float v[VALUES]; poll_head(c, n, head, tag, v); __syncwarp();
     if (head <= QPK) norm_rotate(c, v, turn);
     u16* to = head < QPK ? s.q[n][head] : head == QPK ? s.key[layer][position] : s.value[layer][position];
@@ -58,7 +64,8 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
   block_sync();
   MARK(c, 11);
   // Every warp: the scores of one head over 16 positions (two n = 8 tiles), then its share of the outputs.
-  constexpr int SHARE = WARPS / QPK, DIMS = HD / SHARE, PER = (DIMS + 31) / 32;   // output dimensions of a warp, of a lane
+  constexpr int SHARE = WARPS / QPK;                                   // warps of one head
+  constexpr int DIMS = HD / SHARE, PER = (DIMS + 31) / 32;             // output dimensions of a warp, of a lane
   const u32 h = c.warp / SHARE, first = c.warp % SHARE * DIMS;
   UNROLL for (int n = 0; n < NT; n++) {
     float sc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
@@ -77,22 +84,29 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
       m = fmaxf(m, w[t][i]);
     }
     m = fmaxf(m, shuffle_xor(m, 1)); m = fmaxf(m, shuffle_xor(m, 2));
-    UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) { w[t][i] = exp2_fast(w[t][i] - m); l += w[t][i]; }
+    UNROLL for (int t = 0; t < 2; t++) UNROLL for (int i = 0; i < 2; i++) {
+      w[t][i] = exp2_fast(w[t][i] - m);
+      l += w[t][i];
+    }
     l += shuffle_xor(l, 1); l += shuffle_xor(l, 2);
     const float inverse = __frcp_rn(__shfl_sync(~0u, l, 0));
     UNROLL for (int i = 0; i < PER; i++) o[i] = 0.f;
     UNROLL for (int j = 0; j < CODES; j++) {
       const float weight = __shfl_sync(~0u, w[j >> 3][j & 1], (j & 7) >> 1);
-      UNROLL for (int i = 0; i < PER; i++) o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
+      UNROLL for (int i = 0; i < PER; i++)
+        o[i] += weight * from_bf16(s.value[layer][j][first + (c.lane * PER + i) % DIMS]);
     }
-    UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS)
-      *(u16*)((u8*)s.inner[n] + vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i)) = to_bf16(o[i] * inverse);
+    UNROLL for (int i = 0; i < PER; i++) if (c.lane * PER + i < DIMS) {
+      const u32 at = vec_offset<Predictor::Out::K>(h * HD + first + c.lane * PER + i);
+      *(u16*)((u8*)s.inner[n] + at) = to_bf16(o[i] * inverse);
+    }
   }
   block_sync();
 }
 
 // Talker: position p of a head lives in block p % GROUP; each block attends to its own, then the group combines.
-DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], float (&l)[QPK], float (&o)[QPK][VALUES]) {
+DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], float (&l)[QPK],
+                     float (&o)[QPK][VALUES]) {
   const u32 d = c.lane * VALUES;
   UNROLL for (int h = 0; h < QPK; h++) {
     float dot = 0.f;
@@ -108,7 +122,9 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
   const bool owner = position % GROUP == (int)c.rank;
   u8* kv = kv_of(c, layer);
   if (c.warp < HEADS) {
-    const Rotation turn = load_rotation(c, p.talker_qk + (layer * 2 + (c.warp >= QPK)) * HD, p.talker_cos + position * (HD / 2), p.talker_sin + position * (HD / 2));
+    const u16* weight = p.talker_qk + (layer * 2 + (c.warp >= QPK)) * HD;
+    const int angle = position * (HD / 2);
+    const Rotation turn = load_rotation(c, weight, p.talker_cos + angle, p.talker_sin + angle);
     float v[VALUES]; poll_head(c, 0, c.warp, tag, v); __syncwarp();
     if (c.warp <= QPK) norm_rotate(c, v, turn);
     store_bf16((c.warp < QPK ? s.q[0][c.warp] : c.warp == QPK ? s.k : s.v) + c.lane * VALUES, v);
@@ -120,7 +136,10 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
   block_sync();
   MARK(c, 11);
   float m[QPK], l[QPK], o[QPK][VALUES];
-  UNROLL for (int h = 0; h < QPK; h++) { m[h] = -1e30f; l[h] = 0.f; UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = 0.f; }
+  UNROLL for (int h = 0; h < QPK; h++) {
+    m[h] = -1e30f; l[h] = 0.f;
+    UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = 0.f;
+  }
   const int old = old_slots(position, c.rank);
   for (int b = 0; b < old; b += SLOTS_PER_STAGE) {
     const int n = old - b < SLOTS_PER_STAGE ? old - b : SLOTS_PER_STAGE;
@@ -149,7 +168,10 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
     u64* to = x.part[c.group][i / SHARE][c.rank];
     const u64 t = (u64)tag << 32;
     put64(to + i % SHARE, t | __float_as_uint(out));
-    if (i % SHARE == 0) { put64(to + SHARE, t | __float_as_uint(top)); put64(to + SHARE + 1, t | __float_as_uint(sum)); }
+    if (i % SHARE == 0) {
+      put64(to + SHARE, t | __float_as_uint(top));
+      put64(to + SHARE + 1, t | __float_as_uint(sum));
+    }
   }
   if (c.warp == 0) {
     const u64* from = x.part[c.group][c.rank][0];

@@ -1,6 +1,7 @@
 // Dimensions of one checkpoint, as compile-time constants. Every number the kernel knows is here or derived from here.
-// The host defines T_* (talker) and P_* (code predictor): hidden, feed-forward, layers, vocabulary; NQ, NKV, HD (heads and
-// their width), CTAS (blocks) from the checkpoint's config.json and the device, and RING (stages of 16 KiB that fit).
+// The host defines T_* (talker) and P_* (code predictor): hidden, feed-forward, layers, vocabulary; NQ, NKV, HD (heads
+// and their width), CTAS (blocks) from the checkpoint's config.json and the device, and RING (stages of 16 KiB that
+// fit).
 #pragma once
 
 typedef unsigned char u8;
@@ -65,13 +66,18 @@ typedef Mat<P_H / CTAS, T_H> Projection;         // small_to_mtp, where the talk
 constexpr bool PROJECTED = T_H != P_H;
 constexpr int MAXH = T_H > P_H ? T_H : P_H;
 
-// Elements from one of the 8 parts of a vector to the next in shared memory: words % 16 == 8 puts them in different banks.
+// Elements from one of the 8 parts of a vector to the next in shared memory: words % 16 == 8 puts them in different
+// banks.
 __host__ __device__ constexpr int part_stride(int k) {
   const int words = k / 16;
   return 2 * (words % 16 == 8 ? words : words / 16 * 16 + (words % 16 > 8 ? 24 : 8));
 }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int vec_elements(int k) { return 8 * larger(part_stride(round_up(k, 128)), round_up(k, 128) / 8 + 16); }
+__host__ __device__ constexpr int vec_elements(int k) {
+  return 8 * larger(part_stride(round_up(k, 128)), round_up(k, 128) / 8 + 16);
+}
 constexpr int VEC_P = vec_elements(P_H), VEC = larger(vec_elements(T_H), VEC_P);
-constexpr int VEC_INNER = vec_elements(larger(QPK * HD, larger(T_F, P_F) / NKV));   // attention outputs, activations of a group
-static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS, "heads map onto warps");
+// Attention outputs of a group, or its activations.
+constexpr int VEC_INNER = vec_elements(larger(QPK * HD, larger(T_F, P_F) / NKV));
+static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS,
+              "heads map onto warps");

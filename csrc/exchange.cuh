@@ -4,7 +4,8 @@
 // a flag, so there is no fence, no counter to reset, and nothing an aborted launch can leave in a wrong state but tags,
 // which the host clears. A buffer is written again only after an all-to-all exchange that every reader has passed.
 //
-// A sum over groups goes to the block that owns the rows, which adds in a fixed order and mails the result to every block.
+// A sum over groups goes to the block that owns the rows, which adds in a fixed order and mails the result to every
+// block.
 #pragma once
 #include "state.cuh"
 
@@ -55,9 +56,11 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
 // Rows of H that a block owns: block (group g, rank r) owns rows r * H / GROUP + g * RPO + 0 .. RPO - 1.
 template <int H> struct Owned { static constexpr int RPO = H / CTAS; };
 template <int H> DEV u32 first_owned(const Ctx& c) { return c.rank * (H / GROUP) + c.group * Owned<H>::RPO; }
-template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value) {   // row: within this rank's H / GROUP rows
+// `row`: within this rank's H / GROUP rows.
+template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value) {
   constexpr int RPO = Owned<H>::RPO;
-  put64(&c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO], ((u64)tag << 32) | __float_as_uint(value));
+  u64* to = &c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO];
+  put64(to, ((u64)tag << 32) | __float_as_uint(value));
 }
 // Warp 0 of the owner: residual + sum over groups, mailed to all blocks.
 template <int H, int NT> DEV void own_rows(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {

@@ -1,5 +1,6 @@
 // One Qwen3-TTS frame in one launch: talker step, code 0, sixteen predictor positions, codes 1-15, embedding sum.
-// A launch makes `frames` frames in a row, hands each to the host as it is ready, and stops at end of speech or on a wish.
+// A launch makes `frames` frames in a row, hands each to the host as it is ready, and stops at end of speech or when
+// the host asks it to.
 #include "stages.cuh"
 
 template <class H> DEV void head_logits(Ctx& c, u32 tag, int rows) {
@@ -18,7 +19,7 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
   const int row = held_row<M>(c, P_H / CTAS), id = c.block * (P_H / CTAS) + row;
   if (row >= 0) publish(&c.p->exchange->projected[id], tag, v[0] + from_bf16(c.p->projection_bias[id]));
   UNROLL for (int g = 0; g < Predictor::GRANULES; g++) {
-    u32 a = 0, b = 0;                                         // where this thread owns nothing: it still sums its squares
+    u32 a = 0, b = 0;                                 // where this thread owns nothing: it still sums its squares
     if (owns<Predictor>(c, g)) poll4(c, &c.p->exchange->projected[element<Predictor>(c, g)], tag, a, b);
     x.v[g][0] = low(a); x.v[g][1] = high(a); x.v[g][2] = low(b); x.v[g][3] = high(b);
   }
@@ -31,16 +32,20 @@ DEV void feeder(Ctx& c) {
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
     if (p.prefill || u.frame + i > 0)
-      for (int l = 0; l < T_L && f.on; l++)
-        feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, u.position + i, policy);
+      for (int l = 0; l < T_L && f.on; l++) {
+        const u8* tape = p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES;
+        feed_layer<Talker, true>(c, f, tape, l, u.position + i, policy);
+      }
     if (p.prefill) continue;
     const u8* head = p.talker_head_tape + (u64)c.block * TalkerHead::BYTES;
     feed_matrix<TalkerHead>(c, f, head, policy);
     const u8* projection = p.projection_tape + (u64)c.block * Projection::BYTES;
     if (PROJECTED) feed_matrix<Projection>(c, f, projection, policy);
     for (int book = 1; book < CODES && f.on; book++) {
-      for (int l = 0; l < P_L && f.on; l++)
-        feed_layer<Predictor, false>(c, f, p.predictor_tape + ((u64)c.block * P_L + l) * Predictor::LAYER_BYTES, l, 0, policy);
+      for (int l = 0; l < P_L && f.on; l++) {
+        const u8* tape = p.predictor_tape + ((u64)c.block * P_L + l) * Predictor::LAYER_BYTES;
+        feed_layer<Predictor, false>(c, f, tape, l, 0, policy);
+      }
       head = p.predictor_head_tape + ((u64)(book - 1) * CTAS + c.block) * PredictorHead::BYTES;
       feed_matrix<PredictorHead>(c, f, head, policy);
     }
@@ -72,7 +77,7 @@ DEV void consumer(Ctx& c) {
     const int frame = u.frame + i;
     int* out = u.out + STATUS_WORDS + i * FRAME_WORDS;
     const u64 begun = nanoseconds();
-    if (p.prefill || frame > 0) {                             // the talker takes a prompt row, or the previous frame and text
+    if (p.prefill || frame > 0) {                     // the talker takes a prompt row, or the previous frame and text
       const u16* text = u.text + (u64)i * T_H;
       if (p.prefill) load_row<Talker>(c, text, hidden);
       else { hidden = sum; add_row<Talker>(c, text, hidden); }
@@ -85,10 +90,11 @@ DEV void consumer(Ctx& c) {
     if (code == p.ends[0]) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
     load_row<Talker>(c, p.embeddings0 + (u64)code * T_H, sum);
-    Row<Predictor> x[2];                                      // the predictor's first pass takes the talker's state and code 0
+    Row<Predictor> x[2];                              // the predictor's first pass takes the talker's state and code 0
     load_row<Predictor>(c, p.inputs0 + (u64)code * P_H, x[1]);
     if constexpr (PROJECTED) project(c, x[0]);
-    else UNROLL for (int g = 0; g < Predictor::GRANULES; g++) UNROLL for (int k = 0; k < 4; k++) x[0].v[g][k] = hidden.v[g][k];
+    else UNROLL for (int g = 0; g < Predictor::GRANULES; g++)
+      UNROLL for (int k = 0; k < 4; k++) x[0].v[g][k] = hidden.v[g][k];
     const u64 talked = nanoseconds();
     if (scribe) { out[0] = code; out[CODES] = (int)(talked - begun); }
     code = predict<2>(c, 1, frame, x);
@@ -102,14 +108,17 @@ DEV void consumer(Ctx& c) {
       code = predict<1>(c, book + 1, frame, one);
     }
     round_row<Talker>(sum);
-    if (scribe && !*(volatile u32*)&s.dead) { out[CODES + 1] = (int)(nanoseconds() - talked); put32_host(u.out, i + 1); }
+    if (scribe && !*(volatile u32*)&s.dead) {
+      out[CODES + 1] = (int)(nanoseconds() - talked);
+      put32_host(u.out + MADE, i + 1);
+    }
     if (i + 1 < p.frames && !wanted(c, asked)) { s.stop = 1; break; }
   }
   if (c.block == 0) {
     store_row<Talker>(c, u.hidden, hidden); store_row<Talker>(c, u.sum, sum);
     block_sync();
     for (u32 i = c.tid; i < VT / 32; i += THREADS) u.seen[i] = s.seen[i];
-    if (scribe) { u.out[1] = ended; put32_host(u.out + 2, (int)c.tag); }
+    if (scribe) u.out[ENDED] = ended;
   }
 }
 

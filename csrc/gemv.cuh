@@ -33,13 +33,17 @@ template <int TILES> DEV float sum_diagonal(const Ctx& c, const float (&d)[TILES
   return v[0];
 }
 
-// Weights do not wait for activations: a warp takes its fragments of the next matrix out of the ring before the exchange.
+// Weights do not wait for activations: a warp takes its fragments of the next matrix out of the ring before the
+// exchange.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int PRELOAD = 16;
 #else
 constexpr int PRELOAD = 8;               // 168 registers a thread, not 232
 #endif
-template <class M> struct Fragments { static constexpr int N = M::FRAGMENTS < PRELOAD ? M::FRAGMENTS : PRELOAD; u32 a[N][4]; };
+template <class M> struct Fragments {
+  static constexpr int N = M::FRAGMENTS < PRELOAD ? M::FRAGMENTS : PRELOAD;
+  u32 a[N][4];
+};
 template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
   const int n = M::FRAGMENTS - s * FRAGS < FRAGS ? M::FRAGMENTS - s * FRAGS : FRAGS;
   const u32 from = ring_wait(c) + c.warp * n * FRAG_BYTES + c.lane * 16;
@@ -63,15 +67,22 @@ template <class M, int NT, bool INNER = false> DEV void gemv(Ctx& c, const Fragm
     mma(acc[n][i % M::TILES], w.a[i], b[n][i / M::TILES][0], b[n][i / M::TILES][1]);
   UNROLL for (int s = Fragments<M>::N / FRAGS; s < M::STAGES; s++) if (Fragments<M>::N < M::FRAGMENTS) {
     u32 a[FRAGS][4]; take_stage<M>(c, s, a);
-    UNROLL for (int f = 0; f < FRAGS; f++) { const int i = s * FRAGS + f;
-      if (i < M::FRAGMENTS) UNROLL for (int n = 0; n < NT; n++) mma(acc[n][i % M::TILES], a[f], b[n][i / M::TILES][0], b[n][i / M::TILES][1]); }
+    UNROLL for (int f = 0; f < FRAGS; f++) {
+      const int i = s * FRAGS + f;
+      if (i < M::FRAGMENTS) UNROLL for (int n = 0; n < NT; n++)
+        mma(acc[n][i % M::TILES], a[f], b[n][i / M::TILES][0], b[n][i / M::TILES][1]);
+    }
   }
   UNROLL for (int n = 0; n < NT; n++) sums[n] = sum_diagonal<M::TILES>(c, acc[n]);
 }
-// The row of this block's share that this lane holds after gemv; -1 where it holds none, or where another lane holds it too.
+// The row of this block's share that this lane holds after gemv; -1 where it holds none, or where another lane holds it
+// too.
 template <class M> DEV int held_row(const Ctx& c, int rows) {
   const u32 row = c.lane / Rows<M::TILES>::LANES, at = c.warp * M::WARP_ROWS + row;
   return c.lane % Rows<M::TILES>::LANES == 0 && row < M::WARP_ROWS && (int)at < rows ? (int)at : -1;
 }
 // Where value i of a K-long vector lies in vec.
-template <int K> DEV u32 vec_offset(u32 i) { constexpr u32 part = K / 8; constexpr u32 stride = part_stride(K); return (i / part * stride + i % part) * 2; }
+template <int K> DEV u32 vec_offset(u32 i) {
+  constexpr u32 part = K / 8, stride = part_stride(K);
+  return (i / part * stride + i % part) * 2;
+}

@@ -2,7 +2,8 @@
 #pragma once
 #include "attention.cuh"
 
-template <class S> struct Row { float v[S::GRANULES][4]; };          // a thread's share of a vector: values 4 * (tid + 256 g) + i
+// A thread's share of a vector: values 4 * (tid + 256 g) + i.
+template <class S> struct Row { float v[S::GRANULES][4]; };
 template <class S> struct Norm { u32 w[S::GRANULES][2]; };
 template <class S> DEV u32 element(const Ctx& c, int g) { return 4 * (c.tid + THREADS * g); }
 template <class S> DEV bool owns(const Ctx& c, int g) { return S::H % (4 * THREADS) == 0 || element<S>(c, g) < S::H; }
@@ -25,22 +26,28 @@ template <class S> DEV void add_row(const Ctx& c, const u16* from, Row<S>& x) {
 }
 template <class S> DEV void store_row(const Ctx& c, u16* to, const Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-    u32* d = (u32*)(to + element<S>(c, g)); d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
+    u32* d = (u32*)(to + element<S>(c, g));
+    d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
   }
 }
 // What this block adds the sums of its own rows to.
 template <class S> DEV void keep_owned(const Ctx& c, u16* to, const Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) {
     const u32 at = element<S>(c, g) - first_owned<S::H>(c);
-    if (owns<S>(c, g) && at < Owned<S::H>::RPO) { u32* d = (u32*)(to + at); d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]); }
+    if (owns<S>(c, g) && at < Owned<S::H>::RPO) {
+      u32* d = (u32*)(to + at);
+      d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
+    }
   }
 }
 template <class S> DEV void round_row(Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) UNROLL for (int i = 0; i < 4; i++) x.v[g][i] = round_bf16(x.v[g][i]);
 }
 template <class S> DEV void to_vec(const Ctx& c, int n, const Row<S>& x) {
-  UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
-    sts64(smem(vec_of(*c.s, n)) + vec_offset<S::Qkv::K>(element<S>(c, g)), pack(x.v[g][0], x.v[g][1]), pack(x.v[g][2], x.v[g][3]));
+  UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
+    const u32 at = smem(vec_of(*c.s, n)) + vec_offset<S::Qkv::K>(element<S>(c, g));
+    sts64(at, pack(x.v[g][0], x.v[g][1]), pack(x.v[g][2], x.v[g][3]));
+  }
 }
 template <class S> DEV void sum_squares(const Ctx& c, int n, const Row<S>& x) {
   float ss = 0.f;
@@ -76,8 +83,9 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
 }
 // As owner, mails this block's rows; then takes the new residuals from its own mailbox.
 template <class S, class M, int NT>
-DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
-  if (c.warp == 0) own_rows<S::H, NT>(c, half, boxes, tag);       // before anything that may wait: every block waits for it
+DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[NT], Fragments<M>& next,
+                   bool more = true) {
+  if (c.warp == 0) own_rows<S::H, NT>(c, half, boxes, tag);   // before anything that may wait: every block waits for it
   if (more) preload(c, next);
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
     u32 a, b; poll4(c, &boxes[c.block][n][element<S>(c, g)], tag, a, b);
@@ -91,6 +99,9 @@ template <class S, class M, int NT> DEV void project_parts(Ctx& c, const Fragmen
   if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
 }
 
+// The exchanges of one layer, by what its tag advances for each.
+enum : u32 { TAG_QKV = 1, TAG_ATT, TAG_H, TAG_ACT, TAG_X, LAYER_EXCHANGES = TAG_X };
+
 // NT positions, `position` the first of them.
 // `first`: this layer's query-key-value fragments, then, if there are `more` layers, the next one's.
 // `norm`: the input norm's weights, then those that follow this layer (`next_norm`).
@@ -98,7 +109,9 @@ template <class S, bool TALKER, int NT>
 DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Fragments<typename S::Qkv>& first,
                const u16* norms, const u16* next_norm, bool more) {
   Shared& s = *c.s; Exchange& e = *c.p->exchange;
-  const u32 tag_qkv = ++c.tag, tag_att = ++c.tag, tag_h = ++c.tag, tag_act = ++c.tag, tag_x = ++c.tag;
+  const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_h = c.tag + TAG_H;
+  const u32 tag_act = c.tag + TAG_ACT, tag_x = c.tag + TAG_X;
+  c.tag += LAYER_EXCHANGES;
   MARK(c, 1);
   weigh<S>(c, 0, x, norm);                                  // 1. queries, keys, values of the group
   MARK(c, 2);
@@ -152,7 +165,8 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
 // All layers of a stack; `norm` holds the first layer's input norm before and `after` afterwards.
 // `hidden`: optional, takes the residual after every layer.
 template <class S, bool TALKER, int NT>
-DEV void layers(Ctx& c, int position, Row<S> (&x)[NT], Norm<S>& norm, const u16* norms, const u16* after, u16* hidden = nullptr) {
+DEV void layers(Ctx& c, int position, Row<S> (&x)[NT], Norm<S>& norm, const u16* norms, const u16* after,
+                u16* hidden = nullptr) {
   Fragments<typename S::Qkv> first; preload(c, first);
   for (int l = 0; l < S::L; l++) {
     const bool more = l + 1 < S::L;

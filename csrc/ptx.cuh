@@ -16,7 +16,9 @@ DEV void block_sync() { asm volatile("bar.sync 1,%0;" ::"n"(THREADS) : "memory")
 DEV u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t)); return t; }
 // The host's pinned memory: a frame's codes before the count that announces them.
 DEV void put32_host(int* p, int v) { asm volatile("st.release.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
-DEV int get32_host(const int* p) { int v; asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEV int get32_host(const int* p) {
+  int v; asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
 DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEV u64 cycles() { u64 t; asm volatile("mov.u64 %0,%clock64;" : "=l"(t)); return t; }
 
@@ -24,42 +26,72 @@ DEV u64 cycles() { u64 t; asm volatile("mov.u64 %0,%clock64;" : "=l"(t)); return
 DEV void put32(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 DEV void put64(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 DEV void put32x4(u32* p, const u32 (&v)[4]) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory"); }
-DEV u32 get32(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-DEV u64 get64(const u64* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};"
+    ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEV u32 get32(const u32* p) {
+  u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
+DEV u64 get64(const u64* p) {
+  u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
 DEV void get32x4(const u32* p, u32 (&v)[4]) {
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory"); }
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];"
+    : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
+}
 // volatile keeps a prefetch where it is written: before the wait that hides it
-DEV void fetch8(const void* p, u32& a, u32& b) { asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "l"(p)); }
+DEV void fetch8(const void* p, u32& a, u32& b) {
+  asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "l"(p));
+}
 
 DEV void lds128(u32 p, u32 (&v)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(p) : "memory"); }
-DEV void lds64(u32 p, u32& a, u32& b) { asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "r"(p) : "memory"); }
-DEV void sts64(u32 p, u32 a, u32 b) { asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(p), "r"(a), "r"(b) : "memory"); }
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
+    : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(p) : "memory");
+}
+DEV void lds64(u32 p, u32& a, u32& b) {
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "r"(p) : "memory");
+}
+DEV void sts64(u32 p, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(p), "r"(a), "r"(b) : "memory");
+}
 DEV void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); }
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
-DEV void barrier_init(u64* b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(smem(b)), "r"(n) : "memory"); }
-DEV void barrier_arrive(u64* b) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t,[%0];}" ::"r"(smem(b)) : "memory"); }
+DEV void barrier_init(u64* b, u32 n) {
+  asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(smem(b)), "r"(n) : "memory");
+}
+DEV void barrier_arrive(u64* b) {
+  asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t,[%0];}" ::"r"(smem(b)) : "memory");
+}
 #if __CUDA_ARCH__ >= 900
 constexpr u32 FILL_ARRIVALS = 1;
-DEV bool barrier_test(u64* b, u32 parity) { u32 ok; asm volatile(
-  "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory"); return ok; }
+DEV bool barrier_test(u64* b, u32 parity) {
+  u32 ok;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+    : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory");
+  return ok;
+}
 DEV void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEV void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 DEV u64 stream_policy() { u64 p; asm("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(p)); return p; }
 DEV void copy_stage(void* dst, const u8* src, u32 bytes, u64* full, u64 policy, u32 lane) {
   if (lane == 0) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(smem(full)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
+    asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;"
       ::"r"(smem(dst)), "l"(src), "r"(bytes), "r"(smem(full)), "l"(policy) : "memory");
   }
 }
 #else
 constexpr u32 FILL_ARRIVALS = 32;
-DEV bool barrier_test(u64* b, u32 parity) { u32 ok; asm volatile(
-  "{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory"); return ok; }
+DEV bool barrier_test(u64* b, u32 parity) {
+  u32 ok;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+    : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory");
+  return ok;
+}
 DEV void barrier_init_fence() {}
 DEV void proxy_fence() {}
 DEV u64 stream_policy() { return 0; }

@@ -33,7 +33,10 @@ DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   while (!barrier_test(&c.s->empty[f.stage], f.phase ^ 1))
     if ((++spins & 63u) == 0 && (*(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead)) { f.on = false; return; }
   if (*(volatile u32*)&c.s->stop) { f.on = false; return; }
-  if (f.count >= IN_FLIGHT) { const u32 n = f.count - IN_FLIGHT; while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {} }
+  if (f.count >= IN_FLIGHT) {
+    const u32 n = f.count - IN_FLIGHT;
+    while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {}
+  }
   copy_stage(c.s->ring[f.stage], from, bytes, &c.s->full[f.stage], policy, c.lane);
   f.count++; if (++f.stage == RING) { f.stage = 0; f.phase ^= 1; }
 }
@@ -52,7 +55,8 @@ DEV u8* kv_of(const Ctx& c, int layer) {
   return c.u->kv + ((u64)(layer * NKV + c.group) * GROUP + c.rank) * (u64)c.u->slots * SLOT_BYTES;
 }
 
-template <class S, bool TALKER> DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
+template <class S, bool TALKER>
+DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
   feed_matrix<typename S::Qkv>(c, f, tape, policy);
   if (TALKER) {
     const u8* kv = kv_of(c, layer);

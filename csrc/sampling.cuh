@@ -10,10 +10,14 @@ constexpr float NEVER = -3.0e38f;
 
 // log by IEEE multiply and add only (Cephes logf), so that a CPU gives the same bits
 DEV float exact_log(float x) {
-  const u32 b = __float_as_uint(x); int e = (int)(b >> 23) - 126; float m = __uint_as_float((b & 0x007fffffu) | 0x3f000000u);
+  const u32 b = __float_as_uint(x);
+  int e = (int)(b >> 23) - 126;
+  float m = __uint_as_float((b & 0x007fffffu) | 0x3f000000u);
   if (m < 0.707106781186547524f) { e -= 1; m = __fadd_rn(__fadd_rn(m, m), -1.0f); } else m = __fadd_rn(m, -1.0f);
-  const float z = __fmul_rn(m, m); float y = 7.0376836292E-2f;
-  const float k[8] = {-1.1514610310E-1f, 1.1676998740E-1f, -1.2420140846E-1f, 1.4249322787E-1f, -1.6668057665E-1f, 2.0000714765E-1f, -2.4999993993E-1f, 3.3333331174E-1f};
+  const float z = __fmul_rn(m, m);
+  float y = 7.0376836292E-2f;
+  const float k[8] = {-1.1514610310E-1f, 1.1676998740E-1f, -1.2420140846E-1f, 1.4249322787E-1f,
+                      -1.6668057665E-1f, 2.0000714765E-1f, -2.4999993993E-1f, 3.3333331174E-1f};
   UNROLL for (int i = 0; i < 8; i++) y = __fadd_rn(__fmul_rn(y, m), k[i]);
   y = __fmul_rn(__fmul_rn(y, m), z);
   const float fe = (float)e;
@@ -22,13 +26,15 @@ DEV float exact_log(float x) {
 }
 DEV void philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32 (&r)[4]) {
   UNROLL for (int i = 0; i < 10; i++) {
-    const u32 h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h1 = __umulhi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
-    c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0; k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+    const u32 h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0;
+    const u32 h1 = __umulhi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
+    c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
+    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
   }
   r[0] = c0; r[1] = c1; r[2] = c2; r[3] = c3;
 }
 DEV float gumbel(u32 r) {
-  const float u = __fmul_rn(__fadd_rn((float)(r >> 9), 0.5f), 1.1920928955078125e-07f);   // (k + 1/2) 2^-23, exact, in (0, 1)
+  const float u = __fmul_rn(__fadd_rn((float)(r >> 9), 0.5f), 1.1920928955078125e-07f);   // (k + 1/2) 2^-23, in (0, 1)
   return -exact_log(-exact_log(u));
 }
 DEV u32 ordered(float f) { const u32 b = __float_as_uint(f); return (b & 0x80000000u) ? ~b : (b | 0x80000000u); }
@@ -54,7 +60,8 @@ DEV float block_sum(Ctx& c, float v) {
   v = 0.f; UNROLL for (int w = 0; w < WARPS; w++) v += c.s->mass[w];
   return v;
 }
-// Top-p: sum of exp(l - most) over the `top_k` largest logits, ties with the last of them included. Bisects for the k-th.
+// Top-p: sum of exp(l - most) over the `top_k` largest logits, ties with the last of them included. Bisects for the
+// k-th.
 template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, float most) {
   u32 least = 0;                                            // the largest key that at least top_k logits reach
   if (top_k) for (u32 bit = 1u << 31; bit; bit >>= 1) {
@@ -68,8 +75,8 @@ template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, 
   return block_sum(c, sum);
 }
 
-// Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids it,
-// and then whatever is not above the highest refused offer is out of the next round.
+// Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids
+// it, and then whatever is not above the highest refused offer is out of the next round.
 template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   constexpr int N = ceil_div(V, 4 * THREADS);
   static_assert(WARPS % 2 == 0 && V < 1 << 16, "two 16-bit counts a word");
@@ -86,7 +93,10 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     u32 a = 0, b = 0;
     const bool mine = V % (4 * THREADS) == 0 || id < V;
     if (mine) poll4(c, &p.exchange->logits[id], tag, a, b);
-    if (p.debug_logits && c.block == 0 && mine) { u32* d = (u32*)(p.debug_logits + ((u64)(frame - c.u->frame) * CODES + book) * VT + id); d[0] = a; d[1] = b; }
+    if (p.debug_logits && c.block == 0 && mine) {
+      u32* d = (u32*)(p.debug_logits + ((u64)(frame - c.u->frame) * CODES + book) * VT + id);
+      d[0] = a; d[1] = b;
+    }
     l[g][0] = low(a); l[g][1] = high(a); l[g][2] = low(b); l[g][3] = high(b);
     UNROLL for (int i = 0; i < 4; i++) {
       if (book == 0) l[g][i] = admit(c, l[g][i], id + i, frame);
@@ -115,11 +125,17 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     }
     const u32 top = __reduce_max_sync(~0u, best);
     const u32 first = __reduce_min_sync(~0u, best == top && best ? at : 0x7fffffff);
-    if (best == top && best && at == (int)first) { s.best[c.warp] = ((u64)top << 32) | (u32)~first; s.best_logit[c.warp] = logit; }
+    if (best == top && best && at == (int)first) {
+      s.best[c.warp] = ((u64)top << 32) | (u32)~first;
+      s.best_logit[c.warp] = logit;
+    }
     if (top == 0 && c.lane == 0) { s.best[c.warp] = 0; s.best_logit[c.warp] = NEVER; }
     block_sync();
     u64 key = 0; float offered[WARPS]; int winner = 0;
-    UNROLL for (int w = 0; w < WARPS; w++) { offered[w] = s.best_logit[w]; if (s.best[w] > key) { key = s.best[w]; winner = w; } }
+    UNROLL for (int w = 0; w < WARPS; w++) {
+      offered[w] = s.best_logit[w];
+      if (s.best[w] > key) { key = s.best[w]; winner = w; }
+    }
     const int win = key ? (int)~(u32)key : 0;
     float won = NEVER;
     UNROLL for (int w = 0; w < WARPS; w++) if (w == winner) won = offered[w];
@@ -129,12 +145,17 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
       UNROLL for (int w = 0; w < WARPS / 2; w++) above[w] = 0;
       UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) UNROLL for (int w = 0; w < WARPS; w++)
         above[w / 2] += (u32)(l[g][i] > offered[w]) << (w % 2 * 16);
-      UNROLL for (int w = 0; w < WARPS / 2; w++) { above[w] = __reduce_add_sync(~0u, above[w]); if (c.lane == 0) s.above[c.warp][w] = above[w]; }
+      UNROLL for (int w = 0; w < WARPS / 2; w++) {
+        above[w] = __reduce_add_sync(~0u, above[w]);
+        if (c.lane == 0) s.above[c.warp][w] = above[w];
+      }
       block_sync();
       bool refused = false;
       UNROLL for (int w = 0; w < WARPS; w++) {
         u32 n = 0; UNROLL for (int v = 0; v < WARPS; v++) n += s.above[v][w / 2] >> (w % 2 * 16) & 0xffffu;
-        if (n >= choice.top_k) { if (offered[w] >= floor) { floor = offered[w]; floor_id = 0x7fffffff; } refused |= w == winner; }
+        if (n < choice.top_k) continue;
+        if (offered[w] >= floor) { floor = offered[w]; floor_id = 0x7fffffff; }
+        refused |= w == winner;
       }
       if (*(volatile u32*)&s.dead) return win;
       if (refused) continue;

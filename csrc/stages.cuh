@@ -14,7 +14,7 @@ DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
 }
 // Whether the host still wants more: block 0 asks it early in a frame, all blocks take the answer at its end.
 DEV void ask_host(Ctx& c, u32 tag) {
-  if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + 3) ? 1u : 0u));
+  if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + STOP) ? 1u : 0u));
 }
 DEV bool wanted(Ctx& c, u32 tag) {
   Watch w = {0, 0}; u32 v;
@@ -28,9 +28,13 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   extern __shared__ __align__(128) u8 dynamic[];
   Shared* s = (Shared*)dynamic;
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
-  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag; c.s = s; c.p = &p; c.u = &p.stream[0];
+  c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag;
+  c.s = s; c.p = &p; c.u = &p.stream;
   if (c.tid == 0) {
-    for (int i = 0; i < RING; i++) { barrier_init(&s->full[i], FILL_ARRIVALS); barrier_init(&s->empty[i], READ_ARRIVALS); }
+    for (int i = 0; i < RING; i++) {
+      barrier_init(&s->full[i], FILL_ARRIVALS);
+      barrier_init(&s->empty[i], READ_ARRIVALS);
+    }
     s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
   }
   if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
@@ -52,6 +56,17 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
     CONSUME(c);
   }
 }
-extern "C" __device__ const u32 mktts_shared_bytes = sizeof(Shared);
-extern "C" __device__ const u32 mktts_exchange_bytes = sizeof(Exchange);
-extern "C" __device__ const u32 mktts_params_bytes = sizeof(Params);
+
+// What the host takes from a compiled kernel, or compares with what it holds itself (mktts/kernel/build.py).
+#define EXPORT(type, name, value) extern "C" __device__ const type mktts_##name = value
+EXPORT(u32, shared_bytes, sizeof(Shared));
+EXPORT(u32, exchange_bytes, sizeof(Exchange));
+EXPORT(u32, params_bytes, sizeof(Params));
+EXPORT(u32, stage_bytes, STAGE_BYTES);
+EXPORT(u32, threads, THREADS + FEED_THREADS);
+EXPORT(u32, warps, WARPS);
+EXPORT(u32, fragments, FRAGS);
+EXPORT(u32, layer_exchanges, LAYER_EXCHANGES);
+EXPORT(u32, status_words, STATUS_WORDS);
+EXPORT(u32, frame_words, FRAME_WORDS);
+EXPORT(float, eps, EPS);

@@ -6,19 +6,22 @@
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
 struct Exchange {
   u64 parts[CTAS][POSITIONS][NKV][MAXH / CTAS];             // partial sums of an owner's rows, from each group
-  u32 h[CTAS][POSITIONS][MAXH], x[CTAS][POSITIONS][MAXH];   // a mailbox for each reader: no line is polled by two blocks
+  // A mailbox for each reader: no line is polled by two blocks.
+  u32 h[CTAS][POSITIONS][MAXH], x[CTAS][POSITIONS][MAXH];
   u64 part[NKV][GROUP][GROUP][QPK * HD / GROUP + 2];  // talker attention partials: [group][to][from]
   u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];
   u32 act[POSITIONS][larger(T_F, P_F)];
   u32 logits[larger(VT, VP)];
   u32 projected[P_H];
-  u64 offers[2][CTAS][3], sums[2][CTAS];     // text: each block's best token; any sum. Two, as neighbours in time alternate
+  // Text: each block's best token; any sum. Two of each, as neighbours in time alternate.
+  u64 offers[2][CTAS][3], sums[2][CTAS];
   u32 go;                                    // block 0's word on whether another frame is wanted
 };
 
 // One utterance as a launch takes it. `out` is the host's pinned memory: STATUS_WORDS, then FRAME_WORDS a frame.
-constexpr int STATUS_WORDS = 16;             // 0 frames made so far, 1 end of speech, 2 next tag, 3 the host's wish to stop
+constexpr int STATUS_WORDS = 16;
+constexpr int MADE = 0, ENDED = 1, STOP = 2; // status words: frames made so far, end of speech, the host's wish to stop
 constexpr int FRAME_WORDS = 20;              // 16 codes, nanoseconds of the talker with code 0, of the predictor
 struct Stream {
   const u16* text;                           // [frames][T_H]: row i is added to the frame before frame + i
@@ -31,7 +34,6 @@ struct Stream {
   float temperature0, temperature, top_p0, top_p, penalty;
   u32 seed_lo, seed_hi, token;               // token: the newest one of a text
 };
-constexpr int STREAMS = 1;                   // of a launch: a batched kernel takes more
 
 struct Params {
   const u8 *talker_tape, *talker_head_tape, *projection_tape, *predictor_tape, *predictor_head_tape;
@@ -45,11 +47,11 @@ struct Params {
   int* status;                                                 // device: error, block, thread, wait, tag
   u16 *debug_logits, *debug_hidden;                            // optional: [frames][16][VT], [frames][T_L][T_H]
   u64* trace;                                                  // optional
-  Stream stream[STREAMS];
+  Stream stream;
   u64 timeout_ns;
   u32 tag;
   int frames, ends[4], suppress_from, min_frames;              // ends: ids that end a stream, -1 where there are fewer
-  int prefill;                                                 // 1: text holds `frames` prompt rows, for the talker alone
+  int prefill;                                      // 1: text holds `frames` prompt rows, for the talker alone
 };
 
 constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
@@ -57,8 +59,8 @@ constexpr int KROW = HD + 16;   // padded row of the predictor's key cache
 struct __align__(128) Shared {
   u8 ring[RING][STAGE_BYTES];
   u64 full[RING], empty[RING];
-  // Inputs of the next matrix, in 8 padded parts, for each position: whole residuals (weighed), and a group's share of an
-  // inner vector. They take turns, so that no warp writes the one while another still multiplies by it.
+  // Inputs of the next matrix, in 8 padded parts, for each position: whole residuals (weighed), and a group's share of
+  // an inner vector. They take turns, so that no warp writes the one while another still multiplies by it.
   __align__(16) u16 vec0[VEC], vec1[VEC_P];
   __align__(16) u16 inner[POSITIONS][VEC_INNER];
   __align__(16) u16 key[P_L][CODES][KROW];
@@ -68,7 +70,8 @@ struct __align__(128) Shared {
   float squares[POSITIONS][WARPS];
   u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
   u32 seen[SEEN_WORDS];
-  __align__(16) u16 residual[2][POSITIONS][MAXH / CTAS];     // own rows: before attention and before the feed-forward, in turns
+  // Own rows: before attention and before the feed-forward, in turns.
+  __align__(16) u16 residual[2][POSITIONS][MAXH / CTAS];
   u32 stop, dead, traced, pad_;
 };
 
@@ -86,8 +89,12 @@ struct Ctx {
 // With -DTRACE every block notes when its first thread passed each point: (point << 56 | clock), TRACE_WORDS a block.
 constexpr int TRACE_WORDS = 2000;
 #ifdef TRACE
-#define MARK(c, id) do { if ((c).tid == 0) { const u32 n_ = (c).s->traced++; \
-  if (n_ < TRACE_WORDS) (c).p->trace[(c).block * TRACE_WORDS + n_] = ((u64)(id) << 56) | (cycles() & 0xffffffffffffffull); } } while (0)
+DEV void mark(Ctx& c, u64 id) {
+  if (c.tid != 0) return;
+  const u32 n = c.s->traced++;
+  if (n < TRACE_WORDS) c.p->trace[c.block * TRACE_WORDS + n] = (id << 56) | (cycles() & 0xffffffffffffffull);
+}
+#define MARK(c, id) mark(c, id)
 #else
 #define MARK(c, id)
 #endif

@@ -1,5 +1,6 @@
-// Qwen3 text, token by token: embedding row, layers, norm, head, choice; the talker's stack with a text model's weights.
-// A launch makes `frames` tokens in a row, hands each to the host as it is ready, and stops at an end id or on a wish.
+// Qwen3 text, token by token: embedding row, layers, norm, head, choice; the talker's stack with a text model's
+// weights. A launch makes `frames` tokens in a row, hands each to the host as it is ready, and stops at an end id or
+// when the host asks it to.
 //
 // No block sees all logits: each keeps its own rows', and the blocks agree on a token by exchanging offers and sums.
 #include "stages.cuh"
@@ -55,7 +56,8 @@ DEV Offer agree(Ctx& c, Offer mine) {
   }
   block_sync();
   Offer all = {0, 0x7fffffff, NEVER};
-  UNROLL for (int w = 0; w < WAVES; w++) all = better(all, {(u32)(s.agreed[w] >> 32), (int)(u32)s.agreed[w], s.mass[w]});
+  UNROLL for (int w = 0; w < WAVES; w++)
+    all = better(all, {(u32)(s.agreed[w] >> 32), (int)(u32)s.agreed[w], s.mass[w]});
   return all;
 }
 // A sum over all threads of all blocks, the same bits everywhere.
@@ -91,10 +93,11 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   float limit = 0.f, floor = NEVER; int floor_id = 0x7fffffff;            // candidates: (l, id) > (floor, floor_id)
   if (nucleus) {
     Offer top = {0, 0x7fffffff, NEVER};
-    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) if (x.id[k] >= 0) top = better(top, {ordered(x.l[k]), x.id[k], x.l[k]});
+    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++)
+      if (x.id[k] >= 0) top = better(top, {ordered(x.l[k]), x.id[k], x.l[k]});
     most = agree(c, top).l;
     u32 least = 0;                                                        // the largest key that top_k logits reach
-    if (choice.top_k) for (u32 bit = 1u << 15; bit; bit >>= 1) {           // 16 bits: before the temperature they are bf16
+    if (choice.top_k) for (u32 bit = 1u << 15; bit; bit >>= 1) {   // 16 bits: before the temperature they are bf16
       float n = 0.f;
       UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) n += x.id[k] >= 0 && raw[k] >= (least | bit);
       if (sum_all(c, n) >= (float)choice.top_k) least |= bit;
@@ -109,7 +112,8 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   for (int round = 0; round < VT; round++) {
     Offer mine = {0, 0x7fffffff, NEVER};
     UNROLL for (int k = 0; k < HEAD_CHUNKS; k++)
-      if (x.l[k] > floor || (x.l[k] == floor && x.id[k] > floor_id)) mine = better(mine, {ordered(score[k]), x.id[k], x.l[k]});
+      if (x.l[k] > floor || (x.l[k] == floor && x.id[k] > floor_id))
+        mine = better(mine, {ordered(score[k]), x.id[k], x.l[k]});
     const Offer won = agree(c, mine);
     if (choice.greedy || (choice.top_k == 0 && !nucleus) || *(volatile u32*)&c.s->dead) return won.id;
     float above = 0.f;                                                    // how many, or how much of the distribution
@@ -130,8 +134,10 @@ DEV void feeder(Ctx& c) {
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
     if (p.prefill || u.frame + i > 0)
-      for (int l = 0; l < T_L && f.on; l++)
-        feed_layer<Talker, true>(c, f, p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES, l, u.position + i, policy);
+      for (int l = 0; l < T_L && f.on; l++) {
+        const u8* tape = p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES;
+        feed_layer<Talker, true>(c, f, tape, l, u.position + i, policy);
+      }
     if (p.prefill) continue;
     const u8* head = p.talker_head_tape + (u64)c.block * HEAD_CHUNKS * HeadChunk::BYTES;
     for (int k = 0; k < HEAD_CHUNKS && f.on; k++) feed_matrix<HeadChunk>(c, f, head, policy);
@@ -155,13 +161,16 @@ DEV void consumer(Ctx& c) {
     const u32 asked = ++c.tag; ask_host(c, asked);
     Logits x; head_logits(c, x, p.debug_logits ? p.debug_logits + (u64)i * VT : nullptr);
     token = choose(c, x, index);
-    if (scribe && !*(volatile u32*)&s.dead) { u.out[STATUS_WORDS + i * FRAME_WORDS] = token; put32_host(u.out, i + 1); }
+    if (scribe && !*(volatile u32*)&s.dead) {
+      u.out[STATUS_WORDS + i * FRAME_WORDS] = token;
+      put32_host(u.out + MADE, i + 1);
+    }
     UNROLL for (int k = 0; k < 4; k++) ended |= token == p.ends[k];
     if (ended || (i + 1 < p.frames && !wanted(c, asked))) { s.stop = 1; break; }
   }
   if (c.block == 0) {
     store_row<Talker>(c, u.hidden, hidden);
-    if (scribe) { u.out[1] = ended; put32_host(u.out + 2, (int)c.tag); }
+    if (scribe) u.out[ENDED] = ended;
   }
 }
 

@@ -20,7 +20,7 @@ template <class M, int ROWS, int INPUTS, class Row> DEV const uint4* unpack(cons
     uint4 v[AHEAD];
     UNROLL for (int u = 0; u < AHEAD; u++) {
       const int at = from + u * step_by;
-      if (at < ALL) v[u] = __ldcs(tape + at * LANES + lane);   // read once: the matrices should stay in L2, not the tape
+      if (at < ALL) v[u] = __ldcs(tape + at * LANES + lane);   // read once: the matrices should stay in L2, not this
     }
     UNROLL for (int u = 0; u < AHEAD; u++) {
       const int at = from + u * step_by;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mktts.codec.pending import Pending
 from mktts.errors import PromptError
-from mktts.model.backend import Frame
+from mktts.model.backend import Frame, StartPrompt
 from mktts.model.prompt import Request
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
@@ -66,33 +66,33 @@ class FakeBackend:
                 f"{self.entered} steps after {WAIT_S} s"
             )
 
-    def start(self, prompt: Tensor, sampling: object, seed: int, max_frames: int, **_prefix: object) -> FakeState:
-        state = FakeState(prompt=int(prompt.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
+    def start(self, prompt: StartPrompt, sampling: object, seed: int, max_frames: int) -> FakeState:
+        state = FakeState(prompt=int(prompt.embeds.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
         self.states.append(state)
         return state
 
-    def step(self, state: FakeState, text: Tensor | None) -> Frame:
+    def step(self, state: FakeState, row: Tensor | None) -> Frame:
         with self._changed:
             self.entered += 1
             self._changed.notify_all()
         if self.held:
             assert self._permits.acquire(timeout=WAIT_S)
-        assert (text is None) == (state.frames == 0), "text must be None on the first step and on no other"
+        assert (row is None) == (state.frames == 0), "the row must be None on the first step and on no other"
         assert state.frames < state.max_frames, "stepped past max_frames"
         self.order.append(state.seed)
         if self.fail_at == state.frames and self.failing_seed in (None, state.seed):
             raise RuntimeError(f"made to fail at frame {state.frames}")
         if self.eos_after is not None and state.frames >= self.eos_after:
             return Frame(None, 1.0, 0.0)
-        state.rows += 0 if text is None else int(text.sum())
+        state.rows += 0 if row is None else int(row.sum())
         mixed = 31 * state.seed + 7 * state.prompt + 3 * state.rows + 131 * state.frames
         codes = (mixed + 17 * torch.arange(NUM_CODEBOOKS)) % CODEBOOK_SIZE
         codes[0] = self.code0(state.frames)
         state.frames += 1
         return Frame(codes, 1.0, 2.0)
 
-    def frames(self, state: FakeState, text: Sequence[Tensor | None]) -> Iterator[Frame]:
-        for row in text:
+    def frames(self, state: FakeState, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
+        for row in rows:
             yield self.step(state, row)
 
 

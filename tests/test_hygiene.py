@@ -84,6 +84,10 @@ def test_files_stay_short():
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def test_kernel_lines_fit_the_line_length_of_python():
+    assert hits(r"(?m)^.{121,}$", [(name, text) for name, text in text_files() if name.startswith("csrc/")]) == []
+
+
 def test_reference_run_is_small():
     sizes = [path.stat().st_size for path in FILES if (ROOT / "outputs" / "reference") in path.parents]
     assert sum(sizes) <= MAX_REFERENCE_BYTES

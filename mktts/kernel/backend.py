@@ -8,7 +8,7 @@ kernel writes into the host's pinned memory frame by frame.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError, SamplingError
-from mktts.kernel.launch import Launcher, check_device, made
+from mktts.kernel.launch import Launcher, check_device, wait_for_frame
 from mktts.kernel.params import (
     ENDED,
     FRAME_WORDS,
@@ -29,18 +29,17 @@ from mktts.kernel.params import (
     point,
     set_choice,
 )
-from mktts.kernel.prefilled import KernelPrefill
+from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape import choose_shape
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
-from mktts.model.backend import Frame, check_start
+from mktts.model.backend import Frame, StartPrompt, check_start
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
-MAX_FRAMES_A_LAUNCH = 8  # the longest chunk of the default schedule
+MAX_FRAMES_A_LAUNCH = 8  # what a stream's pinned memory has room for; the synthesizer asks for fewer
 # Up to here the kernel's own steps (0.36 ms a row at 0.6B, H200) beat one launch of a graph over all rows (2 ms).
 _KERNEL_ROWS = 4
-_EXCHANGES = 5  # of a layer (csrc/layer.cuh): what the tag advances by
 
 
 @dataclass
@@ -58,7 +57,6 @@ class MegakernelStream:
     max_frames: int
     frames: int = 0
     ended: bool = False
-    codes0: list[int] = field(default_factory=list)  # code 0 of every frame
     params: StreamParams = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,29 +91,22 @@ class MegakernelBackend:
         self.shape = choose_shape(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
-        self._tags_per_frame = _EXCHANGES * layers + NUM_CODEBOOKS + 2  # one a head, the projection, the host's wish
+        # The layers', one a head, the projection, the host's wish.
+        self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
         self._prefill = KernelPrefill(TapeStack(self.shape, self._weights))
-        self.held = codec_embeddings(self._weights)
+        self.embeddings = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()
 
     @torch.inference_mode()
-    def start(
-        self,
-        prompt: Tensor,
-        sampling: Sampling,
-        seed: int | None,
-        max_frames: int,
-        prefix_rows: int = 0,
-        prefix_key: Hashable | None = None,
-    ) -> MegakernelStream:
+    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
         """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
-        talker = self.config.talker
-        check_start(prompt, talker.hidden_size, max_frames)
+        talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
+        check_start(embeds, talker.hidden_size, max_frames)
         if sampling.rng != "philox":
             raise SamplingError("the megakernel draws by Philox: for rng='torch' pass backend='torch'")
-        rows = len(prompt)
+        rows = len(embeds)
         if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
         slots = -(-(rows + max_frames) // self.shape.group) + 1
@@ -132,48 +123,48 @@ class MegakernelBackend:
             prompt_rows=rows,
             max_frames=max_frames,
         )
-        prompt = prompt.to(self.device, self.dtype).contiguous()
+        embeds = embeds.to(self.device, self.dtype).contiguous()
         if rows - prefix_rows > _KERNEL_ROWS:
-            state.hidden.copy_(self._prefill.fill(prompt, state.kv, prefix_rows, prefix_key))
+            state.hidden.copy_(self._prefill.fill(embeds, state.kv, prefix_rows, prompt.prefix_key))
             return state
         if prefix_rows:
-            self._prefill.prefix(prompt[:prefix_rows], prefix_key, state.kv)
-        self.put_rows(state, prompt[prefix_rows:], prefix_rows)
+            self._prefill.prefix(embeds[:prefix_rows], prompt.prefix_key, state.kv)
+        self.put_rows(state, embeds[prefix_rows:], prefix_rows)
         return state
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
         """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
         its end. The launch's exchanges, n times 5 times the layers, must stay below the 2^16 of their tags."""
         params = self._params(state, rows)
-        params.prefill, params.frames, params.stream[0].position = 1, len(rows), position
-        return self._launcher.launch(params, len(rows) * self.config.talker.num_hidden_layers * _EXCHANGES)
+        params.prefill, params.frames, params.stream.position = 1, len(rows), position
+        layers = len(rows) * self.config.talker.num_hidden_layers
+        return self._launcher.launch(params, layers * self._launcher.layer_exchanges)
 
-    def step(self, state: MegakernelStream, text: Tensor | None, debug: Debug | None = None) -> Frame:
+    def step(self, state: MegakernelStream, row: Tensor | None, debug: Debug | None = None) -> Frame:
         """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""
-        (frame,) = self.frames(state, [text], debug)
+        (frame,) = self.frames(state, [row], debug)
         return frame
 
     def frames(
-        self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None = None
+        self, state: MegakernelStream, rows: Sequence[Tensor | None], debug: Debug | None = None
     ) -> Iterator[Frame]:
         """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it.
 
-        `text`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
+        `rows`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
         iterator stops the kernel within one frame; the frames it made by then count, taken or not.
         Raises EngineError where the kernel gave up waiting.
         """
-        self._check(state, text)
+        self._check(state, rows)
         begun_s = time.perf_counter()
         words = state.out.numpy()
-        done = self._launch(state, text, debug)
+        done = self._launch(state, rows, debug)
         before, made_ms = state.frames, 0.0
         try:
-            for index in range(len(text)):
-                if not made(words, index, done, more=index + 1 < len(text)):
+            for index in range(len(rows)):
+                if not wait_for_frame(words, index, done, more=index + 1 < len(rows)):
                     break
                 frame = _frame(words, index)
                 state.frames = before + index + 1
-                state.codes0.append(int(frame.codes[0]))
                 if index == 0:  # whatever the kernel did not take is launch and hand-over
                     outside_ms = 1e3 * (time.perf_counter() - begun_s) - frame.talker_ms - frame.predictor_ms
                     frame = replace(frame, talker_ms=frame.talker_ms + max(0.0, outside_ms))
@@ -186,23 +177,9 @@ class MegakernelBackend:
             state.ended = bool(words[ENDED])
         if state.ended:
             yield Frame(None, max(0.0, 1e3 * (time.perf_counter() - begun_s) - made_ms), 0.0)
-        elif state.frames < before + len(text):
+        elif state.frames < before + len(rows):
             state.ended = True
             raise self._launcher.failure()
-
-    @torch.inference_mode()
-    def force(self, state: MegakernelStream, codes: Tensor) -> None:
-        """Puts `codes` (16,) int64 in the place of the newest frame's, as if they had been drawn: for parity tests."""
-        ids = codes.tolist()
-        tables = [self._weights["embeddings0"], *self._weights["embeddings"]]
-        total = torch.zeros_like(state.sum, dtype=torch.float32)
-        for table, code in zip(tables, ids, strict=True):  # in the kernel's order
-            total += table[code]
-        state.sum.copy_(total)
-        state.codes0[-1] = ids[0]
-        bits = np.zeros(32 * len(state.seen), dtype=np.uint8)
-        bits[state.codes0] = 1
-        state.seen.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
 
     @torch.inference_mode()
     def new_debug(self) -> Debug:
@@ -211,37 +188,37 @@ class MegakernelBackend:
         logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
         return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
 
-    def _check(self, state: MegakernelStream, text: Sequence[Tensor | None]) -> None:
-        if not 1 <= len(text) <= MAX_FRAMES_A_LAUNCH:
-            raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(text)}")
-        if state.ended or state.frames + len(text) > state.max_frames:
+    def _check(self, state: MegakernelStream, rows: Sequence[Tensor | None]) -> None:
+        if not 1 <= len(rows) <= MAX_FRAMES_A_LAUNCH:
+            raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(rows)}")
+        if state.ended or state.frames + len(rows) > state.max_frames:
             raise CapacityError(
                 f"the stream {'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} "
-                f"frames: {len(text)} more were asked for"
+                f"frames: {len(rows)} more were asked for"
             )
         width = self.config.talker.hidden_size
-        for index, row in enumerate(text):
+        for index, row in enumerate(rows):
             if (row is None) != (state.frames + index == 0):
-                raise PromptError("text is None exactly on the first step of a stream")
+                raise PromptError("the text row is None exactly on the first step of a stream")
             if row is not None and row.shape != (width,):
-                raise PromptError(f"text must be one row ({width},), got {tuple(row.shape)}")
+                raise PromptError(f"a text row must be ({width},), got {tuple(row.shape)}")
 
-    def _launch(self, state: MegakernelStream, text: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
+    def _launch(self, state: MegakernelStream, rows: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
         with torch.inference_mode():
-            rows = [state.sum if row is None else row.to(self.device, self.dtype) for row in text]
-            rows = torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()
-        params = self._params(state, rows)
-        params.frames = len(text)
+            inputs = [state.sum if row is None else row.to(self.device, self.dtype) for row in rows]
+            stacked = torch.stack(inputs) if len(inputs) > 1 else inputs[0].contiguous()
+        params = self._params(state, stacked)
+        params.frames = len(rows)
         if debug is not None:
             point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
         state.out.numpy()[:STATUS_WORDS] = 0
-        return self._launcher.launch(params, len(text) * self._tags_per_frame)
+        return self._launcher.launch(params, len(rows) * self._tags_per_frame)
 
     def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
-        """A copy of what never changes, with the stream's own: filling all fields anew took 25 us a launch."""
+        """A copy of what never changes, with the stream's own: filling all fields took 25 us a launch."""
         params = Params.from_buffer_copy(self._fixed)
-        params.stream[0] = state.params
-        stream = params.stream[0]
+        params.stream = state.params
+        stream = params.stream
         stream.text, stream.frame = rows.data_ptr(), state.frames
         stream.position = state.prompt_rows + state.frames - 1
         return params

@@ -32,8 +32,7 @@ TARGETS = {
 }
 _SM_120_NEEDS = (12, 8)  # the first NVRTC that knows sm_100 and sm_120
 _PACKAGE = "nvidia-cuda-nvrtc"
-STAGE_BYTES = 16 * 1024  # of the weight ring, csrc/config.cuh
-SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds what they export about their memory
+SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants that they export
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,10 @@ class Build:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The kernel's exported 32-bit constants (names begin with mktts_), read from the file: no GPU is needed."""
+        """The kernel's exported 32-bit constants without their `mktts_`, read from the file: no GPU is needed.
+
+        A float's is its bits.
+        """
         return constants_of(self.cubin)
 
 
@@ -84,17 +86,18 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 def build_for(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
     """Compiles with as many ring stages as the target's shared memory holds.
 
-    How much two stages take is told by what the kernels share, which compiles at once: it has no kernel in it.
-    Never more than a token's own: keys and values of one token must be written before the ring fetches them for the
-    next. A layer has at least four stages.
+    What two stages take is read from a build of the shared headers, which have no kernel in them and compile at once.
+    Never more stages than one token's: its keys and values must be written before the ring fetches them for the next
+    token. A layer has at least four stages.
 
     Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for two stages.
     """
     least = compile_kernel({**defines, "RING": 2}, arch, SHARED)
-    stages = 2 + (TARGETS[arch] - least.constants["mktts_shared_bytes"]) // STAGE_BYTES
+    used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
+    stages = 2 + (TARGETS[arch] - used_bytes) // stage_bytes
     if stages < 2:
         raise BackendUnavailable(
-            f"the megakernel needs {least.constants['mktts_shared_bytes']} bytes of shared memory a block for this "
+            f"the megakernel needs {used_bytes} bytes of shared memory a block for this "
             f"checkpoint, {arch} has {TARGETS[arch]}: pass backend='torch'"
         )
     return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, arch, unit)
@@ -126,7 +129,10 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
 
 
 def constants_of(cubin: bytes) -> dict[str, int]:
-    """The 32-bit objects of an ELF64 file whose names begin with mktts_ (ELF-64 Object File Format 1.5)."""
+    """The 32-bit objects of an ELF64 file whose names begin with mktts_, by the rest of their names.
+
+    Format: ELF-64 Object File Format 1.5.
+    """
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count = struct.unpack_from("<HH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
@@ -140,7 +146,7 @@ def constants_of(cubin: bytes) -> dict[str, int]:
             start = sections[link][4] + name
             text = cubin[start : cubin.index(b"\0", start)].decode()
             if bytes_ == 4 and 0 < index < count and text.startswith("mktts_"):
-                (found[text],) = struct.unpack_from("<I", cubin, sections[index][4] + value)
+                (found[text.removeprefix("mktts_")],) = struct.unpack_from("<I", cubin, sections[index][4] + value)
     return found
 
 

@@ -65,9 +65,9 @@ class Kernel(PlainKernel):
     where the device cannot hold `blocks`.
     """
 
-    def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: str) -> None:
-        """`shared_bytes` names the device constant that says how much dynamic shared memory a block takes."""
-        self.blocks, self.threads, self._shared_name = blocks, threads, shared_bytes
+    def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
+        """`threads` of a block, and the dynamic shared memory that it takes."""
+        self.blocks, self.threads, self.shared_bytes = blocks, threads, shared_bytes
         super().__init__(cubin, name)
         if self._present < blocks:
             raise BackendUnavailable(
@@ -76,19 +76,11 @@ class Kernel(PlainKernel):
 
     def _load(self, cubin: bytes, name: str) -> None:
         super()._load(cubin, name)
-        self.shared_bytes = self.constant(self._shared_name)
         _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
         each = ctypes.c_int()
         occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
         self._present = each.value * torch.cuda.get_device_properties().multi_processor_count
-
-    def constant(self, name: str) -> int:
-        """The value of a 32-bit device constant."""
-        address, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint32()
-        _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
-        _call("cuMemcpyDtoH_v2", ctypes.byref(value), address, ctypes.c_size_t(4))
-        return value.value
 
     def launch(self, parameters: ctypes.Structure) -> None:
         """A cooperative launch on torch's current stream."""

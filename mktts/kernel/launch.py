@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,8 +13,8 @@ import torch
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.build import build_for, target_of
 from mktts.kernel.driver import Kernel
-from mktts.kernel.params import MADE, WAITS, Params, point
-from mktts.kernel.tape import WARPS
+from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
+from mktts.kernel.tape import EPS, FRAGMENTS, WARPS
 
 _TIMEOUT_NS = 2_000_000_000
 _POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
@@ -31,12 +33,13 @@ class Launcher:
         properties = torch.cuda.get_device_properties(device)
         arch = target_of((properties.major, properties.minor))
         build = build_for(defines, arch, unit)
-        if build.constants["mktts_params_bytes"] != ctypes.sizeof(Params):
-            raise BackendUnavailable("csrc/state.cuh and mktts/kernel/params.py disagree about struct Params")
-        threads = 32 * WARPS + (128 if arch == "sm_90a" else 32)
+        constants = build.constants
+        check_constants(constants)
+        self.layer_exchanges = constants["layer_exchanges"]  # what one layer advances the tag by
         with torch.cuda.device(device):
-            self.kernel = Kernel(build.cubin, name, defines["CTAS"], threads, "mktts_shared_bytes")
-        words = -(-build.constants["mktts_exchange_bytes"] // 4)
+            blocks, threads = defines["CTAS"], constants["threads"]
+            self.kernel = Kernel(build.cubin, name, blocks, threads, constants["shared_bytes"])
+        words = -(-constants["exchange_bytes"] // 4)
         self._exchange = torch.zeros(words, dtype=torch.int32, device=device)
         self._status = torch.zeros(8, dtype=torch.int32, device=device)
         self._tag = 1
@@ -63,8 +66,8 @@ class Launcher:
         self._status.zero_()
         self._restart_tags()
         return EngineError(
-            f"the kernel stopped: block {block}, thread {thread} waited in vain for {WAITS.get(wait, wait)}, "
-            f"exchange {tag}; the stream is over, others can go on"
+            f"the kernel stopped: block {block}, thread {thread} waited too long for "
+            f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
         )
 
     def _restart_tags(self) -> None:
@@ -80,7 +83,29 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
 
 
-def made(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
+def check_constants(constants: Mapping[str, int]) -> None:
+    """Compares a kernel's constants (`Build.constants`) with what this package holds of the same facts.
+
+    Raises BackendUnavailable naming the first that differs.
+    """
+    (eps_bits,) = struct.unpack("<I", struct.pack("<f", EPS))
+    expected = {
+        "params_bytes": ctypes.sizeof(Params),
+        "warps": WARPS,
+        "fragments": FRAGMENTS,
+        "status_words": STATUS_WORDS,
+        "frame_words": FRAME_WORDS,
+        "eps": eps_bits,
+    }
+    for name, value in expected.items():
+        if constants.get(name) != value:
+            raise BackendUnavailable(
+                f"csrc and mktts/kernel disagree about {name}: {constants.get(name)} and {value}. Take both from one "
+                "checkout, or pass backend='torch'"
+            )
+
+
+def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
     """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it.
 
     `words`: the stream's pinned memory. `more`: whether frames after this one are to come, so that their making hides

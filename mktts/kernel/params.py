@@ -9,11 +9,12 @@ from torch import Tensor
 
 from mktts.model.sampling import Choice
 
-STATUS_WORDS = 16  # of a stream's pinned memory, int32; the frames follow
-MADE, ENDED, NEXT_TAG, STOP = range(
-    4
-)  # status words: frames so far, end of speech, tag after the launch, the host's wish
+STATUS_WORDS = 16  # int32, at the start of a stream's pinned memory; the frames follow
+MADE = 0  # status word: frames made so far
+ENDED = 1  # status word: whether speech ended
+STOP = 2  # status word, written by the host: make no further frame
 FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor
+# What a block that gave up was waiting for, by the number it leaves in its status (csrc, `give_up`).
 WAITS = {1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's wish"}
 
 _POINTERS = """
@@ -40,7 +41,7 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in _POINTERS]
-        + [("stream", StreamParams * 1), ("timeout_ns", ctypes.c_ulonglong), ("tag", ctypes.c_uint)]
+        + [("stream", StreamParams), ("timeout_ns", ctypes.c_ulonglong), ("tag", ctypes.c_uint)]
         + [("frames", ctypes.c_int), ("ends", ctypes.c_int * 4)]
         + [(name, ctypes.c_int) for name in ("suppress_from", "min_frames", "prefill")]
     )

@@ -230,10 +230,12 @@ class Prefill:
         c, rows, extent = self.stack.config, len(h), mask.shape[-1]
         kv_heads, rotated = c.num_key_value_heads, c.num_attention_heads + c.num_key_value_heads
         heads = F.linear(h, qkv).view(rows, -1, c.head_dim)  # query, key, value heads
-        # Values are normalised in vain: a part of the heads would be copied first. Each head is written twice in a row,
-        # so that the head and the head turned by half its width (which rotation adds) are two windows on it.
-        twice = unit_rms(heads, c.rms_norm_eps)[:, :rotated, None] * norm
-        windows = twice.flatten(2).unfold(-1, c.head_dim, c.head_dim // 2)[:, :, :2]
+        # All heads are normalised, the values too, which nothing reads: a part of them would have to be copied first.
+        normed = unit_rms(heads, c.rms_norm_eps)[:, :rotated]
+        # Each head stands twice in a row. A window from its start is the head; a window from its middle is the head
+        # with its halves exchanged, which rotation adds.
+        twice = (normed[:, :, None] * norm).flatten(2)  # (rows, rotated, 2 * head_dim)
+        windows = twice.unfold(-1, c.head_dim, c.head_dim // 2)[:, :, :2]
         terms = windows * rotary
         turned = terms[:, :, 0] + terms[:, :, 1]
         keys.index_copy_(1, index, turned[:, -kv_heads:].transpose(0, 1))
@@ -243,31 +245,6 @@ class Prefill:
         k, v = (t[:, None, :extent].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return attended.permute(2, 0, 1, 3).reshape(rows, -1)
-
-
-@torch.inference_mode()
-def deal(keys: Tensor, values: Tensor, kv: Tensor, start: int = 0) -> None:
-    """Writes keys and values (layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
-
-    `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
-    p // group. At most three copies each: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
-    """
-    group, slots, count = kv.shape[2], kv.shape[3], keys.shape[2]
-    if start < 0 or start + count > group * slots:
-        raise CapacityError(f"the cache holds {group * slots} positions, got {count} from {start} on")
-    first = min(-start % group, count)
-    whole = (count - first) // group
-    slot = (start + first) // group
-    for place, source in enumerate((keys, values)):
-        target = kv[:, :, :, :, place].transpose(2, 3)  # (layers, kv heads, slots, group, head_dim)
-        if first:
-            block = start % group
-            target[:, :, start // group, block : block + first] = source[:, :, :first]
-        if whole:
-            middle = source[:, :, first : first + whole * group]
-            target[:, :, slot : slot + whole] = middle.unflatten(2, (whole, group))
-        if rest := count - first - whole * group:
-            target[:, :, slot + whole, :rest] = source[:, :, count - rest :]
 
 
 def _extents(capacity: int) -> Iterator[int]:

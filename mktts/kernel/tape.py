@@ -16,9 +16,10 @@ from torch import Tensor
 from mktts.errors import BackendUnavailable
 from mktts.spec import ModelConfig, StackConfig
 
-WARPS = 8
+# Compared with the kernel's own when it is loaded (mktts.kernel.launch.check_constants).
+WARPS = 8  # of a block, that multiply
 FRAGMENTS = 4  # a warp takes from one ring stage
-_EPS = 1e-6  # compiled into the kernel
+EPS = 1e-6  # of every RMSNorm
 _WARP_ROWS = 32  # of one matrix: a lane for each
 
 
@@ -65,8 +66,8 @@ def choose_text_shape(stack: StackConfig, multiprocessors: int) -> Shape:
 
 
 def _widest(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) -> Shape:
-    if (t.rms_norm_eps, p.rms_norm_eps) != (_EPS, _EPS):
-        raise BackendUnavailable(f"the megakernel is built for rms_norm_eps {_EPS}")
+    if (t.rms_norm_eps, p.rms_norm_eps) != (EPS, EPS):
+        raise BackendUnavailable(f"the megakernel is built for rms_norm_eps {EPS}")
     for blocks in (128, 64, 32, 16, 8):
         fits = head_rows <= _WARP_ROWS * WARPS * blocks and all(_divides(stack, blocks) for stack in (t, p))
         if blocks <= multiprocessors and fits:

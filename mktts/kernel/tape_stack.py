@@ -78,7 +78,7 @@ class _UnpackKernel:
         with torch.cuda.device(tape.device):
             build = compile_kernel(shape.defines, target_of(torch.cuda.get_device_capability()), "unpack.cu")
             self._kernel = PlainKernel(build.cubin, "mktts_unpack")
-        sizes = build.constants["mktts_layer_bytes"], build.constants["mktts_params_bytes"]
+        sizes = build.constants["layer_bytes"], build.constants["params_bytes"]
         expected = tape.stride(1) * tape.itemsize, ctypes.sizeof(UnpackParams)
         if sizes != expected:
             raise BackendUnavailable(f"csrc/unpack.cu and mktts disagree about bytes: {sizes} and {expected}")

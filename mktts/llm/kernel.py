@@ -11,7 +11,7 @@ from torch import Tensor
 from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.launch import Launcher, check_device
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, StreamParams, pinned_words, point, set_choice
-from mktts.kernel.prefilled import KernelPrefill
+from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape import choose_text_shape, pack_wide_head
 from mktts.kernel.weights import stack_weights
 from mktts.llm.backend import check_start
@@ -20,7 +20,6 @@ from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
 
 MAX_TOKENS_A_LAUNCH = 64
-_LAYER_EXCHANGES = 5  # csrc/layer.cuh
 # Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
 # the k best of V a round leaves about half, so 64 rounds are never reached.
 _CHOICE_EXCHANGES = 16 + 2 + 2 * 64
@@ -83,7 +82,7 @@ class TextKernelBackend:
         self._fixed = Params()
         point(self._fixed, self._weights)
         self._fixed.ends[:] = [*config.eos_ids, -1, -1, -1, -1][:4]
-        self._tags_per_token = config.stack.num_hidden_layers * _LAYER_EXCHANGES + 1 + _CHOICE_EXCHANGES
+        self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
@@ -119,8 +118,8 @@ class TextKernelBackend:
 
     def _launch(self, state: TextKernelState, count: int, debug: Tensor | None) -> list[int]:
         params = Params.from_buffer_copy(self._fixed)
-        params.stream[0], params.frames = state.params, count
-        stream = params.stream[0]
+        params.stream, params.frames = state.params, count
+        stream = params.stream
         stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
         if debug is not None:

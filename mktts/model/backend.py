@@ -28,10 +28,35 @@ class Frame:
     predictor_ms: float
 
 
-def check_start(prompt: Tensor, width: int, max_frames: int) -> None:
-    """What every backend refuses: PromptError for a prompt that is not (L >= 2, width), CapacityError for no frames."""
-    if prompt.dim() != 2 or prompt.shape[0] < 2 or prompt.shape[1] != width:
-        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(prompt.shape)}")
+class StartPrompt(Protocol):
+    """What a backend needs of a prompt: `mktts.model.prompt.Prompt`, a FedPrompt that is ready, or PromptRows."""
+
+    @property
+    def embeds(self) -> Tensor:
+        """The talker's inputs, (L, H)."""
+
+    @property
+    def prefix_rows(self) -> int:
+        """Leading rows of `embeds` that no text changes, fewer than L."""
+
+    @property
+    def prefix_key(self) -> Hashable | None:
+        """Equal keys of one checkpoint, device and dtype: equal prefix rows. None: not to be kept."""
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Bare rows (L, H) as a prompt, for measurements and tests."""
+
+    embeds: Tensor
+    prefix_rows: int = 0
+    prefix_key: Hashable | None = None
+
+
+def check_start(embeds: Tensor, width: int, max_frames: int) -> None:
+    """What every backend refuses: PromptError for rows that are not (L >= 2, width), CapacityError for no frames."""
+    if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
+        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
     if max_frames < 1:
         raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
 
@@ -40,35 +65,26 @@ class Backend(Protocol):
     """Talker and code predictor of one checkpoint."""
 
     name: str
-    held: Mapping[str, Tensor]  # by Hub name: tensors on its device for others to read, so that they are there once
+    embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each: for others to read
 
-    def start(
-        self,
-        prompt: Tensor,
-        sampling: Sampling,
-        seed: int | None,
-        max_frames: int,
-        prefix_rows: int = 0,
-        prefix_key: Hashable | None = None,
-    ) -> StreamState:
-        """Prefills `prompt` (L, H) and returns a stream that can make up to `max_frames` frames.
+    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
+        """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames.
 
-        prefix_rows, prefix_key: `Prompt.prefix_rows` and `Prompt.prefix_key`; a backend may keep what it computed for
-        the first rows and use it again under the same key.
+        A backend may keep what it computed for the prompt's prefix and use it again under the same key.
         Raises CapacityError where L + max_frames exceeds the model's positions, SamplingError for a seed outside
         [0, 2^64) or draws that the backend does not make.
         """
 
-    def step(self, state: StreamState, text: Tensor | None) -> Frame:
+    def step(self, state: StreamState, row: Tensor | None) -> Frame:
         """Makes the next frame.
 
-        `text` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
+        `row` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
         the talker's next input; it is None exactly on the first call, whose talker input was the prompt.
         After end-of-speech or `max_frames` frames, step must not be called again (CapacityError).
         """
 
-    def frames(self, state: StreamState, text: Sequence[Tensor | None]) -> Iterator[Frame]:
-        """As many steps as `text` has entries, ending early after end-of-speech; frames are yielded as they are made.
+    def frames(self, state: StreamState, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
+        """As many steps as there are `rows`, ending early after end-of-speech; frames are yielded as they are made.
 
         Closing the iterator ends the work within one frame; the stream then must not be used again.
         """

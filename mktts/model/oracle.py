@@ -8,7 +8,7 @@ sum of the sixteen embeddings plus the next text embedding is the talker's next 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError
-from mktts.model.backend import Frame, check_start
+from mktts.model.backend import Frame, StartPrompt, check_start
 from mktts.model.philox import gumbel
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, Sampling, checked_seed, choose, restrict
@@ -74,9 +74,9 @@ class TorchBackend:
         groups = range(NUM_CODEBOOKS - 1)
         names = ["talker.model.codec_embedding.weight"]
         names += [f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in groups]
-        self.held = {name: get(name) for name in names}
-        # embeddings[g] holds the rows of codebook g; heads[g] the predictor head that gives codebook g + 1
-        self.embeddings = list(self.held.values())
+        self.embeddings = {name: get(name) for name in names}
+        # code_tables[g] holds the embeddings of codebook g; heads[g] is the predictor head that gives codebook g + 1
+        self.code_tables = list(self.embeddings.values())
         self.heads = [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups]
         projection = "talker.code_predictor.small_to_mtp_projection."
         self.projection = (
@@ -84,21 +84,14 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def start(
-        self,
-        prompt: Tensor,
-        sampling: Sampling,
-        seed: int | None,
-        max_frames: int,
-        prefix_rows: int = 0,
-        prefix_key: Hashable | None = None,
-    ) -> TorchStream:
+    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
-        check_start(prompt, self.config.talker.hidden_size, max_frames)
+        embeds = prompt.embeds
+        check_start(embeds, self.config.talker.hidden_size, max_frames)
         seed = checked_seed(seed)
         generator = torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None
-        cache = self.talker.new_cache(prompt.shape[0] + max_frames)
-        hidden = self.talker.forward(prompt.to(self.device, self.dtype)[None], cache)
+        cache = self.talker.new_cache(len(embeds) + max_frames)
+        hidden = self.talker.forward(embeds.to(self.device, self.dtype)[None], cache)
         # Upstream projects every prompt row; one row alone may round differently in bf16, so keep them for the head.
         return TorchStream(
             cache=cache,
@@ -111,21 +104,21 @@ class TorchBackend:
             max_frames=max_frames,
         )
 
-    def frames(self, state: TorchStream, text: Sequence[Tensor | None]) -> Iterator[Frame]:
+    def frames(self, state: TorchStream, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
         """See `Backend.frames`."""
-        for row in text:
+        for row in rows:
             yield self.step(state, row)
             if state.ended:
                 return
 
     @torch.inference_mode()
-    def step(self, state: TorchStream, text: Tensor | None) -> Frame:
+    def step(self, state: TorchStream, row: Tensor | None) -> Frame:
         """See `Backend.step`."""
         if state.ended or state.frames >= state.max_frames:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
         started_s = self._clock()
-        if text is not None:
-            self._advance(state, text)
+        if row is not None:
+            self._advance(state, row)
         code0 = self._code0(state)
         if int(code0) == self.config.codec_ids.eos:
             state.ended = True
@@ -140,11 +133,11 @@ class TorchBackend:
         """Raw talker logits for the next code 0: (vocabulary,) fp32."""
         return F.linear(state.head_rows, self.codec_head)[0, -1].float()
 
-    def _advance(self, state: TorchStream, text: Tensor) -> None:
+    def _advance(self, state: TorchStream, row: Tensor) -> None:
         assert state.codes is not None, "the first step takes no text: its talker input was the prompt"
-        rows = [table[state.codes[g : g + 1]] for g, table in enumerate(self.embeddings)]
-        embedding = torch.cat(rows)[None].sum(1, keepdim=True)  # one rounding after an fp32 sum, as upstream
-        embedding = embedding + text.to(self.device, self.dtype)
+        codes = [table[state.codes[g : g + 1]] for g, table in enumerate(self.code_tables)]
+        embedding = torch.cat(codes)[None].sum(1, keepdim=True)  # one rounding after an fp32 sum, as upstream
+        embedding = embedding + row.to(self.device, self.dtype)
         state.hidden = state.head_rows = self.talker.forward(embedding, state.cache)
 
     def _code0(self, state: TorchStream) -> Tensor:
@@ -166,7 +159,7 @@ class TorchBackend:
     def _predict(self, state: TorchStream, code0: Tensor) -> Tensor:
         cache = self.predictor.new_cache(NUM_CODEBOOKS)
         codes = [code0]
-        x = torch.cat((state.hidden, self.embeddings[0][code0][None, None]), 1)
+        x = torch.cat((state.hidden, self.code_tables[0][code0][None, None]), 1)
         choice, groups = state.sampling.predictor, range(1, NUM_CODEBOOKS)
         randomness = self._randomness(state, choice, groups, self.config.predictor.vocab_size)
         for group, head, random in zip(groups, self.heads, randomness, strict=True):
@@ -174,7 +167,7 @@ class TorchBackend:
                 x = F.linear(x, *self.projection)
             logits = F.linear(self.predictor.forward(x, cache), head)[0, -1].float()
             codes.append(choose(logits, choice, random))
-            x = self.embeddings[group][codes[-1]][None, None]
+            x = self.code_tables[group][codes[-1]][None, None]
         return torch.stack(codes)
 
     def _clock(self) -> float:

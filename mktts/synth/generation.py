@@ -108,11 +108,7 @@ class Generation(Utterance):
     def _start(self) -> None:
         begun_s = time.perf_counter()
         segment = self.begin()
-        prompt = segment.prompt
-        prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
-        self._state = self._model.backend.start(
-            prompt.embeds, segment.sampling, segment.seed, segment.max_frames, **prefix
-        )
+        self._state = self._model.backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
         self._chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
 
     def _next_frame(self) -> Frame:

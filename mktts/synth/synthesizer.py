@@ -248,7 +248,7 @@ def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: 
     backend = _step_backend(name, checkpoint, device, dtype)
     model = StepModel(
         backend=backend,
-        prompts=PromptBuilder(config, {**tensors, **backend.held}, checkpoint.tokenizer(), device, dtype),
+        prompts=PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, dtype),
         codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
         positions=config.talker.max_position_embeddings,
         overlaps=device.type == "cuda",

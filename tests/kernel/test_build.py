@@ -13,7 +13,8 @@ from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loo
 from mktts.checkpoint.random.tokenizer import SPECIALS
 from mktts.errors import BackendUnavailable
 from mktts.kernel import build as kernel_build
-from mktts.kernel.build import SHARED, STAGE_BYTES, TARGETS, Build, build_for, compile_kernel, target_of
+from mktts.kernel.build import SHARED, TARGETS, Build, build_for, compile_kernel, target_of
+from mktts.kernel.launch import check_constants
 from mktts.kernel.tape import choose_shape, choose_text_shape
 from mktts.kernel.tape_stack import UnpackParams
 from mktts.measure.inspection import config_at
@@ -90,7 +91,7 @@ def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
 def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
     build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
     assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
-    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(UnpackParams)
+    assert build.constants["params_bytes"] == ctypes.sizeof(UnpackParams)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,27 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
 @pytest.mark.parametrize("size", ["0.6b", "1.7b"])
 def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocessors, size):
     build = build_for(choose_shape(config_at(size), multiprocessors).defines, arch, SHARED)
-    used = build.constants["mktts_shared_bytes"]
-    assert TARGETS[arch] - STAGE_BYTES < used <= TARGETS[arch]
+    used_bytes, stage_bytes = build.constants["shared_bytes"], build.constants["stage_bytes"]
+    assert TARGETS[arch] - stage_bytes < used_bytes <= TARGETS[arch]
+
+
+# Warps a block: eight that multiply and one that feeds the ring; a whole warpgroup where registers are handed over.
+@pytest.mark.parametrize(("arch", "warps"), [("sm_80", 9), ("sm_90a", 12), ("sm_120", 9)])
+@pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
+def test_python_and_the_kernel_hold_the_same_constants(arch, warps, size):
+    constants = compile_kernel(defines(size), arch, SHARED).constants
+    check_constants(constants)
+    assert constants["threads"] == 32 * warps
+
+
+@pytest.mark.parametrize("name", ["params_bytes", "warps", "fragments", "status_words", "frame_words", "eps"])
+def test_a_constant_that_python_and_the_kernel_disagree_about_is_named(name):
+    constants = compile_kernel(defines("tiny"), "sm_90a", SHARED).constants
+    with pytest.raises(BackendUnavailable, match=rf"{name}: {constants[name] + 1} and {constants[name]}"):
+        check_constants({**constants, name: constants[name] + 1})
+    del constants[name]
+    with pytest.raises(BackendUnavailable, match=name):
+        check_constants(constants)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -118,7 +138,7 @@ def test_local_memory_is_found_in_machine_code(arch):
 
 
 def test_a_target_without_room_for_two_stages_is_named(monkeypatch):
-    monkeypatch.setitem(TARGETS, "sm_90a", 2 * STAGE_BYTES)
+    monkeypatch.setitem(TARGETS, "sm_90a", 32 * 1024)
     with pytest.raises(BackendUnavailable, match="shared memory"):
         build_for(choose_shape(config_at("tiny"), 132).defines, "sm_90a")
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
-from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import compile_kernel, source
 from mktts.kernel.params import Params, StreamParams
 from mktts.kernel.tape import choose_shape
 from mktts.measure.inspection import config_at
 from mktts.measure.parity.upstream import our_codes
+from mktts.model.backend import PromptRows, StartPrompt
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling
@@ -56,7 +58,7 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
 def test_launch_parameters_have_the_size_the_compiler_gave_them():
     shape = choose_shape(config_at("tiny"), 132)
     build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a")
-    assert build.constants["mktts_params_bytes"] == ctypes.sizeof(Params)
+    assert build.constants["params_bytes"] == ctypes.sizeof(Params)
 
 
 @pytest.mark.gpu
@@ -77,17 +79,17 @@ def test_row_by_row_at_once_and_after_a_prefix_prompts_give_the_same_codes(tiny_
     backend, prompt = kernel_of(tiny_margin), prompt_of(tiny_margin)
     assert 0 < prompt.prefix_rows < len(prompt.embeds)
 
-    def codes(kernel_rows: int, **prefix: object) -> torch.Tensor:
+    def codes(kernel_rows: int, start: StartPrompt) -> torch.Tensor:
         monkeypatch.setattr("mktts.kernel.backend._KERNEL_ROWS", kernel_rows)
-        state = backend.start(prompt.embeds, GREEDY, 0, 30, **prefix)
+        state = backend.start(start, GREEDY, 0, 30)
         return frames_of(backend, prompt, state, 30)
 
-    prefix = {"prefix_rows": prompt.prefix_rows, "prefix_key": prompt.prefix_key}
-    expected = codes(10**6)
+    without = PromptRows(prompt.embeds)
+    expected = codes(10**6, without)
     for kernel_rows in (0, 10**6):
-        assert torch.equal(codes(kernel_rows), expected)
-        for _ in range(2):  # made, then found
-            assert torch.equal(codes(kernel_rows, **prefix), expected)
+        assert torch.equal(codes(kernel_rows, without), expected)
+        for _ in range(2):  # the prefix is made, then found
+            assert torch.equal(codes(kernel_rows, prompt), expected)
 
 
 @pytest.mark.gpu
@@ -104,7 +106,7 @@ def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     alone = [our_codes(backend, prompt, Sampling(), seed, 20) for seed in (1, 1, 2)]
     assert torch.equal(alone[0], alone[1]) and not torch.equal(alone[0], alone[2])
-    states = [backend.start(prompt.embeds, Sampling(), seed, 20) for seed in (1, 2)]
+    states = [backend.start(prompt, Sampling(), seed, 20) for seed in (1, 2)]
     turns = [[], []]
     for _ in range(20):
         for state, codes in zip(states, turns, strict=True):
@@ -117,7 +119,7 @@ def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
 def test_several_frames_a_launch_are_those_of_single_launches(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     expected = our_codes(backend, prompt, Sampling(), 1, 30)
-    state, made = backend.start(prompt.embeds, Sampling(), 1, 30), []
+    state, made = backend.start(prompt, Sampling(), 1, 30), []
     for count in (1, 2, 3, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH):
         rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + count)]
         made += [frame.codes for frame in backend.frames(state, rows)]
@@ -130,7 +132,7 @@ def test_a_launch_that_is_closed_stops_within_a_frame_and_leaves_the_others_alon
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     expected = our_codes(backend, prompt, Sampling(), 1, 20)
     for _ in range(50):
-        state = backend.start(prompt.embeds, Sampling(), 2, 20)
+        state = backend.start(prompt, Sampling(), 2, 20)
         frames = backend.frames(state, [None, *(prompt.row(t) for t in range(MAX_FRAMES_A_LAUNCH - 1))])
         next(frames)
         frames.close()
@@ -143,11 +145,24 @@ def test_a_launch_that_is_closed_stops_within_a_frame_and_leaves_the_others_alon
 def test_end_of_speech_ends_a_launch_of_several_frames():
     checkpoint = open_checkpoint("random:tiny:margin:eos9")
     backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
-    state, made = backend.start(prompt.embeds, GREEDY, 0, 40), []
+    state, made = backend.start(prompt, GREEDY, 0, 40), []
     while not state.ended:
         rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + 6)]
         made += list(backend.frames(state, rows))
     assert [frame.codes is None for frame in made] == [False] * 9 + [True]
+
+
+@torch.inference_mode()
+def force(backend: MegakernelBackend, state: MegakernelStream, frames: torch.Tensor) -> None:
+    """Puts the last of `frames` (T, 16) int64 in the place of the newest frame's codes, as if they had been drawn."""
+    tables = [backend._weights["embeddings0"], *backend._weights["embeddings"]]
+    total = torch.zeros_like(state.sum, dtype=torch.float32)
+    for table, code in zip(tables, frames[-1].tolist(), strict=True):  # in the kernel's order
+        total += table[code]
+    state.sum.copy_(total)
+    bits = np.zeros(32 * len(state.seen), dtype=np.uint8)
+    bits[frames[:, 0].numpy()] = 1
+    state.seen.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
 
 
 @pytest.mark.gpu
@@ -155,10 +170,10 @@ def test_end_of_speech_ends_a_launch_of_several_frames():
 def test_forcing_a_stream_onto_its_own_codes_changes_nothing(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     expected = our_codes(backend, prompt, Sampling(), 1, 12)
-    state = backend.start(prompt.embeds, Sampling(), 1, 12)
+    state = backend.start(prompt, Sampling(), 1, 12)
     for t, codes in enumerate(expected):
         assert torch.equal(backend.step(state, prompt.row(t - 1) if t else None).codes, codes)
-        backend.force(state, codes)
+        force(backend, state, expected[: t + 1])
 
 
 @pytest.mark.gpu
@@ -176,7 +191,7 @@ def test_codes_stay_the_same_where_tags_begin_anew(tiny):
 def test_a_frame_that_times_out_is_named_and_the_next_stream_is_well(tiny, monkeypatch):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     expected = our_codes(backend, prompt, Sampling(), 1, 8)
-    state = backend.start(prompt.embeds, Sampling(), 1, 8)
+    state = backend.start(prompt, Sampling(), 1, 8)
     with monkeypatch.context() as patch:
         patch.setattr("mktts.kernel.launch._TIMEOUT_NS", 50_000_000)
         kernel = backend._launcher.kernel
@@ -196,7 +211,7 @@ def test_a_draw_follows_its_distribution(tiny):
     choice = Choice(top_k=4, temperature=0.9)
     sampling = Sampling(talker=choice, predictor=Choice(do_sample=False))
     oracle = TorchBackend(tiny.config, tiny.tensors(), "cuda")
-    state = oracle.start(prompt.embeds, sampling, 0, 4)
+    state = oracle.start(prompt, sampling, 0, 4)
     logits = oracle.code0_logits(state)
     logits[tiny.config.talker.vocab_size - 1024 :] = -torch.inf
     top = torch.topk(logits, 4)
@@ -214,7 +229,7 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     checkpoint = open_checkpoint("random:0.6b")
     prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
     backend, prompt = kernel_of(checkpoint), prompts[torch.bfloat16]
-    state = backend.start(prompt.embeds, Sampling(), 5, 24)
+    state = backend.start(prompt, Sampling(), 5, 24)
     codes, ours = [], []
     for t in range(24):
         debug = backend.new_debug()
@@ -240,7 +255,7 @@ def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> 
         heads.append(logits)
         return chosen[len(heads) - 1].to(logits.device)
 
-    state = oracle.start(prompt.embeds, GREEDY, 0, len(codes))
+    state = oracle.start(prompt, GREEDY, 0, len(codes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mktts.model.oracle.choose", force)
         patch.setattr(TorchBackend, "_code0", lambda self, s: force(self.code0_logits(s)))
@@ -257,10 +272,10 @@ def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> 
 def test_borders(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     with pytest.raises(SamplingError, match="rng"):
-        backend.start(prompt.embeds, Sampling(rng="torch"), 0, 4)
+        backend.start(prompt, Sampling(rng="torch"), 0, 4)
     with pytest.raises(CapacityError):
-        backend.start(prompt.embeds, GREEDY, 0, 10**6)
-    state = backend.start(prompt.embeds, GREEDY, 0, 1)
+        backend.start(prompt, GREEDY, 0, 10**6)
+    state = backend.start(prompt, GREEDY, 0, 1)
     with pytest.raises(PromptError, match="None exactly on the first"):
         backend.step(state, prompt.row(0))
     frames_of(backend, prompt, state, 1)

@@ -22,21 +22,21 @@ LONG_FRAMES, LONG_TURNS = 2_000, 50
 # No matrix product of cuBLAS in it: racecheck takes some of those for faulty (illegal accesses, CUDA 13.0).
 SANITIZED = """
 import torch
-from mktts import kernel_build, kernel_launch, megakernel, prefill
 from mktts.checkpoint import open_checkpoint
-from mktts.megakernel import MegakernelBackend
-from mktts.sampling import Choice, Sampling
+from mktts.kernel import backend as megakernel, build as kernel_build, launch as kernel_launch, prefill
+from mktts.model.backend import PromptRows
+from mktts.model.sampling import Choice, Sampling
 kernel_launch._TIMEOUT_NS = 300_000_000_000  # instrumented code takes its time
 build_for = kernel_build.build_for  # csrc/ring.cuh says why
 kernel_launch.build_for = lambda defines, *more: build_for(defines | {"EVERY_LANE_ARRIVES": 1}, *more)
 prefill.Prefill.warm_up = lambda self: None
 megakernel._KERNEL_ROWS = 100
 checkpoint = open_checkpoint("random:tiny")
-backend = MegakernelBackend(checkpoint.config, checkpoint.tensors())
-prompt = torch.randn(40, checkpoint.config.talker.hidden_size, generator=torch.Generator().manual_seed(0))
+backend = megakernel.MegakernelBackend(checkpoint.config, checkpoint.tensors())
+rows = torch.randn(40, checkpoint.config.talker.hidden_size, generator=torch.Generator().manual_seed(0))
 for choice in (Choice(), Choice(top_p=0.8)):
-    state = backend.start(prompt, Sampling(choice, choice), 1, 8)
-    list(backend.frames(state, [None, *prompt[:2].cuda()]))
+    state = backend.start(PromptRows(rows), Sampling(choice, choice), 1, 8)
+    list(backend.frames(state, [None, *rows[:2].cuda()]))
 print("made", state.frames)
 """
 
@@ -50,7 +50,7 @@ def made(tiny):
 
 def codes_of(backend: MegakernelBackend, prompt: Prompt, seed: int, frames: int) -> torch.Tensor:
     """(T, 16), as many frames a launch as it takes."""
-    state, codes = backend.start(prompt.embeds, Sampling(), seed, frames), []
+    state, codes = backend.start(prompt, Sampling(), seed, frames), []
     while len(codes) < frames and not state.ended:
         last = min(frames, len(codes) + MAX_FRAMES_A_LAUNCH)
         rows = [prompt.row(t - 1) if t else None for t in range(len(codes), last)]
@@ -72,7 +72,7 @@ def test_1_000_launches_cut_short_leave_the_next_stream_alone(made):
     backend, prompt = made
     expected = codes_of(backend, prompt, 1, 12)
     for turn in range(1_000):
-        state = backend.start(prompt.embeds, Sampling(), turn, 20)
+        state = backend.start(prompt, Sampling(), turn, 20)
         frames = backend.frames(state, [None, *(prompt.row(t) for t in range(MAX_FRAMES_A_LAUNCH - 1))])
         next(frames)
         frames.close()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.kernel.prefill import ROW_BUCKETS, Kept, Prefill, deal
+from mktts.kernel.prefill import ROW_BUCKETS, Kept, Prefill
+from mktts.kernel.prompts import copy_into_cache
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, unit_rms
 from mktts.spec import StackConfig
@@ -198,10 +199,8 @@ def test_borders():
 
 def test_a_fused_stack_shares_its_weights_and_gives_the_same_results():
     plain, fused = stack(), stack()
-    fused.fuse()
-    layers = fused.layers[:]
-    fused.fuse()
-    assert all(a is b for a, b in zip(layers, fused.layers, strict=True))
+    layers = [fused.layer_weights(index) for index in range(len(fused.layers))]
+    assert all(fused.layer_weights(index) is layer for index, layer in enumerate(layers))
     for w, old in zip(fused.layers, plain.layers, strict=True):
         assert w.q.data_ptr() == w.qkv.data_ptr() and w.gate.data_ptr() == w.gate_up.data_ptr()
         assert w.v.untyped_storage().data_ptr() == w.qkv.untyped_storage().data_ptr()
@@ -224,7 +223,7 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(start, count):
     layers, heads, group, slots, head_dim = 2, 3, 4, 5, 8
     kv = torch.full((layers, heads, group, slots, 2, head_dim), -1.0)
     keys, values = torch.rand(2, layers, heads, count, head_dim)
-    deal(keys, values, kv, start)
+    copy_into_cache(keys, values, kv, start)
     for position in range(group * slots):
         found = kv[:, :, position % group, position // group]
         if start <= position < start + count:
@@ -236,10 +235,10 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(start, count):
 
 def test_dealing_past_the_cache_is_refused():
     kv, (keys, values) = torch.zeros(1, 1, 4, 2, 2, 8), torch.zeros(2, 1, 1, 5, 8)
-    deal(keys, values, kv, 3)
+    copy_into_cache(keys, values, kv, 3)
     for start in (4, -1):
         with pytest.raises(CapacityError, match="holds 8 positions"):
-            deal(keys, values, kv, start)
+            copy_into_cache(keys, values, kv, start)
 
 
 # ---- on a GPU

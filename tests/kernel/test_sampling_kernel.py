@@ -52,7 +52,7 @@ def compare(backend, prompt, sampling: Sampling, frames: int, step) -> None:
     config, compared, seed = backend.config, 0, 39
     while compared < frames:
         seed, history = seed + 1, []
-        state = backend.start(prompt.embeds, sampling, seed, frames - compared)
+        state = backend.start(prompt, sampling, seed, frames - compared)
         while compared < frames:
             codes, logits = step(state, prompt.row(len(history) - 1) if history else None)
             expected = chosen(logits, torch.tensor(history, dtype=torch.int64), config, sampling, seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mktts.errors import CapacityError
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.prefilled import KernelPrefill
+from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape import Shape, choose_shape, pack_layer, unpack_layer
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import stack_weights

@@ -42,12 +42,12 @@ def test_a_stream_leaves_nothing_behind_for_the_next(tiny):
 def test_a_stream_that_another_replaced_and_one_too_long_are_refused(tiny):
     oracle, prompt = made(tiny, torch.float32)
     graph = GraphOracle(oracle, 64)
-    old = graph.start(prompt.embeds, GREEDY, 0, 4)
-    graph.start(prompt.embeds, GREEDY, 0, 4)
+    old = graph.start(prompt, GREEDY, 0, 4)
+    graph.start(prompt, GREEDY, 0, 4)
     with pytest.raises(EngineError, match="one at a time"):
         graph.step(old, None)
     with pytest.raises(CapacityError, match="exceed 64 positions"):
-        graph.start(prompt.embeds, GREEDY, 0, 64)
+        graph.start(prompt, GREEDY, 0, 64)
 
 
 def test_draws_follow_the_distribution():

@@ -25,6 +25,7 @@ from mktts.measure.parity.probe import (
     scores,
     vocabularies,
 )
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
@@ -59,7 +60,7 @@ def test_relative_errors_are_root_sums_of_squares_over_all_that_has_a_name():
 def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_the_same_state(name, request):
     checkpoint = request.getfixturevalue(name)
     backend, config = backend_of(checkpoint, torch.float32), checkpoint.config
-    prompt, text = random_rows(backend, 8, 0), random_rows(backend, 4, 1)
+    prompt, text = PromptRows(random_rows(backend, 8, 0)), random_rows(backend, 4, 1)
     free, made = (backend.start(prompt, GREEDY, 0, 4) for _ in range(2))
     for index in range(4):
         row = text[index] if index else None
@@ -160,11 +161,12 @@ class Limited:
             hidden=torch.zeros(talker.num_hidden_layers, talker.hidden_size),
         )
 
-    def start(self, prompt: torch.Tensor, sampling: Sampling, seed: int, max_frames: int):
-        if len(prompt) > self._prefill.capacity:
-            raise CapacityError(f"{len(prompt)} rows")
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int):
+        rows = len(prompt.embeds)
+        if rows > self._prefill.capacity:
+            raise CapacityError(f"{rows} rows")
         state = self.oracle.start(prompt, sampling, seed, max_frames)
-        state.prompt_rows = len(prompt)
+        state.prompt_rows = rows
         return state
 
     def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
@@ -213,7 +215,7 @@ def test_rows_beyond_the_kernels_prefill_that_come_in_another_order_are_caught(t
 def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
     kernel = Limited(backend_of(tiny, torch.float32), 8)
     probe = KernelProbe(kernel)
-    state = probe.start(random_rows(kernel.oracle, 50, 0), GREEDY, 0, 2)
+    state = probe.start(PromptRows(random_rows(kernel.oracle, 50, 0)), GREEDY, 0, 2)
     assert kernel.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
     probe.step(state, None)
     probe.step(state, torch.zeros(tiny.config.talker.hidden_size))
@@ -226,11 +228,11 @@ def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_t
     backend = SimpleNamespace(
         config=tiny.config,
         _params=lambda state, rows: Params(),
-        _launcher=SimpleNamespace(launch=lambda params, tags: launches.append((params, tags))),
+        _launcher=SimpleNamespace(layer_exchanges=5, launch=lambda params, tags: launches.append((params, tags))),
     )
     MegakernelBackend.put_rows(backend, SimpleNamespace(frames=0), torch.zeros(32, 4), 1_024)
     ((params, tags),) = launches
-    assert (params.prefill, params.frames, params.stream[0].position) == (1, 32, 1_024)
+    assert (params.prefill, params.frames, params.stream.position) == (1, 32, 1_024)
     assert tags == 32 * 5 * tiny.config.talker.num_hidden_layers < _TAG_LIMIT
 
 

@@ -99,7 +99,7 @@ def test_interleaved_streams_give_the_codes_of_each_alone(tiny):
     requests = standard_requests(checkpoint)[:3]
     prompts = [builder.build(request) for request in requests]
     seeds = (5, 5, 6)
-    states = [backend.start(p.embeds, LIKE_UPSTREAM, s, FRAMES) for p, s in zip(prompts, seeds, strict=True)]
+    states = [backend.start(p, LIKE_UPSTREAM, s, FRAMES) for p, s in zip(prompts, seeds, strict=True)]
     frames: list[list[torch.Tensor]] = [[], [], []]
     for t in range(FRAMES):
         for prompt, state, out in zip(prompts, states, frames, strict=True):

@@ -7,6 +7,7 @@ import torch
 
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.measure.parity.upstream import first_mismatch, our_codes
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling
@@ -33,7 +34,7 @@ def run(backend: TorchBackend, prompt: Prompt, state: TorchStream, frames: int) 
 @pytest.mark.parametrize("rng", ["philox", "torch"])
 def test_a_copied_stream_goes_on_alike_and_apart(tiny, rng):
     backend, prompt = made(tiny)
-    state = backend.start(prompt.embeds, Sampling(rng=rng), seed=3, max_frames=12)
+    state = backend.start(prompt, Sampling(rng=rng), seed=3, max_frames=12)
     run(backend, prompt, state, 4)
     fork = state.copy()
     rest = run(backend, prompt, state, 6)
@@ -43,7 +44,7 @@ def test_a_copied_stream_goes_on_alike_and_apart(tiny, rng):
 
 def test_an_unseeded_stream_is_not_the_seeded_one(tiny):
     backend, prompt = made(tiny)
-    states = [backend.start(prompt.embeds, Sampling(), seed, 6) for seed in (None, None, 0, 0)]
+    states = [backend.start(prompt, Sampling(), seed, 6) for seed in (None, None, 0, 0)]
     codes = [run(backend, prompt, state, 6) for state in states]
     assert torch.equal(codes[2], codes[3])
     assert not torch.equal(codes[0], codes[1])
@@ -70,13 +71,13 @@ def test_the_upper_half_of_a_seed_counts(tiny):
 def test_a_seed_out_of_range_is_named(tiny, rng, seed):
     backend, prompt = made(tiny)
     with pytest.raises(SamplingError, match="seed"):
-        backend.start(prompt.embeds, Sampling(rng=rng), seed, 4)
+        backend.start(prompt, Sampling(rng=rng), seed, 4)
 
 
 def test_draws_are_the_same_however_many_streams_take_turns(tiny):
     backend, prompt = made(tiny)
     alone = [our_codes(backend, prompt, Sampling(), seed, 8) for seed in (1, 2, 1)]
-    states = [backend.start(prompt.embeds, Sampling(), seed, 8) for seed in (1, 2, 1)]
+    states = [backend.start(prompt, Sampling(), seed, 8) for seed in (1, 2, 1)]
     frames = [[], [], []]
     for turn in range(3 * 8):  # the third stream starts when the others are under way
         which = turn % 2 if turn < 8 else (turn - 8) % 3 if turn < 20 else 2
@@ -101,14 +102,14 @@ def test_another_precision_draws_the_same_codes_until_rounding_decides_one(tiny_
 def test_control_ids_are_never_code_0(tiny):
     backend, prompt = made(tiny)
     hot = Sampling(talker=Choice(temperature=50.0, top_k=0))
-    state = backend.start(prompt.embeds, hot, seed=0, max_frames=60)
+    state = backend.start(prompt, hot, seed=0, max_frames=60)
     code0 = run(backend, prompt, state, 60)[:, 0]
     assert int(code0.max()) < tiny.config.talker.vocab_size - SUPPRESSED_TAIL
 
 
 def test_a_stream_past_its_frames_is_refused(tiny):
     backend, prompt = made(tiny)
-    state = backend.start(prompt.embeds, Sampling().greedy(), 0, max_frames=2)
+    state = backend.start(prompt, Sampling().greedy(), 0, max_frames=2)
     run(backend, prompt, state, 2)
     with pytest.raises(CapacityError, match="at most 2"):
         backend.step(state, prompt.row(1))
@@ -118,13 +119,13 @@ def test_a_stream_past_its_frames_is_refused(tiny):
 def test_an_impossible_number_of_frames_is_named(tiny, max_frames):
     backend, prompt = made(tiny)
     with pytest.raises(CapacityError, match="max_frames"):
-        backend.start(prompt.embeds, Sampling(), 0, max_frames)
+        backend.start(prompt, Sampling(), 0, max_frames)
 
 
 def test_a_prompt_of_another_width_is_named(tiny):
     backend, _ = made(tiny)
     with pytest.raises(PromptError, match=str(tiny.config.talker.hidden_size)):
-        backend.start(torch.zeros(5, 7), Sampling(), 0, 4)
+        backend.start(PromptRows(torch.zeros(5, 7)), Sampling(), 0, 4)
 
 
 @pytest.mark.gpu

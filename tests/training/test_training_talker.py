@@ -112,18 +112,18 @@ def test_training_logits_are_those_of_inference(tmp_path, layout, language, pred
     request = Request(TEXTS[clip], language=language, speaker=data.clips.speakers[clip], layout=layout)
     prompt = builder.build(request)
     with torch.inference_mode():
-        state = backend.start(prompt.embeds, Sampling().greedy(), 0, len(codes) + 1)
+        state = backend.start(prompt, Sampling().greedy(), 0, len(codes) + 1)
         assert len(prompt.embeds) == len(words) - len(codes)
         for frame, expected in enumerate(codes):
             assert torch.allclose(first[frame], backend.code0_logits(state), atol=1e-4)
             cache = backend.predictor.new_cache(NUM_CODEBOOKS)
-            x = torch.cat((state.hidden, backend.embeddings[0][expected[0]][None, None]), 1)
+            x = torch.cat((state.hidden, backend.code_tables[0][expected[0]][None, None]), 1)
             for group, head in enumerate(backend.heads):
                 x = x if backend.projection is None else F.linear(x, *backend.projection)
                 logits = F.linear(backend.predictor.forward(x, cache), head)[0, -1]
                 assert torch.allclose(rest[frame, group], logits, atol=1e-4)
                 if group + 1 < len(backend.heads):
-                    x = backend.embeddings[group + 1][expected[group + 1]][None, None]
+                    x = backend.code_tables[group + 1][expected[group + 1]][None, None]
             state.codes = expected
             backend._advance(state, prompt.row(frame))
         assert torch.allclose(first[-1], backend.code0_logits(state), atol=1e-4)
@@ -219,7 +219,7 @@ def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared):
         request = builder.check(Request(TEXTS[2], "english", "rms", layout=layout))
         expected = generate_codes(upstream, request, checkpoint.sampling().greedy(), 0, 5)
         prompt = builder.build(request)
-        state = backend.start(prompt.embeds, checkpoint.sampling().greedy(), 0, 5)
+        state = backend.start(prompt, checkpoint.sampling().greedy(), 0, 5)
         text = [None, *(prompt.row(t) for t in range(4))]
         found = torch.stack([f.codes for f in backend.frames(state, text) if f.codes is not None])
         assert torch.equal(found, expected)

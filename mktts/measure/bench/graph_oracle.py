@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, EngineError, PromptError
-from mktts.model.backend import Frame
+from mktts.model.backend import Frame, StartPrompt, check_start
 from mktts.model.cuda_graph import captures
 from mktts.model.oracle import TorchBackend
 from mktts.model.qwen3 import LayerWeights, rms_norm, rotate
@@ -61,7 +61,7 @@ class GraphOracle:
         self._places = torch.arange(positions, device=self.device)
         self._position = zeros(1, dtype=torch.int64)  # of the talker's next input
         self._frames = zeros(1, dtype=torch.int64)
-        self._text = zeros(talker.hidden_size)
+        self._row = zeros(talker.hidden_size)
         self._hidden = zeros(1, 1, talker.hidden_size)
         self._seen = zeros(talker.vocab_size, dtype=torch.bool)
         self._codes = zeros(NUM_CODEBOOKS, dtype=torch.int64)
@@ -76,39 +76,39 @@ class GraphOracle:
         self._stream: GraphStream | None = None
 
     @torch.inference_mode()
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> GraphStream:
-        """See `Backend.start`. Ends the stream before; other sampling settings capture the graphs anew (seconds)."""
-        if prompt.dim() != 2 or len(prompt) < 2 or prompt.shape[1] != self.config.talker.hidden_size:
-            raise PromptError(f"prompt must be (L >= 2, {self.config.talker.hidden_size}), got {tuple(prompt.shape)}")
-        if len(prompt) + max_frames > self.positions:
-            raise CapacityError(f"{len(prompt)} prompt rows and {max_frames} frames exceed {self.positions} positions")
+    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> GraphStream:
+        """See `Backend.start`. Ends the stream before; other sampling settings capture new graphs (seconds)."""
+        embeds = prompt.embeds
+        check_start(embeds, self.config.talker.hidden_size, max_frames)
+        if len(embeds) + max_frames > self.positions:
+            raise CapacityError(f"{len(embeds)} prompt rows and {max_frames} frames exceed {self.positions} positions")
         if self._sampling != sampling:
             self._run, self._sampling = self._capture(sampling), sampling
         if seed is not None:
             torch.manual_seed(seed)
-        cache = self.oracle.talker.new_cache(len(prompt))
-        self._hidden.copy_(self.oracle.talker.forward(prompt.to(self.device, self.dtype)[None], cache)[:, -1:])
-        self._keys[:, :, : len(prompt)] = cache.keys[:, 0]
-        self._values[:, :, : len(prompt)] = cache.values[:, 0]
-        self._position.fill_(len(prompt))
+        cache = self.oracle.talker.new_cache(len(embeds))
+        self._hidden.copy_(self.oracle.talker.forward(embeds.to(self.device, self.dtype)[None], cache)[:, -1:])
+        self._keys[:, :, : len(embeds)] = cache.keys[:, 0]
+        self._values[:, :, : len(embeds)] = cache.values[:, 0]
+        self._position.fill_(len(embeds))
         self._frames.zero_()
         self._seen.zero_()
         self._stream = GraphStream(max_frames)
         return self._stream
 
     @torch.inference_mode()
-    def step(self, state: GraphStream, text: Tensor | None) -> Frame:
+    def step(self, state: GraphStream, row: Tensor | None) -> Frame:
         """See `Backend.step`. Raises EngineError for a stream that a later `start` ended."""
         if state is not self._stream or self._run is None:
             raise EngineError("this stream ended when another was started: a GraphOracle has one at a time")
         if state.ended or state.frames >= state.max_frames:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
-        if (text is None) != (state.frames == 0):
-            raise PromptError("text is None exactly on the first step of a stream")
+        if (row is None) != (state.frames == 0):
+            raise PromptError("the text row is None exactly on the first step of a stream")
         talker, codes = self._run
         clock = _Clock(self.device)
-        if text is not None:
-            self._text.copy_(text)
+        if row is not None:
+            self._row.copy_(row)
             talker()
         clock.lap()
         codes()
@@ -147,8 +147,8 @@ class GraphOracle:
 
     def _advance(self) -> None:
         """Talker step over embedding sum and text row; fills `_hidden`."""
-        rows = [table[self._codes[g : g + 1]] for g, table in enumerate(self.oracle.embeddings)]
-        x = torch.cat(rows)[None].sum(1, keepdim=True) + self._text
+        rows = [table[self._codes[g : g + 1]] for g, table in enumerate(self.oracle.code_tables)]
+        x = torch.cat(rows)[None].sum(1, keepdim=True) + self._row
         cos, sin = (table.index_select(0, self._position) for table in (self._cos, self._sin))
         bias = torch.zeros(self.positions, device=self.device).masked_fill(self._places > self._position, -torch.inf)
         stack = self.oracle.talker
@@ -180,13 +180,13 @@ class GraphOracle:
         codes = [code]
         self._seen.index_fill_(0, code, True)
         self._predictor_cache.length = 0
-        x = torch.cat((self._hidden, oracle.embeddings[0][code][None]), 1)
+        x = torch.cat((self._hidden, oracle.code_tables[0][code][None]), 1)
         for group, head in enumerate(oracle.heads, start=1):
             if oracle.projection is not None:
                 x = F.linear(x, *oracle.projection)
             logits = F.linear(oracle.predictor.forward(x, self._predictor_cache), head)[0, -1].float()
             codes.append(_draw(logits, sampling.predictor))
-            x = oracle.embeddings[group][codes[-1]][None]
+            x = oracle.code_tables[group][codes[-1]][None]
         self._codes.copy_(torch.cat(codes))
         self._frames.add_(1)
 

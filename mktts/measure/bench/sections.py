@@ -102,7 +102,7 @@ def timed_frames(
     left = settings.samples
     last = settings.context + settings.around
     for seed in range(_SEEDS):
-        state = backend.start(prompt.embeds, sampling, seed, last + 1 - len(prompt.embeds))
+        state = backend.start(prompt, sampling, seed, last + 1 - len(prompt.embeds))
         for position in range(len(prompt.embeds) - 1, last):  # of the talker's input of the frame
             row = prompt.row(position - len(prompt.embeds)) if position >= len(prompt.embeds) else None
             begun_s = time.perf_counter()
@@ -124,7 +124,7 @@ def kernel_frames(model: StepModel, prompt: Prompt, sampling: Sampling, settings
 
     rows, left = len(prompt.embeds), settings.samples
     for seed in range(_SEEDS):
-        state, made = model.backend.start(prompt.embeds, sampling, seed, settings.context + settings.around), 0
+        state, made = model.backend.start(prompt, sampling, seed, settings.context + settings.around), 0
         while rows + made + MAX_FRAMES_A_LAUNCH < settings.context + settings.around:
             text = [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
             frames = [frame for frame in model.backend.frames(state, text) if frame.codes is not None]
@@ -237,7 +237,7 @@ def overlap(settings: Settings) -> None:
     prompt = model.prompts.build(request_of(checkpoint, settings))
     size, chunks = 8, 24
     for name, overlapped in (("chunk_8_serial_ms", False), ("chunk_8_overlapped_ms", True)):
-        state = model.backend.start(prompt.embeds, checkpoint.sampling(), 1, size * chunks)
+        state = model.backend.start(prompt, checkpoint.sampling(), 1, size * chunks)
         codec_state, pending, begun_s = model.codec.start(), None, []
         for chunk in range(chunks):
             begun_s.append(time.perf_counter())
@@ -263,7 +263,7 @@ def memory(settings: Settings) -> None:
     with Synthesizer(model, checkpoint.sampling(), checkpoint, settings.device, settings.dtype) as synthesizer:
         synthesizer.warm_up()
     streams = [
-        (model.backend.start(prompt.embeds, checkpoint.sampling(), seed, settings.open_frames), model.codec.start())
+        (model.backend.start(prompt, checkpoint.sampling(), seed, settings.open_frames), model.codec.start())
         for seed in range(settings.open_streams)
     ]
     for state, codec_state in streams:

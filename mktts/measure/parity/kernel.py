@@ -42,7 +42,7 @@ from mktts.measure.parity.probe import (
     scores,
     spoken_rows,
 )
-from mktts.model.backend import Backend
+from mktts.model.backend import Backend, PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling, distribution
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
@@ -102,10 +102,11 @@ class Sides:
         """
         made, budget = 0, budget or Budget()
         for seed in range(_SEEDS):
-            prompt = random_rows(self.fp32, rows, seed)
+            prompt = PromptRows(random_rows(self.fp32, rows, seed))
             text = random_rows(self.fp32, frames, 1_000 + seed)
             room = frames - made
-            tested, bf16, fp32 = (b.start(prompt, sampling, seed, room) for b in (self.kernel, self.bf16, self.fp32))
+            sides = (self.kernel, self.bf16, self.fp32)
+            tested, bf16, fp32 = (side.start(prompt, sampling, seed, room) for side in sides)
             for index in range(room):
                 row = text[index] if index else None
                 ours = self.kernel.step(tested, row)
@@ -220,7 +221,7 @@ def exact_frames(
 ) -> dict[str, Any]:
     """The comparison `exact`: both free-run; equal frames before the first difference, end-of-speech included."""
     prompt, text = spoken_rows(checkpoint, fp32, frames, 0)
-    states = [backend.start(prompt, GREEDY, 0, frames) for backend in (kernel, fp32)]
+    states = [backend.start(PromptRows(prompt), GREEDY, 0, frames) for backend in (kernel, fp32)]
     for index in range(frames):
         if index and budget is not None and budget.over:
             return {"frames": index, "asked": frames, "equal": True, "passed": True}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
 from mktts.kernel.backend import MegakernelBackend
-from mktts.model.backend import Backend, StreamState
+from mktts.model.backend import Backend, PromptRows, StreamState
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
@@ -47,7 +47,7 @@ class Probe(Protocol):
     backend: Backend
     rows_at_once: int | None  # of a prompt, at most; None: any number
 
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
         """As `Backend.start`; rows beyond `rows_at_once` go through the model one by one."""
 
     def step(self, state: StreamState, row: Tensor | None) -> Observed | None:
@@ -63,10 +63,11 @@ class KernelProbe:
         self._debug = backend.new_debug()
 
     @torch.inference_mode()
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
         """A prompt of any length: what prefill does not take goes the way of the few rows after a kept prefix."""
-        first, rest = prompt[: self.rows_at_once], prompt[self.rows_at_once :]
-        state = self.backend.start(first, sampling, seed, len(rest) + max_frames)  # with room for the rest in its cache
+        first, rest = prompt.embeds[: self.rows_at_once], prompt.embeds[self.rows_at_once :]
+        room = len(rest) + max_frames  # in the stream's cache
+        state = self.backend.start(PromptRows(first), sampling, seed, room)
         if len(rest):
             for rows in rest.to(self.backend.device, self.backend.dtype).contiguous().split(_ROWS_A_LAUNCH):
                 self.backend.put_rows(state, rows, state.prompt_rows).synchronize()
@@ -91,7 +92,7 @@ class TorchProbe:
     def __init__(self, backend: TorchBackend) -> None:
         self.backend = backend
 
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
         return self.backend.start(prompt, sampling, seed, max_frames)
 
     def step(self, state: TorchStream, row: Tensor | None) -> Observed | None:
@@ -115,12 +116,12 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
     logits = [backend.code0_logits(state)]
     ids = codes.to(backend.device)
     cache = backend.predictor.new_cache(NUM_CODEBOOKS)
-    x = torch.cat((state.hidden, backend.embeddings[0][ids[0]][None, None]), 1)
+    x = torch.cat((state.hidden, backend.code_tables[0][ids[0]][None, None]), 1)
     for group, head in enumerate(backend.heads, start=1):
         if backend.projection is not None:
             x = F.linear(x, *backend.projection)
         logits.append(F.linear(backend.predictor.forward(x, cache), head)[0, -1].float())
-        x = backend.embeddings[group][ids[group]][None, None]
+        x = backend.code_tables[group][ids[group]][None, None]
     state.history[state.frames] = ids[0]
     state.codes = ids
     state.frames += 1
@@ -150,7 +151,7 @@ def spoken_rows(checkpoint: Checkpoint, backend: TorchBackend, frames: int, seed
 
 def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
     """`rows` talker inputs (rows, H) that look like the checkpoint's own: normal, of its embeddings' size, in bf16."""
-    table = backend.embeddings[0]
+    table = backend.code_tables[0]
     size = table[:256].float().pow(2).mean().sqrt().cpu()
     noise = torch.randn(rows, table.shape[1], generator=torch.Generator().manual_seed(seed))
     return (size * noise).to(torch.bfloat16).to(backend.device)

@@ -203,7 +203,7 @@ def compare_expected(checkpoint: Checkpoint, expected: Sequence[Expected], dtype
 
 def our_codes(backend: TorchBackend, prompt: Prompt, sampling: Sampling, seed: int, max_frames: int) -> Tensor:
     """Codes (T, 16) int64 of one stream of the torch backend, T <= max_frames."""
-    state = backend.start(prompt.embeds, sampling, seed, max_frames)
+    state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
     while len(frames) < max_frames:
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes

@@ -1,0 +1,151 @@
+"""Prompts into the frame kernel's key-value cache: prefixes (instruction, language, speaker or voice) that were
+prefilled before are kept, the rest of a prompt is computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from mktts.errors import CapacityError, PromptError
+from mktts.kernel.prefill import Kept, Prefill
+from mktts.model.qwen3 import Qwen3Stack, Stack
+
+
+class KernelPrefill:
+    """Fills caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim)."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._prefill = Prefill(stack)
+        self._prefill.warm_up()  # a graph captured while a stream waits would cost it tens of ms
+        self._prefixes = PrefixCache(self._prefill)
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a prompt that the graphs take."""
+        return self._prefill.capacity
+
+    @torch.inference_mode()
+    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
+        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
+        kept = self._prefixes.prefix(rows, key)
+        copy_into_cache(kept.keys, kept.values, kv)
+
+    @torch.inference_mode()
+    def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
+        """All positions of a prompt (L, H) at once; returns the normed hidden state (H,) of the last one.
+
+        A prompt beyond the graphs' capacity goes through eager PyTorch, without a kept prefix, where the stack has
+        matrices of its own (a Qwen3Stack). Raises CapacityError where it has not.
+        """
+        capacity = self.capacity
+        if len(rows) > capacity and not isinstance(self.stack, Qwen3Stack):
+            raise CapacityError(
+                f"a prompt may have {capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
+                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
+            )
+        if len(rows) <= capacity:
+            hidden = self._prefixes.run(rows, prefix_rows, key)
+            copy_into_cache(self._prefill.keys, self._prefill.values, kv)
+            return hidden
+        cache = self.stack.new_cache(len(rows))
+        hidden = self.stack.forward(rows[None], cache)[0, -1]
+        copy_into_cache(cache.keys[:, 0, :, : len(rows)], cache.values[:, 0, :, : len(rows)], kv)
+        return hidden
+
+
+class PrefixCache:
+    """Keys and values of prefixes, by the key that the prompt's builder gives (`Prompt.prefix_key`).
+
+    Looking one up asks nothing of the device. The least recently used ones go first when there are more than
+    `max_entries` or they take more than `max_bytes` of device memory (a row is 112 KiB at the released sizes).
+    One thread at a time, as its Prefill.
+    """
+
+    def __init__(self, prefill: Prefill, max_entries: int = 64, max_bytes: int = 64 << 20) -> None:
+        """Raises CapacityError for negative limits; 0 keeps nothing."""
+        if max_entries < 0 or max_bytes < 0:
+            raise CapacityError(f"limits must not be negative, got {max_entries} entries and {max_bytes} bytes")
+        self.prefill = prefill
+        self.max_entries, self.max_bytes = max_entries, max_bytes
+        self.nbytes = 0
+        self.hits = self.misses = 0
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def run(self, rows: Tensor, prefix_rows: int, key: Hashable | None) -> Tensor:
+        """As `Prefill.run` of a whole prompt (L, H) whose first `prefix_rows` (< L) rows are known by `key`.
+
+        The prefix is a piece of its own even when it is new or `key` is None (never kept): the bits are the same
+        whether it was kept or not.
+        """
+        if not 0 <= prefix_rows < len(rows):
+            raise PromptError(
+                f"prefix_rows must be in 0..{len(rows) - 1} of {len(rows)} prompt rows, got {prefix_rows}"
+            )
+        if prefix_rows:
+            kept = self.find(key, prefix_rows)
+            if kept is None:
+                self._make(rows[:prefix_rows], key)
+            else:
+                self.prefill.restore(kept)
+        return self.prefill.run(rows[prefix_rows:], prefix_rows)
+
+    def prefix(self, rows: Tensor, key: Hashable | None) -> Kept:
+        """Keys and values of the prefix rows (P, H) alone, found or made; where made, they are also in the workspace.
+
+        For a caller that computes the rest of the prompt by other means.
+        """
+        return self.find(key, len(rows)) or self._make(rows, key)
+
+    def find(self, key: Hashable | None, rows: int) -> Kept | None:
+        """What is kept under `key`, counted as a hit or a miss. Raises PromptError where it has not `rows` rows."""
+        kept = None if key is None else self._kept.get(key)
+        if kept is None:
+            self.misses += 1
+            return None
+        if kept.length != rows:
+            raise PromptError(f"prefix_key names a prefix of {kept.length} rows, this one has {rows}: keys must differ")
+        self.hits += 1
+        self._kept.move_to_end(key)
+        return kept
+
+    def _make(self, rows: Tensor, key: Hashable | None) -> Kept:
+        self.prefill.run(rows)
+        kept = self.prefill.keep(len(rows))
+        if key is not None and self.max_entries and kept.nbytes <= self.max_bytes:
+            self._kept[key] = kept
+            self.nbytes += kept.nbytes
+            while len(self._kept) > self.max_entries or self.nbytes > self.max_bytes:
+                self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+        return kept
+
+
+@torch.inference_mode()
+def copy_into_cache(keys: Tensor, values: Tensor, kv: Tensor, start: int = 0) -> None:
+    """Writes keys and values (layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
+
+    `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
+    p // group. At most three copies each: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
+    """
+    group, slots, count = kv.shape[2], kv.shape[3], keys.shape[2]
+    if start < 0 or start + count > group * slots:
+        raise CapacityError(f"the cache holds {group * slots} positions, got {count} from {start} on")
+    first = min(-start % group, count)
+    whole = (count - first) // group
+    slot = (start + first) // group
+    for place, source in enumerate((keys, values)):
+        target = kv[:, :, :, :, place].transpose(2, 3)  # (layers, kv heads, slots, group, head_dim)
+        if first:
+            block = start % group
+            target[:, :, start // group, block : block + first] = source[:, :, :first]
+        if whole:
+            middle = source[:, :, first : first + whole * group]
+            target[:, :, slot : slot + whole] = middle.unflatten(2, (whole, group))
+        if rest := count - first - whole * group:
+            target[:, :, slot + whole, :rest] = source[:, :, count - rest :]
