@@ -1,12 +1,13 @@
-# mktts needs Python 3.11 or newer and make; everything else is installed into .venv by the first target you run.
-# Settings: PYTHON=python3.12 (which Python), TORCH_INDEX=URL (a PyTorch wheel index, for another CUDA version or
-# CPU only), RUN_ARGS / BENCH_ARGS / PYTEST_ARGS (passed on), VENV=folder.
+# mktts needs Python 3.11 to 3.14 and make; everything else is installed into .venv by the first target you run.
+# Settings: CPU=1 (PyTorch without CUDA, which saves gigabytes), TORCH_INDEX=URL (another PyTorch wheel index, for
+# another CUDA version), PYTHON=python3.12 (which Python), RUN_ARGS / BENCH_ARGS / PYTEST_ARGS (passed on), VENV=folder.
 
 # A system's python3 may be older, or so new that packages have no wheels for it: any other that fits is taken then.
-PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$name -c '$(FITS)' 2>/dev/null && echo $$name && exit; done; echo python3)
 VENV ?= .venv
-TORCH_INDEX ?=
+CPU ?=
+TORCH_INDEX ?= $(if $(filter 1,$(CPU)),https://download.pytorch.org/whl/cpu)
 RUN_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -15,12 +16,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 NOTEBOOKS := notebooks/*.ipynb
+MODULES = $(sort $(subst /,.,$(patsubst %/__init__,%,$(basename $(shell find mktts -name '[!_]*.py' -o -name __init__.py)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lab lint format bench clean-nb reference
+.PHONY: help setup run test test-slow lab lint format docs bench clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
@@ -28,18 +30,18 @@ help: ## this list
 setup: $(STAMP) ## the virtual environment with the pinned requirements
 
 # The stamp is written last, so an interrupted installation is taken up again instead of being taken as done.
+# A PyTorch index is asked for PyTorch only: what PyTorch needs comes with the rest.
 $(STAMP): requirements.txt pyproject.toml
-	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
-	  echo "mktts needs Python 3.11 or newer, found: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; \
+	@$(PYTHON) -c '$(FITS)' 2>/dev/null || { \
+	  echo "mktts needs Python 3.11 to 3.14, found: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; \
 	  exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments: install your system's package for them (Debian: python3-venv)," >&2; \
 	  echo "or name another Python: make PYTHON=/path/to/python3 ..." >&2; \
 	  exit 1; }
 	@rm -f $(STAMP)
-	@$(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@if [ -n "$(TORCH_INDEX)" ]; then \
-	  $(PIP) install --index-url "$(TORCH_INDEX)" "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"; fi
+	@$(BIN)/python -c '$(FITS)' 2>/dev/null && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
 	$(PIP) install -r requirements.txt
 	@touch $(STAMP)
 
@@ -58,6 +60,12 @@ lab: $(STAMP) ## JupyterLab on the notebooks
 
 bench: $(STAMP) ## timings: a table, then one JSON line
 	$(BIN)/python -m mktts bench $(BENCH_ARGS)
+
+# The first page lists every module instead of going to that of `mktts`; the kernels in Triton need a CUDA PyTorch.
+docs: $(STAMP) ## the pages of the library, from its docstrings: outputs/docs/index.html
+	@mkdir -p outputs/docs
+	@echo '{% set root_module_name = false %}{% extends "default/index.html.jinja2" %}' > outputs/docs/index.html.jinja2
+	$(BIN)/python -W ignore -m pdoc $(MODULES) '!mktts.codec.fused_kernels' -t outputs/docs -o outputs/docs
 
 lint: $(STAMP) ## ruff over Python files and notebooks
 	$(BIN)/python -m ruff check .

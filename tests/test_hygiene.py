@@ -13,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {
-    ".ci", ".gitattributes", ".gitignore", "LICENSE", "LOG.md", "Makefile", "NOTICE", "README.md",
-    "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
+    ".ci", ".gitattributes", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "LOG.md", "Makefile", "NOTICE",
+    "README.md", "SECURITY.md", "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
 }  # fmt: skip
+PROSE = {"CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "requirements.txt"}
 MAX_LINES = 400
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 CODE = {".py", ".js", ".mjs", ".cu", ".cuh", ".cpp", ".md", ".toml"}
@@ -61,14 +62,16 @@ def test_no_machine_paths():
 
 def test_no_package_hosts():
     hosts = "|".join((r"pypi\.", "python" + "hosted", r"download\.py" + "torch", "file:" + "///"))
-    assert hits(hosts, text_files()) == []
+    found = hits(hosts, text_files())
+    assert [hit for hit in found if not re.fullmatch(r"Makefile:\d+: download\.py" + "torch", hit)] == []
+    assert len(found) == 1  # `make CPU=1` names PyTorch's own index, once
 
 
 def test_nothing_unexpected_at_the_top_level():
     assert {path.relative_to(ROOT).parts[0] for path in FILES} <= TOP_LEVEL
 
 
-def test_the_only_prose_files_are_the_readmes_and_the_log():
+def test_prose_stands_in_the_files_that_readers_look_for():
     prose = {
         str(p.relative_to(ROOT)) for p in FILES if p.suffix in (".md", ".rst", ".txt") and "reference" not in p.parts
     }
@@ -76,7 +79,7 @@ def test_the_only_prose_files_are_the_readmes_and_the_log():
     lists = {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "mktts" / "training" / "data").glob("*.txt")
     }  # of words
-    assert prose - voice - lists == {"README.md", "LOG.md", "csrc/README.md", "requirements.txt"}
+    assert prose - voice - lists <= PROSE
 
 
 def test_files_stay_short():
@@ -112,9 +115,8 @@ def test_requirements_are_pinned_and_each_has_its_reason():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert lines[-1] == "-e ."
     packages = [line for line in lines[:-1] if line.strip() and not line.startswith("#")]
-    assert [
-        line for line in packages if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9A-Za-z.]*\s+# \S.{3,}", line)
-    ] == []
+    name, pin, marker, reason = r"[A-Za-z0-9_.-]+", r"==[0-9][0-9A-Za-z.]*", r"( ; [^#;]+?)?", r"\s+# \S.{3,}"
+    assert [line for line in packages if not re.fullmatch(name + pin + marker + reason, line)] == []
 
 
 def test_every_import_is_pinned_or_standard():

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from compiler import needs_nvrtc
 from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loops
 
 from mktts.checkpoint.random.tokenizer import SPECIALS
@@ -50,6 +51,7 @@ def assert_registers_suffice(build: Build, arch: str) -> None:
 @pytest.mark.parametrize(
     "arch", [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=SLOW) for name in TARGETS]
 )
+@needs_nvrtc
 def test_the_text_kernel_compiles_for_every_target(arch, capsys):
     stack = replace(config_at("0.6b").talker, vocab_size=151_936)  # Qwen3-0.6B: the talker's stack, a text vocabulary
     shape = {**choose_text_shape(stack, 132).defines, "RING": 2}
@@ -68,6 +70,7 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
         pytest.param("sm_86", "1.7b", marks=SLOW),
     ],
 )
+@needs_nvrtc
 def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     build = compile_kernel(defines(size), arch)
     report(build, f"{arch} {size}", capsys)
@@ -77,6 +80,7 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@needs_nvrtc
 def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
     text_ids = {"assistant": 1, "": 2_048} | {token: 2_000 + i for i, token in enumerate(SPECIALS)}
     (tmp_path / "config.json").write_text(json.dumps(sizes.config_files(sizes.VOICE, text_ids)["config.json"]))
@@ -88,6 +92,7 @@ def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
+@needs_nvrtc
 def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
     build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
     assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
@@ -99,6 +104,7 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
     [("sm_80", 108), ("sm_86", 82), ("sm_89", 128), ("sm_90a", 132), ("sm_100", 148), ("sm_120", 170)],
 )
 @pytest.mark.parametrize("size", ["0.6b", "1.7b"])
+@needs_nvrtc
 def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocessors, size):
     build = build_for(choose_shape(config_at(size), multiprocessors).defines, arch, SHARED)
     used_bytes, stage_bytes = build.constants["shared_bytes"], build.constants["stage_bytes"]
@@ -125,6 +131,7 @@ def test_a_constant_that_python_and_the_kernel_disagree_about_is_named(name):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
+@needs_nvrtc
 def test_local_memory_is_found_in_machine_code(arch):
     """A poll that counts in an array, as the kernels' own must not, beside one that counts in a register."""
     loops = {True: "u32 n[16] = {}; while (v = *word) n[v & 15]++; v = n[word[1] & 15];", False: "while (*word) v++;"}
@@ -137,12 +144,14 @@ def test_local_memory_is_found_in_machine_code(arch):
         assert bool(opcodes & LOADS) == bool(opcodes & STORES) == local
 
 
+@needs_nvrtc
 def test_a_target_without_room_for_two_stages_is_named(monkeypatch):
     monkeypatch.setitem(TARGETS, "sm_90a", 32 * 1024)
     with pytest.raises(BackendUnavailable, match="shared memory"):
         build_for(choose_shape(config_at("tiny"), 132).defines, "sm_90a")
 
 
+@needs_nvrtc
 def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
     (tmp_path / "kernels").write_text("a file where the folder would be")
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
@@ -150,12 +159,14 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_p
     assert "could not be kept" in capsys.readouterr().err
 
 
+@needs_nvrtc
 def test_a_second_build_comes_from_the_cache(monkeypatch):
     first = compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
     monkeypatch.setattr(kernel_build, "_compile", lambda *a: pytest.fail("compiled again"))
     assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu") == first
 
 
+@needs_nvrtc
 def test_a_refused_source_shows_the_compilers_words():
     with pytest.raises(BackendUnavailable, match="error"):
         compile_kernel({**defines("tiny"), "HD": 20}, "sm_90a")

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from compiler import needs_nvrtc
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
@@ -55,6 +56,7 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
     assert [field for field, _ in structure._fields_] == declared
 
 
+@needs_nvrtc
 def test_launch_parameters_have_the_size_the_compiler_gave_them():
     shape = choose_shape(config_at("tiny"), 132)
     build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a")

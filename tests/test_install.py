@@ -1,0 +1,154 @@
+"""It installs where users are: the requirements, the extras and the Makefile's set-up agree, and they resolve."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from install_table import PYTHONS, ROOT, SYSTEMS, TABLE, IndexUnreachable, left_out, requirements, resolve
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
+CORE = [Requirement(line) for line in PROJECT["dependencies"]]
+ROOM_EXTRAS = {
+    "synth": ("upstream", "play"),
+    "measure": ("upstream", "train"),
+    "notebook": ("notebooks",),
+    "server": ("server",),
+    "pipecat": ("agent",),
+    "agent": ("agent",),
+    "training": ("train",),
+}
+EACH = [(system, python) for system in SYSTEMS for python in PYTHONS]
+
+
+def with_inner(extra: str) -> list[Requirement]:
+    """What an extra installs, with that of the extras it names."""
+    inner = [more for entry in EXTRAS[extra] if entry.name == "mktts" for name in entry.extras for more in EXTRAS[name]]
+    return EXTRAS[extra] + inner
+
+
+def names(entries: list[Requirement]) -> set[str]:
+    return {canonicalize_name(entry.name) for entry in entries if entry.name != "mktts"}
+
+
+def test_core_and_extras_are_the_requirements_with_the_same_markers():
+    pinned = {canonicalize_name(entry.name): entry for entry in requirements()}
+    loose = [entry for entries in (CORE, *EXTRAS.values()) for entry in entries if entry.name != "mktts"]
+    assert names(loose) == set(pinned)
+    for entry in loose:
+        pin = pinned[canonicalize_name(entry.name)]
+        (version,) = (specifier.version for specifier in pin.specifier)
+        assert entry.specifier.contains(version), f"{entry} does not allow {pin}"
+        assert entry.marker == pin.marker, f"{entry} and {pin} are for different systems"
+
+
+def test_the_extra_all_names_every_other_one():
+    (everything,) = EXTRAS["all"]
+    assert everything.extras == set(EXTRAS) - {"all"}
+
+
+def test_a_room_imports_nothing_but_the_core_and_its_extras():
+    modules = {"ipython": "IPython", "pipecat-ai": "pipecat", "pyzmq": "zmq"}  # of distributions of another name
+    wrong = {}
+    for path in (ROOT / "mktts").rglob("*.py"):
+        room = path.relative_to(ROOT / "mktts").parts[0]
+        extras = [entry for extra in ROOM_EXTRAS.get(room, ()) for entry in with_inner(extra)]
+        known = {modules.get(name, name.replace("-", "_")) for name in names(CORE + extras)} | {"mktts", "triton"}
+        found = third_party(path) - known
+        wrong |= {str(path.relative_to(ROOT)): found} if found else {}
+    assert wrong == {}
+
+
+def third_party(path: Path) -> set[str]:
+    """Packages that the file imports, wherever the import stands."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.split(".")[0] for name in whole | parts} - sys.stdlib_module_names
+
+
+def test_the_makefile_takes_the_pythons_that_the_package_takes():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    fits = re.search(r"^FITS := (.*)$", makefile, re.MULTILINE)[1]
+    takes = SpecifierSet(PROJECT["requires-python"])
+    for minor in range(8, 20):
+        code = fits.replace("sys.version_info", f"(3, {minor}, 1)")
+        done = subprocess.run([sys.executable, "-c", code])
+        assert (done.returncode == 0) is takes.contains(f"3.{minor}.1") is (f"3.{minor}" in PYTHONS)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no make, and no shell for its recipes")
+@pytest.mark.parametrize("version", ["3.10.9", "3.15.0"])
+def test_another_python_is_refused_by_its_version(version, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Python {version} && exit\nexit 1\n')
+    python.chmod(0o755)
+    done = make("setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode != 0 and "needs Python 3.11 to 3.14" in done.stderr and version in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no make")
+def test_without_a_gpu_pytorch_comes_from_its_own_cpu_index(tmp_path):
+    def installs(*settings: str) -> list[str]:
+        done = make("-n", "setup", f"VENV={tmp_path / 'venv'}", *settings)
+        assert done.returncode == 0, done.stderr
+        return [line.partition(" -m pip ")[2] for line in done.stdout.splitlines() if " -m pip install" in line]
+
+    (torch,) = (str(entry) for entry in requirements() if entry.name == "torch")
+    everything = "install -r requirements.txt"
+    assert installs() == installs("CPU=0") == [everything]
+    first, second = installs("CPU=1")
+    assert re.fullmatch(rf'install --no-deps --index-url "https://\S+/whl/cpu" "{re.escape(torch)}"', first)
+    assert second == everything
+    assert installs("TORCH_INDEX=https://host.example/cu") == [first.replace(*hosts(first)), everything]
+
+
+def hosts(line: str) -> tuple[str, str]:
+    return re.search(r'"(https://\S+)"', line)[1], "https://host.example/cu"
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_table_has_every_system_and_python_and_what_is_left_out_there():
+    table = json.loads(TABLE.read_text(encoding="utf-8"))["rows"]
+    assert [(row["platform"], row["python"]) for row in table] == [(system.name, python) for system, python in EACH]
+    assert [row["missing"] for row in table] == [left_out(system, python) for system, python in EACH]
+    assert all(row["ok"] for row in table), "python tests/install_table.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("uv") is None, reason="needs the package uv")
+@pytest.mark.parametrize(("system", "python"), EACH, ids=lambda value: getattr(value, "name", value))
+def test_the_requirements_resolve_to_wheels(system, python, tmp_path):
+    if not has_route():
+        pytest.skip("no network at all: the package index cannot be asked")
+    try:
+        row = resolve(system, python, tmp_path)
+    except IndexUnreachable as error:
+        pytest.fail(f"there is a network, and the package index is out of reach: {error}")
+    assert row["ok"], row["error"]
+
+
+def has_route() -> bool:
+    """Whether packets to elsewhere would leave this machine; none is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation
+        except OSError:
+            return False
+    return True
