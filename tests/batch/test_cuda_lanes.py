@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling
 
@@ -66,7 +67,7 @@ def test_codes_are_the_oracles_under_random_joins_skips_and_ends(request, checkp
 
 
 def of_the_oracle(oracle, prompt, sampling, seed, text, length):
-    state, found = oracle.start(prompt, sampling, seed, length), []
+    state, found = oracle.start(PromptRows(prompt), sampling, seed, length), []
     while len(found) < length and not state.ended:
         found.append(oracle.step(state, text[len(found) - 1] if found else None).codes)
     return found
