@@ -5,7 +5,7 @@ from mktts import Synthesizer
 pcm = Synthesizer.load().say("Hello.")
 """
 
-from mktts.audio import read_audio
+from mktts.audio import read_audio, write_audio
 from mktts.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -51,4 +51,5 @@ __all__ = [
     "VoiceError",
     "clone_voice",
     "read_audio",
+    "write_audio",
 ]

@@ -42,7 +42,8 @@ def write_whole(path: Path | str, data: bytes) -> Path:
             os.unlink(part)
             raise
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # the caller knows this name, not that of the part
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None  # the caller knows this name, not that of the part
         raise
     return path
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-RANDOM_WEIGHTS = "random weights: timing and parity only"  # what is said beside figures of such a checkpoint
-
 
 def peak_rss_bytes() -> int:
     """The most resident memory this process has had, memory-mapped checkpoint pages included.

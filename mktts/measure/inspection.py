@@ -18,10 +18,10 @@ from pathlib import Path
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.configs import small_files
 from mktts.checkpoint.tensors import Layout, TensorSpec, expected_tensors
 from mktts.errors import CheckpointError
-from mktts.measure.environment import RANDOM_WEIGHTS
 from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
 
 PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions

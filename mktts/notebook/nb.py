@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mktts.audio import write_audio
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.tables import cell
 from mktts.notebook.controls import Controls, button, controls
@@ -29,7 +30,6 @@ __all__ = [
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
-RANDOM_WEIGHTS = "random weights: not speech"
 
 
 def repository(start: Path | None = None) -> Path:

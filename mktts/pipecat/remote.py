@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import EngineError, OptionsError, PromptError
 from mktts.pipecat.connection import Connection, dial
 from mktts.pipecat.health import ServerHealth, ask_health
@@ -126,7 +127,7 @@ class RemoteSource:
         if health.status != "ok":
             logger.warning(f"the server at {self._http} says about itself: {health.status}")
         if health.random_weights and self.random_weights is None:
-            logger.warning(f"the server at {self._http} has random weights: its audio is noise, not speech")
+            logger.warning(f"the server at {self._http} has {RANDOM_WEIGHTS}")
         if not self._named:
             self.name = health.checkpoint
         self._health = health

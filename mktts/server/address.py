@@ -46,7 +46,10 @@ def is_loopback(host: str) -> bool:
 def read_key(file: Path | None) -> str | None:
     """The key, from the file or else the environment; None where there is neither. Raises ServerError."""
     if file is not None:
-        key, where = file.read_text(encoding="utf-8").strip(), str(file)
+        try:
+            key, where = file.read_text(encoding="utf-8").strip(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServerError(f"{file}: expected a file that holds the key, could not read it: {error}") from None
     elif KEY_VARIABLE in os.environ:
         key, where = os.environ[KEY_VARIABLE].strip(), f"${KEY_VARIABLE}"
     else:

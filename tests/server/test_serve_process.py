@@ -112,6 +112,8 @@ def test_loopback_needs_no_key(host, monkeypatch, capsys):
     ("words", "message"),
     [
         (["--api-key-file", "absent.txt"], "absent.txt"),
+        (["--api-key-file", "absent.txt"], "expected a file that holds the key"),
+        (["--api-key-file", "bytes.txt"], "bytes.txt: expected a file that holds the key"),
         (["--api-key-file", "blank.txt"], "expected a key of printable ASCII"),
         (["--max-streams", "0"], "max_streams must be above 0"),
         (["--port", "TAKEN"], "name another --port"),
@@ -123,6 +125,7 @@ def test_loopback_needs_no_key(host, monkeypatch, capsys):
 def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

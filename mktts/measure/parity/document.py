@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.environment import RANDOM_WEIGHTS
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 _HUB_CACHE = re.compile(r"models--([^/\\]+)--([^/\\]+)")  # of a folder in the Hub's own cache

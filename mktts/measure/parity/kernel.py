@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.measure.checkpoint_maker import CheckpointMaker
-from mktts.measure.environment import RANDOM_WEIGHTS
 from mktts.measure.parity.budget import Budget
 from mktts.measure.parity.probe import (
     LIMIT,
