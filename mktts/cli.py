@@ -25,7 +25,7 @@ COMMANDS = {
     "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
     "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
     "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
-    "bench": ("mktts.measure.bench.here", "measure: a table, then one line of JSON"),
+    "bench": ("mktts.measure.bench.command", "measure: a table, then one line of JSON"),
     "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
     "agent bot": ("mktts.agent.bot", "the agent under Pipecat's development runner"),
     "agent evals": ("mktts.agent.evals", "Pipecat's evals against a running bot"),
