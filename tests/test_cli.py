@@ -197,7 +197,7 @@ def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     document = json.loads(lines[-1])
     figures = document["figures"]
     assert {"ttfc_ms", "rtf", "talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame"} <= set(figures)
-    assert {f"codec_chunk_{frames}_ms_per_frame" for frames in (1, 2, 4, 8)} <= set(figures)
+    assert {f"codec_{frames}_ms" for frames in (1, 2, 4, 8)} <= set(figures)
     assert figures["rtf"]["n"] == 2 and figures["load_peak_rss_bytes"]["unit"] == "bytes"
     assert figures["load_peak_rss_bytes"]["median"] >= figures["import_peak_rss_bytes"]["median"] > 0
     assert document["settings"]["random_weights"] is True and document["environment"]["torch"]

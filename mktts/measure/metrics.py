@@ -1,12 +1,24 @@
 """Figures of many streams and frames, and the file they are recorded in. Those of one stream: `mktts.speech.metrics`.
 
-* **Frame** (`frame_ms`, of a peer `upstream_frame_ms` ...): host wall time from one frame's codes on the host to the
-  next one's, codec left out, at about 200 positions of context. **Talker step**, **predictor**: what the backend says
-  of that frame (`Frame.talker_ms`, `predictor_ms`); for the megakernel, several frames a launch and the first of them
-  left out, so that they are the kernel's own clock: head and draw of code 0 are the talker's, the sum the predictor's.
+Names in a document of `python -m mktts bench`; all in host wall time, on a warm model, one stream:
+
+* **Codes of a frame** (`frame_ms`): from one frame's codes on the host to the next one's, codec left out, at about 200
+  positions of context. **Talker step**, **predictor** (`talker_step_ms`, `predictor_ms`): the backend's own clock of
+  the two halves (`Frame.talker_ms`, `predictor_ms`); for the megakernel, several frames a launch, the first of them
+  left out, so that they are the kernel alone: head and draw of code 0 count as the talker's, the embedding sum as the
+  predictor's.
+* **Frame with codec** (`frame_with_codec_ms`): between two chunks of 8 frames that follow each other, from PCM on the
+  host to PCM on the host, divided by the frames: what a frame takes once a stream runs, codec and Python included.
 * **Codec** (`codec_N_ms`): N frames, codes on the host to PCM on the host, by the decoder that the synthesizer uses.
+* **First PCM**: TTFC of mktts.speech.metrics, of a few words in the streaming layout (`ttfc_ms`), and of a sentence of
+  15 words in the checkpoint's own layout (`ttfc_sentence_ms`). **RTF** (`rtf`): as there.
+* **Text** (`text_tok_s`, `text_tok_s_ten_a_step`): tokens a second of the text model, one and ten a launch.
 * **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
   of 2 000 frames open. The card must be otherwise idle.
+
+`_1p7b` marks the large checkpoint. Peers have the same names behind `upstream_`, `faster_` and `graph_`. Upstream does
+not stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance
+over its frames.
 """
 
 from __future__ import annotations

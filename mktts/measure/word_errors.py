@@ -65,7 +65,7 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
 
 
 def errors_by_sound(said: str, heard: str, sound: Callable[[str], str]) -> int:
-    """Errors between two texts where words of one `sound` are one word: "to" and "two" cannot be told apart."""
+    """Errors between two texts where words of one `sound` are one word: "to" and "two" count as the same."""
     return word_errors([sound(word) for word in words(said)], [sound(word) for word in words(heard)])
 
 

@@ -80,9 +80,9 @@ def bench_here(sections: str, folder: Path) -> dict[str, Any]:
     """
     from mktts.common import write_json
     from mktts.measure.bench.runner import measure
-    from mktts.measure.bench.sections import Settings
+    from mktts.measure.bench.settings import BenchSettings
 
-    found = measure(Settings(samples=50, utterances=3), sections.split(","))
+    found = measure(BenchSettings(samples=50, utterances=3), sections.split(","))
     write_json(folder / "bench.json", found)
     return found
 

@@ -10,16 +10,28 @@ import pytest
 import torch
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import MetricsError
+from mktts.errors import BackendUnavailable, MetricsError
+from mktts.measure.bench.frames import steady_frame_ms, timed_frames
+from mktts.measure.bench.here import measure_load
 from mktts.measure.bench.runner import EXPECTED, measure, run_section, table
-from mktts.measure.bench.sections import SECTIONS, Settings, text_of, timed_frames
+from mktts.measure.bench.sections import SECTIONS
+from mktts.measure.bench.settings import SENTENCE, BenchSettings, text_of
 from mktts.model.backend import Frame
 from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
-SMALL = Settings(
-    checkpoint="random:tiny", device="cpu", frames=4, context=16, around=2, samples=4, utterances=1, peer_utterances=1
+SMALL = BenchSettings(
+    checkpoint="random:tiny",
+    large="random:tiny",
+    text_model="random:tiny",
+    device="cpu",
+    frames=24,
+    context=16,
+    around=2,
+    samples=4,
+    utterances=1,
+    peer_utterances=1,
 )
 
 
@@ -56,7 +68,7 @@ class Counter:
 def test_frames_are_timed_at_the_positions_around_the_context_and_never_in_the_first_stream(ends):
     rows = torch.arange(100)[:, None].expand(-1, 4)
     prompt, backend = Prompt(rows[:9], rows, rows[0], 100), Counter(ends)
-    settings = Settings(context=20, around=3, samples=10)
+    settings = BenchSettings(context=20, around=3, samples=10)
     frames = list(timed_frames(backend, prompt, Sampling(), settings))
     assert [frame.talker_ms for _, frame in frames] == [17, 18, 19, 20, 21, 22, 17, 18, 19, 20]
     assert all(elapsed_ms >= 0 for elapsed_ms, _ in frames)
@@ -73,6 +85,16 @@ def test_the_benchs_text_has_exactly_the_tokens_asked_for(tiny, tokens):
 def test_a_tokenizer_that_never_gives_the_number_is_said():
     with pytest.raises(MetricsError, match="has 12 tokens"):
         text_of(12, lambda text: [0])
+
+
+def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their_frames():
+    chunks = [(1, 10.0), (8, 40.0), (8, 56.0), (8, 88.0), (3, 90.0)]
+    assert steady_frame_ms(chunks) == [2.0, 4.0]
+    assert steady_frame_ms(chunks[:2]) == steady_frame_ms([]) == []
+
+
+def test_the_sentence_has_fifteen_words():
+    assert len(SENTENCE.split()) == 15
 
 
 def program(code: str) -> list[str]:
@@ -98,7 +120,25 @@ def test_a_section_that_hangs_is_stopped_and_keeps_its_figures():
 def test_every_section_is_known_and_every_figure_expected_once():
     assert list(EXPECTED) == list(SECTIONS)
     names = [name for names in EXPECTED.values() for name in names]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 22
+
+
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("ours", "memory", "faster")])
+def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
+    monkeypatch.setattr("mktts.measure.checkpoint_maker._make", lambda kind, source: None)
+    SECTIONS[name](SMALL)
+    figures: dict = {}
+    for line in capsys.readouterr().out.splitlines():
+        figures |= json.loads(line).get("figures", {})
+    assert set(figures) >= set(EXPECTED[name])
+    assert all(figure["median"] > 0 for figure in figures.values() if figure["unit"] != "count")
+
+
+def test_a_process_that_cannot_load_is_reported_by_its_last_message(tiny):
+    with pytest.raises(BackendUnavailable) as caught:
+        measure_load(tiny, "megakernel", "cpu", None)
+    message = str(caught.value)
+    assert message.startswith("loading in a fresh process failed: ") and "[" not in message and "CUDA" in message
 
 
 def test_a_small_run_gives_the_document_and_names_what_is_missing(monkeypatch):
@@ -112,5 +152,7 @@ def test_a_small_run_gives_the_document_and_names_what_is_missing(monkeypatch):
     for figure in document["figures"].values():
         assert {"median", "p95", "n", "unit"} <= set(figure)
     figures = {name: document["figures"][name]["median"] for name in ("frame_ms", "talker_step_ms", "predictor_ms")}
+    assert document["figures"]["frame_with_codec_ms"]["n"] == 1  # chunks of 1, 1, 2, 4, 8, 8
+    assert document["settings"]["sentence"] == SENTENCE and document["settings"]["sentence_tokens"] > 12
     assert figures["frame_ms"] > max(figures["talker_step_ms"], figures["predictor_ms"])
     assert RANDOM_WEIGHTS in table(document)

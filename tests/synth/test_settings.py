@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -83,11 +84,21 @@ def test_representations_say_what_it_is(synth):
     assert repr(stream) == "<Stream: 3 frames, max_frames, seed 1>"
 
 
-def test_everything_exported_exists_and_the_import_is_light():
-    assert all(hasattr(mktts, name) for name in mktts.__all__)
-    code = "import sys, mktts; print(*(name for name in sys.modules if name.startswith('mktts.')))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not [name for name in loaded if "random" in name or "upstream" in name or "kernel" in name]
+def test_everything_exported_exists_where_it_is_said_to_be():
+    assert set(mktts.__all__) == set(mktts._HOME) <= set(dir(mktts))
+    for name, home in mktts._HOME.items():
+        assert getattr(mktts, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no attribute 'synthesiser'"):
+        _ = mktts.synthesiser
+
+
+def test_the_import_is_light_and_loading_a_voice_makes_none():
+    loads = "import sys, mktts; print('torch' in sys.modules); mktts.Synthesizer; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True).stdout
+    first, modules = printed.splitlines()
+    assert first == "False"
+    mine = [name for name in modules.split() if name.startswith("mktts.")]
+    assert not [name for name in mine if "random." in name or "upstream" in name or ".kernel" in name]
 
 
 def test_sampling_errors_are_exported_errors():

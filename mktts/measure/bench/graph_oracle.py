@@ -2,7 +2,7 @@
 
 The talker's cache has a fixed length and a mask; position, history and draws live in static tensors, so that a replay
 needs nothing from the host but the next text row. On the CPU the same code runs eagerly, operator by operator. Used to
-measure against (`mktts bench --peers`), not to speak with: one stream at a time.
+measure against (`python -m mktts bench --peers`), not to speak with: one stream at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, EngineError, PromptError
 from mktts.model.backend import Frame, StartPrompt, check_start
-from mktts.model.cuda_graph import captures
+from mktts.model.cuda_graph import record
 from mktts.model.oracle import TorchBackend
 from mktts.model.qwen3 import LayerWeights, rms_norm, rotate
 from mktts.model.sampling import Choice, Sampling, distribution
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
-
-_WARM_UPS = 3  # eager runs before a capture: handles, workspaces and module loading must not happen inside one
 
 
 @dataclass
@@ -129,21 +127,10 @@ class GraphOracle:
 
         if self.device.type != "cuda":
             return self._advance, codes
-        replays = []
-        with captures(), torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            for part in (self._advance, codes):
-                with torch.cuda.stream(side):
-                    self._position.zero_()
-                    for _ in range(_WARM_UPS):
-                        part()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=side):
-                    part()
-                replays.append(graph.replay)
-            torch.cuda.synchronize()
-        return replays[0], replays[1]
+        with torch.cuda.device(self.device):
+            pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # the two never run at the same time
+            self._position.zero_()
+            return record(self._advance, pool, side), record(codes, pool, side)
 
     def _advance(self) -> None:
         """Talker step over embedding sum and text row; fills `_hidden`."""

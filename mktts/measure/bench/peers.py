@@ -38,12 +38,16 @@ PACKAGES = (
 
 @dataclass
 class Run:
-    """One utterance of a peer, times in ms from the call; `frame_ms` lists (context positions, ms of that frame)."""
+    """One utterance of a peer, times in ms from the call.
+
+    frame_ms: (context positions, ms of that frame), codec left out. chunks: (frames, ms to its PCM on the host).
+    """
 
     audio_s: float = 0.0
     first_pcm_ms: float | None = None
     total_ms: float = 0.0
     frame_ms: list[tuple[int, float]] = field(default_factory=list)
+    chunks: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def rtf(self) -> float:
@@ -100,6 +104,7 @@ class FasterPeer:
             processor = self._model.model.processor
             # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.synth.upstream).
             processor.tokenizer = type(processor.tokenizer).from_pretrained(str(folder))
+        self._prompt_rows: dict[Request, int] = {}
 
     def stream(self, request: Request, sampling: Sampling, seed: int, max_frames: int, chunk_frames: int) -> Run:
         """Chunks of `chunk_frames` frames; a frame's time is its chunk's generation, codec left out, by their clock."""
@@ -110,7 +115,7 @@ class FasterPeer:
                 text=request.text.strip(),
                 speaker=request.speaker,
                 language=request.language,
-                non_streaming_mode=request.layout == "whole",
+                non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
                 max_new_tokens=max_frames,
                 chunk_size=chunk_frames,
                 **_their_choice(sampling),
@@ -118,18 +123,19 @@ class FasterPeer:
                 run.total_ms = 1e3 * (time.perf_counter() - begun_s)
                 run.first_pcm_ms = run.first_pcm_ms or run.total_ms
                 run.audio_s += len(pcm) / rate_hz
+                run.chunks.append((timing["chunk_steps"], run.total_ms))
                 context = self._context(request) + timing["total_steps_so_far"]
                 run.frame_ms.append((context, timing["decode_ms"] / timing["chunk_steps"]))
         return run
 
     def _context(self, request: Request) -> int:
-        """Prompt rows, computed once: role, tags, speaker and first text token."""
-        if not hasattr(self, "_prompt_rows"):
+        """Prompt rows, computed once a request: role, tags, speaker and text."""
+        if request not in self._prompt_rows:
             prepared = self._model._prepare_generation_custom(
-                request.text.strip(), request.language, request.speaker, None, request.layout == "whole"
+                request.text.strip(), request.language, request.speaker, None, request.layout != "streaming"
             )
-            self._prompt_rows = prepared[3].shape[1]
-        return self._prompt_rows
+            self._prompt_rows[request] = prepared[3].shape[1]
+        return self._prompt_rows[request]
 
 
 def _their_choice(sampling: Sampling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m mktts bench --peers`: ours and the peers on one card in one run, every section in a process of its own.
+"""Ours and the peers on one card in one run: every section of mktts.measure.bench.sections in its own process.
 
 A section that fails or runs past its time loses its own figures only: they stand under `missing` with the reason. The
 document is written after every section, so that a run cut short leaves what it measured.
@@ -6,7 +6,6 @@ document is written after every section, so that a run cut short leaves what it 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,93 +13,56 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import python_path, write_json
-from mktts.errors import MetricsError
+from mktts.common import python_path
 from mktts.measure.bench.peers import PACKAGES
-from mktts.measure.bench.sections import SECTIONS, Settings, command
+from mktts.measure.bench.settings import BenchSettings
 from mktts.measure.environment import head, versions
 
 # What each section must give. Others may come with them.
 EXPECTED = {
     "prepare": (),
-    "ours": ("talker_step_ms", "predictor_ms", "frame_ms", "ttfc_ms", "rtf"),
+    "ours": (
+        "talker_step_ms",
+        "predictor_ms",
+        "frame_ms",
+        "ttfc_ms",
+        "ttfc_sentence_ms",
+        "rtf",
+        "frame_with_codec_ms",
+    ),
     "codec": ("codec_1_ms", "codec_8_ms"),
     "overlap": (),
     "graph": ("graph_frame_ms",),
     "memory": ("peak_gpu_mb",),
     "text": ("text_tok_s",),
     "large": ("frame_1p7b_ms", "ttfc_1p7b_ms"),
-    "faster": ("faster_frame_ms", "faster_ttfc_ms", "faster_rtf"),
-    "upstream": ("upstream_frame_ms", "upstream_rtf"),
+    "faster": (
+        "faster_frame_ms",
+        "faster_ttfc_ms",
+        "faster_ttfc_sentence_ms",
+        "faster_rtf",
+        "faster_frame_with_codec_ms",
+    ),
+    "upstream": ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms"),
 }
-CHECKPOINT = "random:0.6b"
-LARGE = "random:1.7b"
 TIMEOUT_S = 180.0
 _TAIL_LINES = 12  # of a failed section's messages
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("side by side with the peers")
-    group.add_argument("--peers", action="store_true", help="ours, upstream, faster-qwen3-tts, and ours as CUDA graphs")
-    group.add_argument("--output", type=Path, metavar="FILE", help="also write the document there (any bench)")
-    group.add_argument(
-        "--large", default=LARGE, metavar="CHECKPOINT", help="for the 1.7B figures (default: %(default)s)"
-    )
-    group.add_argument(
-        "--text-model",
-        default=Settings.text_model,
-        metavar="CHECKPOINT",
-        help="Qwen3 text model (default: %(default)s)",
-    )
-    group.add_argument("--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)}")
-    group.add_argument(
-        "--section-timeout",
-        type=float,
-        default=TIMEOUT_S,
-        metavar="SECONDS",
-        help="of a section (default: %(default)s)",
-    )
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Runs the sections and prints a table, then one line of JSON. 0 where no expected figure is missing, else 1."""
-    sections = arguments.only.split(",") if arguments.only else list(SECTIONS)
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        raise MetricsError(f"--only names sections of {list(SECTIONS)}, found {unknown}")
-    settings = replace(
-        Settings(),
-        checkpoint=arguments.checkpoint,
-        revision=arguments.revision,
-        large=arguments.large,
-        text_model=arguments.text_model,
-        backend=arguments.backend,
-        device=arguments.device,
-    )
-
-    def store(document: dict[str, Any]) -> None:
-        if arguments.output:
-            write_json(arguments.output, document)
-
-    document = measure(settings, sections, arguments.section_timeout, store)
-    if not arguments.json_only:
-        print(table(document))
-    print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
-    return 1 if document["missing"] else 0
-
-
 def measure(
-    settings: Settings,
+    settings: BenchSettings,
     sections: list[str],
     timeout_s: float = TIMEOUT_S,
     store: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """The document: device, driver, torch, revision, date, figures, missing, settings, packages, sections."""
+    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
+
+    `store` gets it after every section. Figures that EXPECTED names and nobody gave stand under `missing`.
+    """
     document: dict[str, Any] = {
         **head(settings.device),
         "figures": {},
@@ -111,7 +73,7 @@ def measure(
     }
     for section in sections:
         begun_s = time.perf_counter()
-        figures, notes, reason = run_section(command(section, settings), timeout_s)
+        figures, notes, reason = run_section(program(section, settings), timeout_s)
         document["figures"] |= figures
         document["settings"] |= notes
         for name in EXPECTED[section]:
@@ -120,6 +82,11 @@ def measure(
         document["sections"][section] = {"seconds": time.perf_counter() - begun_s, "error": reason}
         store(document)
     return document
+
+
+def program(section: str, settings: BenchSettings) -> list[str]:
+    """The words of the process that measures `section`."""
+    return [sys.executable, "-m", "mktts.measure.bench.sections", section, json.dumps(asdict(settings))]
 
 
 def run_section(words: list[str], timeout_s: float) -> tuple[dict[str, Any], dict[str, Any], str | None]:
