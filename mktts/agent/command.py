@@ -139,7 +139,7 @@ def _scripted(settings: AgentSettings, wav: Path) -> int:
     from mktts.agent.scripted import converse
 
     talk = asyncio.run(converse(settings, wav=wav))
-    print(talk.to_json())
+    print(json.dumps(talk.document()))
     _close_voice()
     return 0
 

@@ -51,7 +51,7 @@ _CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces
 
 @dataclass(frozen=True)
 class Conversation:
-    """One pipeline, from its building to its end. `context` holds what was said, and of the bot what was heard."""
+    """One pipeline, from its building to its end. `context` holds what the user said and what was heard of the bot."""
 
     settings: AgentSettings
     worker: PipelineWorker
@@ -79,7 +79,7 @@ class Conversation:
             await self.worker.queue_frame(TTSSpeakFrame(self.settings.greeting))
 
     async def end(self) -> None:
-        """Ends it once everything before has been said."""
+        """Ends it once everything queued has been said."""
         await self.worker.queue_frame(EndFrame())
 
 

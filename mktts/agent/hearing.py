@@ -1,4 +1,4 @@
-"""What a recogniser hears of the bot, against what the bot said: a conversation's own measure of its voice."""
+"""What a recogniser hears of the bot, against what the bot said: how well a conversation's voice is understood."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HeardBack:
 def hear_back(turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray) -> tuple[HeardBack, ...]:
     """Each reply of a recorded conversation, `user` and `bot` (S,) float32 at 24 kHz on one clock.
 
-    The recogniser is pocketsphinx, told which words were said and nothing of their order. Raises AgentError where the
+    The recogniser is pocketsphinx; it knows which words were said, not their order. Raises AgentError where the
     recording does not have as many user turns as `turns`, BackendUnavailable without pocketsphinx.
     """
     replies = between(user, bot)
@@ -51,7 +51,7 @@ def hear_back(turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray) -
 def word_error_rate(found: Sequence[HeardBack]) -> float | None:
     """Of the replies that were said to their end; None where there is none.
 
-    Where an interrupted reply was cut is known by the word only as well as its timestamps are.
+    Where an interrupted reply was cut is known only as exactly as the times of its words.
     """
     whole = [reply for reply in found if not reply.interrupted]
     said = sum(reply.words for reply in whole)

@@ -100,8 +100,8 @@ class _Turn:
 class LatencyObserver(BaseObserver):
     """Collects a `TurnLatency` for every turn of the user that the bot answers.
 
-    As Pipecat's own `UserBotLatencyObserver`, but with all four times of a turn and the time to silence. What lies
-    between the output and the user's ear is not in it.
+    As Pipecat's `UserBotLatencyObserver`, but with all four times of a turn and the time to silence. The way from the
+    output to the user's ear is not included.
     """
 
     def __init__(self, **kwargs: object) -> None:

@@ -5,7 +5,7 @@
     agent.stop()
 
 The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its
-standard input is a pipe from here, and it ends itself where that is closed.
+standard input is a pipe from here, and the child exits when that closes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LiveAgent:
         return self._process.poll() is None
 
     def config(self) -> dict[str, Any]:
-        """What the page is told: ears, mind, voice, rates. Raises AgentError where the agent does not answer."""
+        """What the page is given: ears, mind, voice, rates. Raises AgentError where the agent does not answer."""
         address = urllib.parse.urljoin(self.url, "agent/config?" + urllib.parse.urlsplit(self.url).query)
         try:
             with urllib.request.urlopen(address, timeout=_ASK_WAIT_S) as answer:
@@ -62,7 +62,7 @@ class LiveAgent:
         return IFrame(self.url, width="100%", height=height, extras=['allow="microphone; autoplay"'])
 
     def stop(self) -> None:
-        """Ends conversations and process; again is harmless."""
+        """Ends conversations and process; may be called again."""
         self._end()
 
 
@@ -78,7 +78,7 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
         if value:
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [f"{flag}={value}"]
-    key = secrets.token_urlsafe(16)  # others on this machine reach the port, too
+    key = secrets.token_urlsafe(16)  # others on this machine can reach the port
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     process = subprocess.Popen(
         [sys.executable, "-m", "mktts", "agent", *words],
@@ -100,7 +100,7 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
 
 
 def _handshake(process: subprocess.Popen, wait_s: float) -> str:
-    """The address that the child tells once it serves. Raises AgentError for an end, another line or none."""
+    """The address that the child prints once it serves. Raises AgentError where it prints none."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)
     reader.start()

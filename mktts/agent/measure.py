@@ -1,7 +1,7 @@
 """`python -m mktts agent measure`: how long the voice takes inside Pipecat, beside what its engine takes alone.
 
 `engine_ttfc_ms` is `mktts.speech.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first
-byte that the service reports to Pipecat for the same sentences, through a pipeline of its own. The last part is the
+byte that the service reports to Pipecat for the same sentences, through a separate pipeline. The last part is the
 scripted conversation of `mktts.agent.scripted`, in real time.
 """
 
@@ -37,12 +37,12 @@ from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
 _FRAMES = 25  # of an utterance, two seconds: only its beginning is measured
-_PAUSE_S = 0.05  # between utterances, so that none begins behind another's end
+_PAUSE_S = 0.05  # between utterances, so that none waits for the one before
 _LIMIT_S = 30.0
 
 
 class _Ear(FrameProcessor):
-    """Behind the voice: its times to first byte, and how many utterances have ended."""
+    """After the voice in the pipeline: its times to first byte, and the end of each utterance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ async def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[
         "backend": voice.backend_name,
         "checkpoint": settings.checkpoint,
         "figures": {name: {**percentiles(values), "unit": "ms"} for name, values in figures.items()},
-        "conversation": None if talk is None else json.loads(talk.to_json()),
+        "conversation": None if talk is None else talk.document(),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a page is told beside the audio: captions, who is speaking, latencies. The same over WebSocket and WebRTC."""
+"""What a page receives beside the audio: captions, who is speaking, latencies. The same over WebSocket and WebRTC."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class PageMessages(BaseObserver):
         self._send = send
         self._output = output
         self._user = self._bot = "silent"
-        self._told: tuple[str, str] | None = None
+        self._state_sent: tuple[str, str] | None = None
         self._turn = 0
         self._heard: list[TextPartForConcatenation] = []
         self._written = ""
 
-    async def tell_latency(self, turn: TurnLatency) -> None:
+    async def send_latency(self, turn: TurnLatency) -> None:
         """Send a turn's latencies.
 
         Args:
@@ -107,8 +107,8 @@ class PageMessages(BaseObserver):
 
     async def _state(self, user: str | None = None, bot: str | None = None) -> None:
         self._user, self._bot = user or self._user, bot or self._bot
-        if self._told != (self._user, self._bot):
-            self._told = (self._user, self._bot)
+        if self._state_sent != (self._user, self._bot):
+            self._state_sent = (self._user, self._bot)
             await self._send({"type": "state", "user": self._user, "bot": self._bot})
 
     async def _caption(self, *, final: bool, interrupted: bool = False) -> None:

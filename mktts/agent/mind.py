@@ -22,7 +22,7 @@ from pipecat.services.settings import LLMSettings
 from mktts.agent import intents
 from mktts.agent.settings import AgentSettings
 
-_TOKENS_PER_S = 50.0  # a small model on a desktop; the rest of the pipeline is to be seen as behind a real one
+_TOKENS_PER_S = 50.0  # a small model on a desktop; so that the rest of the pipeline runs as it would behind a real one
 
 
 def make_mind(settings: AgentSettings) -> LLMService:
@@ -31,7 +31,7 @@ def make_mind(settings: AgentSettings) -> LLMService:
         from pipecat.services.openai.llm import OpenAILLMService
 
         return OpenAILLMService(
-            api_key=settings.openai_key or "none",  # a server of one's own asks for none, the client for any
+            api_key=settings.openai_key or "none",  # a local server wants no key, but OpenAI's client demands one
             base_url=settings.openai_url,
             settings=OpenAILLMService.Settings(model=settings.openai_model, system_instruction=settings.instructions),
         )

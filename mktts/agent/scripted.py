@@ -1,7 +1,7 @@
 """A conversation without a person: recorded user speech in, in real time; latencies and a stereo file out.
 
-With random weights what the bot plays is noise, as long as speech of its words would be. The conversation is one all
-the same: the user's recordings are speech, and what the bot says is known as text.
+With random weights what the bot plays is noise, as long as speech of its words would be. It is a conversation all
+the same: the user's recordings are speech, and the bot's text is known.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Talk:
         """The latencies as text."""
         return table(self.turns)
 
-    def to_json(self) -> str:
-        """Everything but the audio, in one line."""
+    def document(self) -> dict[str, Any]:
+        """Everything but the audio, as JSON has it."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
         found |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
-        return json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str)
+        return json.loads(json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str))
 
 
 async def converse(

@@ -1,4 +1,4 @@
-"""The conversations of one server: each over a transport of its own, all with the same voice."""
+"""The conversations of one server: each over its own transport, all with the same voice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Sessions:
             build, transport, self.settings, observers=[page, hello], idle_timeout_s=_IDLE_S
         )
         hello.conversation = conversation
-        conversation.latency.on_turn = page.tell_latency
+        conversation.latency.on_turn = page.send_latency
 
         @transport.event_handler("on_client_connected")
         async def connected(*_: Any) -> None:

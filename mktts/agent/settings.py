@@ -92,7 +92,7 @@ class AgentSettings:
 
 
 def from_environment(environment: Mapping[str, str] | None = None, **changes: Any) -> AgentSettings:
-    """The settings that the environment's variables stand for; `changes` that are not None go before them.
+    """The settings that the environment's variables stand for; `changes` that are not None override them.
 
     DEEPGRAM_API_KEY chooses the ears; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape, the
     mind, and OPENAI_MODEL its model; MKTTS_CHECKPOINT and MKTTS_VOICE the voice.

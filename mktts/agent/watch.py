@@ -21,7 +21,7 @@ from mktts.pipecat import MkttsTTSService
 
 
 class Watch(BaseObserver):
-    """Follows a pipeline for whoever holds a conversation with it.
+    """Follows a pipeline on behalf of whoever converses with it.
 
     started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to. error: the last one.
     stale_frames: audio that left the voice after the interruption of its utterance.
@@ -96,4 +96,4 @@ class Watch(BaseObserver):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise AgentError(f"waited {limit_s:g} s for {what}, in vain") from None
+            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None

@@ -46,7 +46,7 @@ def create_app(
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    lets in whoever reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
+    lets in anyone who reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
     origins: of web pages from elsewhere that may use it. transport: what the page offers first.
     Raises what loading the voice raises, and AgentError where a package of the ears or of "webrtc" is missing.
     """
@@ -122,8 +122,8 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 class _AgentGate:
-    """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so that the key may
-    come in the query, too; no log of ours has the query in it."""
+    """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so the key may come
+    in the query as well; none of our logs contains the query."""
 
     def __init__(self, app: Any, api_key: str | None, origins: Collection[str]) -> None:
         self._open = app

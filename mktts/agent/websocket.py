@@ -35,7 +35,7 @@ _BYTES = 2
 
 
 class PcmSerializer(FrameSerializer):
-    """Frames as the page has them. Keeps whether the page is muted, and hears silence meanwhile."""
+    """Frames as the page has them. Keeps whether the page is muted, and hears silence while it is."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Initialize the serializer.

@@ -78,7 +78,7 @@ class Receiver(Protocol):
 
 
 class Connection:
-    """Belongs to one event loop. `on_end` is called once, when nothing can be said over it any more.
+    """Belongs to one event loop. `on_end` is called once, when it can carry nothing more.
 
     The server answers utterances in the order of their starts, each up to its `finished` or `error`. One that is
     cancelled is still answered: the next may start, and what comes before its turn is dropped.

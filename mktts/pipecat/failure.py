@@ -26,7 +26,7 @@ _OF_THE_SETTINGS = (PromptError, VoiceError, SamplingError, OptionsError)  # unt
 class SpeechFailedFrame(ErrorFrame):
     """An utterance that ended before its text did.
 
-    It travels through the audio context, behind everything that was said, so that what follows it was not.
+    It travels through the audio context after everything that was spoken; what follows it was not spoken.
 
     Parameters:
         context_id: The audio context whose text was not all spoken.

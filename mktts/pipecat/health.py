@@ -39,8 +39,8 @@ def _ask(url: str, timeout_s: float) -> ServerHealth:
                 body = answer.read(_MAX_BYTES)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
-                raise AccessError(f"{url} answers {error.code}: nobody may ask from here") from None
-            if error.code != 503:  # with which an unhealthy server tells the same
+                raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
+            if error.code != 503:  # an unhealthy server's status, with the same body
                 raise
             body = error.read(_MAX_BYTES)
         return _parse(json.loads(body))

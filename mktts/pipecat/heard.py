@@ -36,7 +36,7 @@ class HeardWordsTTSService(TTSService):
         if self.audio_context_available(context_id):
             self._origins_s.setdefault(context_id, begin_s)
 
-    async def _tell_words(self, utterance: Utterance, context_id: str) -> None:
+    async def _push_words(self, utterance: Utterance, context_id: str) -> None:
         """Queues the words of `utterance` that may soon be heard; all of them when its audio is complete."""
         heard = utterance.heard
         if heard.begin_s is None:

@@ -22,7 +22,7 @@ _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 class RemoteSource:
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
-    A connection carries one utterance at a time, so that each service gets one of its own. One that is lost is
+    A connection carries one utterance at a time, so each service gets its own. One that is lost is
     replaced at the next utterance; what it was speaking ends with EngineError, and is not tried again. Errors are
     those of a source in the same process, and also BusyError and AccessError. Belongs to one event loop at a time.
 

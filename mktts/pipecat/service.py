@@ -265,7 +265,7 @@ class MkttsTTSService(HeardWordsTTSService):
                     if audio:
                         await self.stop_ttfb_metrics()
                         yield self._frame(audio, context_id)
-                    await self._tell_words(utterance, context_id)
+                    await self._push_words(utterance, context_id)
                 rest = await converter.finish()
                 if rest:
                     await self.stop_ttfb_metrics()
@@ -276,11 +276,11 @@ class MkttsTTSService(HeardWordsTTSService):
                 self._hear(utterance, _GUARD_S, context_id)
                 yield self._frame(silence(_GUARD_S, self.sample_rate), context_id)
             utterance.over = True
-            await self._tell_words(utterance, context_id)
+            await self._push_words(utterance, context_id)
         except Exception as error:
             await self.cancel_ttfb_metrics()
             utterance.over = utterance.cut_short = True
-            await self._tell_words(utterance, context_id)
+            await self._push_words(utterance, context_id)
             failed = speech_failed(error, context_id)
             if failed.permanent:  # at once, not when the frame has its turn: no more text may reach the engine
                 await self.set_usable(False)

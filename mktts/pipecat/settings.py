@@ -13,7 +13,7 @@ from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import Style
 
-AUTO = "auto"  # the model tells the language from the text
+AUTO = "auto"  # the model infers the language from the text
 _NAMES = {
     "zh": "chinese",
     "cmn": "chinese",
@@ -63,5 +63,5 @@ def language_name(language: Language) -> str:
     """The model's name of a language, regional variants included; "auto" for one that the model was not trained on."""
     name = _NAMES.get(str(language).split("-")[0].lower())
     if name is None:
-        logger.warning(f"Qwen3-TTS has no language {language}: it is left to the model to tell it from the text")
+        logger.warning(f"Qwen3-TTS has no language {language}: the model infers one from the text")
     return name or AUTO

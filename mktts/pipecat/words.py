@@ -21,7 +21,7 @@ _UNITS_OF_A_WIDE = 3.75
 _LEARNED = 0.3  # the share of the newest utterance in the pace
 _FASTEST, _SLOWEST = 0.5, 2.0  # of the usual pace; what is outside was no speech
 _MEASURED_UNITS = 20  # shorter utterances are mostly pauses
-_AHEAD_S = 1.0  # words are told this long before they are heard: the next chance comes with the next chunk
+_AHEAD_S = 1.0  # words are pushed this long before they are heard: the next chance comes with the next chunk
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class WordTimes:
         self.units = 0.0  # of all words so far
         self._pace = pace
         self._unfinished = ""  # the last word of the text so far: more letters or marks may follow
-        self._untold: list[Word] = []
-        self._told_s = 0.0  # where the first untold word is expected
+        self._left: list[Word] = []
+        self._pushed_s = 0.0  # where the first word that is left is expected
 
     def feed(self, text: str, made_s: float = 0.0) -> None:
         """Adds text, when `made_s` of audio exist already: none of them says any of it."""
-        if not self._untold and not self._unfinished:
-            self._told_s = max(self._told_s, made_s)
+        if not self._left and not self._unfinished:
+            self._pushed_s = max(self._pushed_s, made_s)
         text = self._unfinished + text
         words = split_words(text)
         self._unfinished = text[text.rindex(words[-1].text) :] if words else text
@@ -102,28 +102,28 @@ class WordTimes:
         self._unfinished = ""
 
     def due(self, made_s: float, heard_s: float) -> list[tuple[Word, float]]:
-        """Words to tell now, of an utterance of which `made_s` exist and at most `heard_s` have been heard."""
+        """Words to push now, of an utterance of which `made_s` exist and at most `heard_s` have been heard."""
         due = []
-        while self._untold and self._told_s < min(made_s, heard_s + _AHEAD_S):
-            word = self._untold.pop(0)
-            due.append((word, self._told_s))
-            self._told_s += word.units * self._pace.s_per_unit
+        while self._left and self._pushed_s < min(made_s, heard_s + _AHEAD_S):
+            word = self._left.pop(0)
+            due.append((word, self._pushed_s))
+            self._pushed_s += word.units * self._pace.s_per_unit
         return due
 
     def rest(self, made_s: float) -> list[tuple[Word, float]]:
-        """All words not told yet, over the audio that is left of `made_s`, now that all of it exists."""
-        units = sum(word.units for word in self._untold)
-        begin_s = min(self._told_s, made_s)
+        """All words not pushed yet, over the audio that is left of `made_s`, now that all of it exists."""
+        units = sum(word.units for word in self._left)
+        begin_s = min(self._pushed_s, made_s)
         rest = []
-        for word in self._untold:
+        for word in self._left:
             rest.append((word, begin_s))
-            begin_s += word.units / units * (made_s - min(self._told_s, made_s))
-        self._untold = []
+            begin_s += word.units / units * (made_s - min(self._pushed_s, made_s))
+        self._left = []
         self._pace.learn(self.units, made_s)
         return rest
 
     def _take(self, words: list[Word]) -> None:
-        self._untold += words
+        self._left += words
         self.units += sum(word.units for word in words)
 
 

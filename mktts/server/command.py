@@ -105,5 +105,5 @@ def read_voices(words: list[str]) -> dict[str, Voice]:
 
 
 def _name(checkpoint: str) -> str:
-    """What to call it in public: a folder's place on this machine is nobody's business."""
+    """Its public name: clients need not know where a folder lies on this machine."""
     return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint

@@ -15,7 +15,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 TITLE = "mktts"
 DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
-**Finish reason.** A response says in `X-Request-Id` under which id `GET /tts/stream/{{id}}` tells how its stream ended:
+**Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
 `eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
 record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
 
@@ -104,7 +104,7 @@ def _only_description(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_impossible(document: dict[str, Any]) -> None:
-    """FastAPI gives every operation with parameters a 422 of its own shape; here some have none."""
+    """FastAPI documents a 422 in its own shape for every operation with parameters; here some have none."""
     for operations in document["paths"].values():
         for operation in operations.values():
             answer = operation["responses"].get("422", {}).get("content", {}).get("application/json", {})

@@ -19,7 +19,7 @@ class Gate:
 
     api_key: None lets everyone in; such a server must listen on loopback only (`refuse_open_address` sees to it).
     origins: of web pages that may use the server, as the browser writes them. Pages served from loopback may use a
-        server without a key; any other page could otherwise speak through the browser of whoever opens it, because
+        server without a key; any other page could otherwise speak through the browser of anyone who opens it, because
         neither WebSocket nor a plain POST waits for CORS.
     on_refusal: called with the code of each refusal.
     """
@@ -106,7 +106,7 @@ async def _refuse(problem: Problem, scope: Any, receive: Any, send: Any) -> None
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # equal lengths: the comparison does not tell that of the key
+    return hashlib.sha256(key).digest()  # of equal length: how long the comparison takes says nothing about the key's
 
 
 def _header(scope: Any, name: bytes) -> str | None:

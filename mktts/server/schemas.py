@@ -29,9 +29,7 @@ class Manner(StrictModel):
     language: str = Field("auto", description="auto, or a language of the checkpoint")
     speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
     instruct: str | None = Field(None, min_length=1, description="how to say it; what the voice is like (voice_design)")
-    seed: int | None = Field(
-        None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed tells the one drawn"
-    )
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed has the one drawn")
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     greedy: bool | None = Field(

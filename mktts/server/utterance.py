@@ -62,7 +62,7 @@ class Utterance:
         self._started_s = time.perf_counter()
 
     def fail(self, problem: Problem) -> None:
-        """Ends the generation for a reason that the client is told."""
+        """Ends the generation for a reason that the client receives."""
         self.problem = self.problem or problem
         self.close()
 

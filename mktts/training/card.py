@@ -21,8 +21,8 @@ pipeline_tag: text-to-speech
 # The small voice
 
 A Qwen3-TTS checkpoint of {params:.1f} million parameters that speaks English with three voices ({speakers}) on any
-machine. Same classes, tensor names and prompt layouts as the released 12 Hz CustomVoice models, so mktts and qwen-tts
-load it alike; only the dimensions are small, and the weights were trained here, from nothing.
+machine. Same classes, tensor names and prompt layouts as the released 12 Hz CustomVoice models, so both mktts and
+qwen-tts load it; only the dimensions are small, and the weights were trained here, from nothing.
 
 ```sh
 python -m mktts say "Good morning." -o morning.wav --checkpoint small --speaker {speaker}

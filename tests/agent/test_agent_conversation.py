@@ -5,7 +5,6 @@ Random weights: the bot's voice is noise; its text is known.
 
 from __future__ import annotations
 
-import json
 import wave
 
 import numpy as np
@@ -79,5 +78,5 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
 
     assert talk.random_weights and any("noise" in line for line in lines)
     assert any(line.startswith("ears: pocketsphinx") for line in lines)
-    told = json.loads(talk.to_json())
+    told = talk.document()
     assert told["turns"][1]["silence_ms"] == stop.silence_ms and "user" not in told

@@ -1,6 +1,6 @@
 """Residual vector quantisation, 1 + 15 books: each book quantises what the books before it left over.
 
-As in the released codec, the first book has an output projection of its own, and the other fifteen share one.
+As in the released codec, the first book has its own output projection, and the other fifteen share one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Chain(nn.Module):
 class SplitQuantizer(nn.Module):
     """The first book beside a chain of the others; their outputs are added.
 
-    Distances are measured among the analysis' components, whose errors count alike. The decoder is given the same
+    Distances are measured among the analysis' components, whose errors count equally. The decoder is given the same
     vectors with smaller differences between large and small components (`gain`).
     """
 

@@ -162,13 +162,15 @@ class CodecTrainer:
         for name, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.codec.sizes))):
             if state[name] != ours:
                 found = {key: value for key, value in state[name].items() if ours.get(key) != value}
-                raise CheckpointError(f"{path}: expected the {name} of this run, found {found}: start it alike")
+                raise CheckpointError(
+                    f"{path}: expected the {name} of this run, found {found}: take the same settings, or another --out"
+                )
         ours = self.codec.fitted_parts()
         others = [name for name in ours if not torch.equal(state["codec"][name], ours[name])]
         if others:  # the codes would be of the one codec, the decoder of the other
             raise CheckpointError(
                 f"{path}: expected the fitted codec of this run (--codec), found another in {', '.join(others)}: "
-                "name the file that the state began with, or give the new codec a folder of its own (--out)"
+                "name the file that the state began with, or give the new codec another folder (--out)"
             )
         for name in _SAVED:
             getattr(self, name).load_state_dict(state[name])

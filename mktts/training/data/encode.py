@@ -26,7 +26,7 @@ from mktts.training.data.codec_data import read_shard, shard_paths
 def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[np.ndarray]:
     """int16 clips (n,) -> codes (ceil(n / samples per frame), 16) uint8 each, on the codec's device.
 
-    Clips of like length share a batch. Behind a clip there are zeros, as behind the last window of a clip alone.
+    Clips of similar length share a batch. A clip is followed by zeros, as the last window of a single clip is.
     """
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]

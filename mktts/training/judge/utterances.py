@@ -1,4 +1,4 @@
-"""One sentence spoken by teacher and student and measured, in a process of its own where there are several."""
+"""One sentence spoken by teacher and student, and measured; several processes share many sentences."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.checkpoint.tensors import TensorSpec, check, expected_tensors
-from mktts.common import write_json
+from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
 from mktts.training.talker.sizes import TalkerSizes, config_files
@@ -48,7 +47,7 @@ def write_checkpoint(
     stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     found = {name: TensorSpec(tuple(t.shape), (_DTYPE_NAMES[dtype],)) for name, t in stored.items()}
     check(found, expected_tensors(config), "trained tensors")
-    codes = json.loads((codec / "config.json").read_text(encoding="utf-8"))["decoder_config"]["codebook_size"]
+    codes = read_object(codec / "config.json")["decoder_config"]["codebook_size"]
     if codes != config.predictor.vocab_size:
         raise CheckpointError(
             f"{codec}: expected codebooks of {config.predictor.vocab_size}, as the talker has, found {codes}: "

@@ -45,7 +45,7 @@ class TalkerSizes:
 
     @property
     def shift(self) -> int:
-        """What control ids move down by: they keep their place behind the codes."""
+        """How far control ids move down: they still follow the codes."""
         return CODEBOOK_SIZE - self.codebook_size
 
 

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: thousands of small kernels a step, that the host cannot launch as fast as they run."""
+"""Training steps as CUDA graphs: a step is thousands of small kernels, which run faster than the host launches them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepGraphs:
 
     A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
     reads (a learning rate is a tensor). Random numbers come from the device's default generator, which may be seeded
-    between steps. On the CPU nothing is recorded, all else is alike.
+    between steps. On the CPU nothing is recorded; the rest is the same.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A byte-level BPE of the small voice's own, in the Hub's files and cut as Qwen cuts text.
+"""The small voice's byte-level BPE, in the Hub's files, splitting text as Qwen does.
 
 The special tokens follow vocab.json directly, in the released order; only the vocabulary before them is smaller.
 """
@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
 from mktts.checkpoint.random.tokenizer import SPECIAL_START, SPECIALS, tokenizer_config
-from mktts.common import write_json
+from mktts.common import read_object, write_json
 from mktts.model.tokenizer import SPLIT_PATTERN, byte_symbols
 
 _WHOLE = ("assistant", "user")  # roles that a prompt takes as one token
@@ -26,7 +26,7 @@ _ROWS = 64  # the text table is padded to a multiple of this
 def train_tokenizer(folder: Path, sentences: Iterable[str], merges: int) -> dict[str, int]:
     """Writes vocab.json, merges.txt and tokenizer_config.json; the ids that `config_files` needs.
 
-    merges: learnt ones; the role words may add a few behind them, where they change nothing else of note.
+    merges: how many are learnt; the role words may add a few after them, which hardly any other word meets.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = NFC()
@@ -57,7 +57,7 @@ def train_tokenizer(folder: Path, sentences: Iterable[str], merges: int) -> dict
 
 def text_ids(folder: Path) -> dict[str, int]:
     """Special token and "assistant" -> id; "" -> rows of the text table."""
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary = read_object(folder / "vocab.json")
     ids = {token: len(vocabulary) + i for i, token in enumerate(SPECIALS)}
     rows = -(-(len(vocabulary) + len(SPECIALS)) // _ROWS) * _ROWS
     return ids | {"assistant": vocabulary["assistant"], "": rows}
