@@ -4,5 +4,6 @@
   belong to; machine: what that machine can do
 * bench: timings, beside the peers'; parity: proofs against independent truths
 * inspection: what is in a checkpoint; checkpoint_maker: random ones made in child processes
+* tables: values as tables show them
 * recogniser, word_errors: what was understood; tracks: when each side of a conversation sounds
 """

@@ -52,7 +52,7 @@ class Counter:
 
     def start(self, prompt, sampling, seed, max_frames) -> Stream:
         self.started += 1
-        return Stream(len(prompt), max_frames)
+        return Stream(len(prompt.embeds), max_frames)
 
     def step(self, state: Stream, text) -> Frame:
         assert (text is None) == (state.frames == 0) and state.frames < state.max_frames

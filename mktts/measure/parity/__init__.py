@@ -2,7 +2,7 @@
 
 * command: `python -m mktts parity`; sections: its parts; document: its file; budget: its minutes
 * upstream: prompts and codes against qwen-tts, on the CPU
-* codec: two decodings of the same codes
+* codec: two decodings of the same codes; serving_codec: how far the codec of a CUDA device is from fp32
 * kernel: the megakernel against fp32, next to bf16 PyTorch; text: the same of the text decoder; probe: how both look
   inside a frame
 """
