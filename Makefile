@@ -19,7 +19,6 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 NOTEBOOKS := notebooks/*.ipynb
-MODULES = $(sort $(subst /,.,$(patsubst %/__init__,%,$(basename $(shell find mktts -name '[!_]*.py' -o -name __init__.py)))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-slow lab lint format docs bench clean-nb reference
@@ -61,11 +60,11 @@ lab: $(STAMP) ## JupyterLab on the notebooks
 bench: $(STAMP) ## timings: a table, then one JSON line
 	$(BIN)/python -m mktts bench $(BENCH_ARGS)
 
-# The first page lists every module instead of going to that of `mktts`; the kernels in Triton need a CUDA PyTorch.
+# The first page lists every module instead of going to that of `mktts`.
 docs: $(STAMP) ## the pages of the library, from its docstrings: outputs/docs/index.html
 	@mkdir -p outputs/docs
 	@echo '{% set root_module_name = false %}{% extends "default/index.html.jinja2" %}' > outputs/docs/index.html.jinja2
-	$(BIN)/python -W ignore -m pdoc $(MODULES) '!mktts.codec.fused_kernels' -t outputs/docs -o outputs/docs
+	$(BIN)/python -W ignore -m pdoc $$($(BIN)/python -W ignore tests/documented.py) -t outputs/docs -o outputs/docs
 
 lint: $(STAMP) ## ruff over Python files and notebooks
 	$(BIN)/python -m ruff check .

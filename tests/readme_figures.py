@@ -1,7 +1,8 @@
-"""The README's measured figures: each is a link whose target says where the number was recorded.
+"""The README's measured figures: where each was recorded stands in a comment behind it, which no reader sees.
 
-`[41.3 ms](outputs/reference/bench.json#figures.ttfc_ms.median)`. Run as a program, this file rewrites the numbers in
-README.md, with the decimals they have there, from the files they point to.
+`41.3 ms<!-- figure: outputs/reference/bench.json#figures.ttfc_ms.median -->`, and the table of speed whole, between
+`<!-- speed: outputs/reference/h200/bench_quiet_host.json -->` and `<!-- end of speed -->`. Run as a program, this file
+rewrites both in README.md from the files they name; a number keeps the decimals that it has there.
 """
 
 from __future__ import annotations
@@ -9,22 +10,91 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+from mktts.spec import FRAME_MS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-FIGURE = re.compile(r"\[([\d.,]+)( ?\w*)\]\((outputs/reference/[^)#\s]+\.json)#([\w.]+)\)")
+FIGURE = re.compile(r"([\d.,]+)( [A-Za-z]+)?<!-- figure: (outputs/reference/[^#\s]+\.json)#([\w.]+) -->")
+SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end of speed -->", re.DOTALL)
 DIVISORS = {"GB": 1e9, "MB": 1e6}  # any other unit is written as it is recorded
+
+# Row of the table -> (suffix of the three engines' figures in the bench's document, what makes it ms).
+ROWS = {
+    "codes of a frame": ("frame_ms", 1.0),
+    "frame with codec": ("rtf", FRAME_MS),  # the real-time factor of whole utterances: compute time / time of audio
+    "first PCM of three words": ("ttfc_ms", 1.0),
+    "first PCM of a sentence": ("ttfc_sentence_ms", 1.0),
+}
+ENGINES = {"mktts": "", "faster-qwen3-tts": "faster_", "qwen-tts": "upstream_"}
+DOES_NOT_STREAM = "qwen-tts"
+_ENOUGH_FOR_P95 = 10
 
 
 def renew(match: re.Match[str]) -> str:
-    """The link with its number as the file has it now."""
+    """The figure as the file has it now, with the comment."""
     number, unit, name, keys = match.groups()
-    value = json.loads((ROOT / name).read_text(encoding="utf-8"))
+    value = _document(name)
     for key in keys.split("."):
         value = value[key]
     decimals = len(number.partition(".")[2])
-    return f"[{value / DIVISORS.get(unit.strip(), 1):,.{decimals}f}{unit}]({name}#{keys})"
+    written = f"{value / DIVISORS.get((unit or '').strip(), 1):,.{decimals}f}{unit or ''}"
+    return f"{written}<!-- figure: {name}#{keys} -->"
+
+
+def renew_speed(match: re.Match[str]) -> str:
+    """The table of speed between its two comments."""
+    lines = speed_table(_document(match[1]))
+    return "\n".join((f"<!-- speed: {match[1]} -->", *lines, "<!-- end of speed -->"))
+
+
+def speed_table(document: dict[str, Any]) -> list[str]:
+    """Markdown lines: a row of `ROWS`, a column an engine, and what it was measured on. A figure that the document
+    lacks is "not measured"."""
+    heads = [name_of(engine, document) for engine in ENGINES]
+    lines = [f"| ms, p50 / p95 | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for row, (suffix, factor) in ROWS.items():
+        cells = []
+        for engine, prefix in ENGINES.items():
+            streams = not (row.startswith("first") and engine == DOES_NOT_STREAM)
+            cells.append(cell(document["figures"].get(prefix + suffix), factor) if streams else "does not stream")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    packages = {"torch": document["torch"], **document["packages"]}
+    versions = (f"{name} {packages[name]}" for name in ("torch", "torchaudio", "transformers", "tokenizers"))
+    return [*lines, "", f"Packages: {', '.join(versions)}; {document['device']}, driver {document['driver']}."]
+
+
+def name_of(engine: str, document: dict[str, Any]) -> str:
+    """With its version: qwen-tts may be installed as the fork that runs on newer transformers."""
+    if engine == "mktts":
+        return f"mktts {document['revision']}"
+    installed = (name for name in (engine, f"{engine}-hf") if document["packages"].get(name))
+    name = next(installed, engine)
+    return f"{name} {document['packages'].get(name) or ''}".strip()
+
+
+def cell(figure: dict[str, Any] | None, factor: float) -> str:
+    """`1.48 / 1.49`, to three digits; of fewer than ten measurements their median and number: there is no p95."""
+    if figure is None:
+        return "not measured"
+    median = three_digits(figure["median"] * factor)
+    if figure["n"] < _ENOUGH_FOR_P95 and "mean of" not in figure["unit"]:
+        return f"{median} (n = {figure['n']})"
+    return f"{median} / {three_digits(figure['p95'] * factor)}"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def renewed(readme: str) -> str:
+    return SPEED.sub(renew_speed, FIGURE.sub(renew, readme))
+
+
+def _document(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / name).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    README.write_text(FIGURE.sub(renew, README.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")

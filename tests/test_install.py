@@ -24,7 +24,7 @@ CORE = [Requirement(line) for line in PROJECT["dependencies"]]
 ROOM_EXTRAS = {
     "synth": ("upstream", "play"),
     "measure": ("upstream", "train"),
-    "notebook": ("notebooks",),
+    "notebook": ("notebooks", "upstream"),
     "server": ("server",),
     "pipecat": ("agent",),
     "agent": ("agent",),
