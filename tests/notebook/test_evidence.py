@@ -77,6 +77,7 @@ def test_every_committed_document_says_where_it_comes_from():
     assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
     for row in rows:
         assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
+        assert row["shown in"], f"{row['document']}: nothing shows it"
 
 
 def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
