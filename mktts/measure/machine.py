@@ -42,7 +42,7 @@ def packages() -> list[dict[str, str]]:
         _package_row("soundfile", "reads reference audio for voice cloning", "only saved voices can be used"),
         _package_row("huggingface_hub", "fetches checkpoints by Hub id", "pass CHECKPOINT as a folder"),
         _package_row("anywidget", "plays PCM in the page", "03_streaming writes WAV files only"),
-        _package_row("pyarrow", "writes outputs/metrics.parquet", "06_report reads the run folders"),
+        _package_row("pyarrow", "writes outputs/metrics.parquet", "`mktts run` cannot collect its runs and refuses"),
         _package_row("pipecat", "voice agent", "the Pipecat service cannot be started"),
     ]
 

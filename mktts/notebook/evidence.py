@@ -25,6 +25,15 @@ COMMANDS = {
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected --parts kernel,text "
     "--output outputs/reference/h200/parity.json",
 }
+SHOWN_IN = {
+    "agent": "README: the agent's times",
+    "bench": "01_weights, 03_streaming, 04_metrics, README",
+    "bench_quiet_host": "README: the table of speed, on a host with nothing else to do",
+    "codec": "02_parity",
+    "gpu_tests": "LOG.md: which GPU tests passed, and when",
+    "ladder": "04_metrics",
+    "parity": "02_parity",
+}
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
 CODEC_BYTES = 4  # of a codec weight: fp32, or the two halves of it that the fused kernels take
@@ -54,8 +63,11 @@ def document(path: Path | str) -> dict[str, Any]:
 
 
 def committed(folder: Path = FOLDER) -> list[dict[str, str]]:
-    """One row per committed document: its name, and where it comes from."""
-    return [{"document": path.name, "provenance": provenance(document(path))} for path in sorted(folder.glob("*.json"))]
+    """One row per committed document: its name, where it comes from, and where it is shown."""
+    return [
+        {"document": path.name, "provenance": provenance(document(path)), "shown in": SHOWN_IN.get(path.stem, "")}
+        for path in sorted(folder.glob("*.json"))
+    ]
 
 
 def provenance(found: Mapping[str, Any] | None) -> str:

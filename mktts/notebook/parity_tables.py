@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mktts.errors import OptionsError
+
 
 def parity_rows(document: Mapping[str, Any] | None, otherwise: str) -> list[dict[str, Any]]:
     """One row per checkpoint and one for text; a single row saying `otherwise` where there is no document.
@@ -29,7 +31,7 @@ def codec_rows(
         {
             "measured": where,
             "codec": f"{row['codec']} ({row['weights']} weights)",
-            "decoder": row["variant"],
+            "served on": row["served_on"],
             "frames": row["frames"],
             "max error": row["max_error"],
             "SNR (dB)": row["snr_db"],
@@ -45,6 +47,8 @@ def parity_here(kernel: str, frames: int) -> dict[str, Any] | None:
 
     kernel: "megakernel" (CUDA), or "torch", which puts the bf16 oracle in the kernel's place on the CPU.
     """
+    if kernel not in ("none", "megakernel", "torch"):
+        raise OptionsError(f"KERNEL must be auto, none, megakernel or torch, got {kernel!r}")
     if kernel == "none":
         return None
     from mktts.measure.environment import head

@@ -12,7 +12,7 @@ from mktts.measure.parity.codec import TOLERANCE
 
 def test_on_a_cpu_the_serving_codec_is_the_streamed_fp32_one():
     row = serving_codec.serving_error("small", frames=12, device="cpu")
-    assert (row["variant"], row["weights"], row["frames"]) == ("fp32", "trained", 12)
+    assert (row["served_on"], row["weights"], row["frames"]) == ("cpu", "trained", 12)
     assert row["max_error"] <= TOLERANCE and row["snr_db"] > 80
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from mktts.errors import MetricsError
+from mktts.errors import MetricsError, OptionsError
 from mktts.measure import inspection, machine
 from mktts.notebook import evidence, kernel_plots, parity_tables
 from mktts.notebook.evidence import Limit
@@ -77,6 +77,7 @@ def test_every_committed_document_says_where_it_comes_from():
     assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
     for row in rows:
         assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
+        assert row["shown in"], f"{row['document']}: nothing shows it"
 
 
 def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
@@ -191,6 +192,8 @@ def test_the_small_run_of_this_machine_fills_the_same_rows(tiny_margin):
     (row,) = parity_tables.parity_rows(found, "")
     assert row["frames forced"] == 6 and row["frames equal (wide margins)"].startswith("12 of 12")
     assert parity_tables.parity_here("none", 3) is None
+    with pytest.raises(OptionsError, match="KERNEL must be.*'gpu'"):
+        parity_tables.parity_here("gpu", 3)
 
 
 def test_without_cuda_the_megakernel_is_missing_with_its_reason(monkeypatch, tmp_path):
@@ -207,7 +210,7 @@ def test_a_gpu_without_a_configuration_is_named(monkeypatch):
 
 
 def test_codec_rows_are_those_of_here_and_of_the_committed_document():
-    row = {"codec": "small", "weights": "trained", "variant": "fused", "frames": 80, "max_error": 1e-6, "snr_db": 88.0}
+    row = {"codec": "small", "weights": "trained", "served_on": "cuda", "frames": 80, "max_error": 1e-6, "snr_db": 88.0}
     rows = parity_tables.codec_rows([row], {"rows": [{**row, "codec": "random:0.6b", "weights": "random"}]}, "none")
     assert [(r["measured"], r["codec"]) for r in rows] == [
         ("here", "small (trained weights)"), ("committed", "random:0.6b (random weights)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
 import re
 import tokenize
@@ -22,6 +23,7 @@ TITLES = [
 ]  # fmt: skip
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
 COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
+PAGE_CHARS = 110  # of JupyterLab's column at its usual size
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -52,6 +54,22 @@ def parameters(path):
 def stderr_of(path):
     outputs = [output for cell in code_cells(path) for output in cell.outputs]
     return "".join(output.text for output in outputs if output.get("name") == "stderr")
+
+
+def tables(outputs):
+    """The rows of cells of every table among `outputs`."""
+    found = []
+    for output in outputs:
+        for body in re.findall(r"<table>.*?</table>", output.get("data", {}).get("text/html", ""), re.DOTALL):
+            rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+            found.append([re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows])
+    return found
+
+
+def width_chars(table):
+    """The least width at which no cell breaks inside a word: its columns' longest words, and two for padding."""
+    columns = itertools.zip_longest(*table, fillvalue="")
+    return sum(2 + max((len(word) for cell in column for word in cell.split()), default=0) for column in columns)
 
 
 def test_the_story_is_complete():
@@ -125,19 +143,26 @@ def test_streams_are_read_with_async_for_so_that_buttons_work(path):
         ]
         assert not STREAMS & set(calls), ast.unparse(loop.iter)
     if path.stem in ("03_streaming", "04_metrics"):
-        assert nodes(path, ast.AsyncFor)
+        read = [node for node in nodes(path, ast.comprehension) if node.is_async]
+        assert nodes(path, ast.AsyncFor) or read
 
 
 @each
 def test_widgets_change_only_what_a_parameter_defines(path):
     for call in nodes(path, ast.Call):
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "controls":
-            keywords = [k for k in call.keywords if k.arg]
-            keywords += [k for outer in call.keywords if not outer.arg for k in outer.value.keywords]
-            assert len(keywords) >= 3
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("controls", "filled_in"):
+            keywords = [keyword for keyword in call.keywords if keyword.arg]  # `controls` gets those of `filled_in`
+            assert call.func.attr == "controls" or len(keywords) >= 3
             for keyword in keywords:
                 assert keyword.arg in parameters(path) and keyword.value.id == keyword.arg
         assert "interact" not in ast.unparse(call.func)
+
+
+@each
+def test_a_parameters_line_is_read_by_papermill_without_complaint(path):
+    """Its reader gives up on a line with a second equals sign, which a comment may hold by accident."""
+    for line in code_cells(path)[0].source.splitlines():
+        assert line.count("=") == 1, line
 
 
 @each
@@ -168,7 +193,7 @@ SMALL = {
         ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
     ),
     "02_parity": (
-        ["FULL_CODEC=false", "FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3"],
+        ["FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3", "PITFALL_FRAMES=4"],
         ["codec_error_streamed", "codes_equal", "kernel", "prompts_equal"],
         ["codec_error.png"],
     ),
@@ -178,8 +203,8 @@ SMALL = {
         ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
     ),
     "04_metrics": (
-        ["MAX_FRAMES=10", "REPEATS=3"],
-        ["rtf_median", "talker_ms_per_frame", "ttfc_ms_p95", "underruns"],
+        ["MAX_FRAMES=10", "REPEATS=2", "TEMPERATURE=0.5"],
+        ["rtf_median", "talker_ms_per_frame", "texts", "threads", "ttfc_ms_p95", "underruns", "wall_ms_per_frame"],
         ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
     "05_pipecat_live": (
@@ -216,7 +241,9 @@ def test_notebook_runs_headless_and_records(stem, run_notebook):
     assert {path.name for path in folder.iterdir()} >= {"executed.ipynb", "metrics.json", *files}
     executed = folder / "executed.ipynb"
     assert executed.stat().st_size < (4_000_000 if stem == "07_voice" else 2_000_000)  # the voice is there to be heard
-    outputs = json.dumps([cell.get("outputs", []) for cell in read(executed).cells])
+    shown = [output for cell in code_cells(executed) for output in cell.outputs]
+    outputs = json.dumps(shown)
+    assert [table for table in tables(shown) if width_chars(table) > PAGE_CHARS] == [], "a table wider than the page"
     assert "Figure(" not in outputs, "a figure was shown as text"
     assert COMPILING.sub("", stderr_of(executed)) == "", "the notebook writes warnings"
 
@@ -233,3 +260,19 @@ def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
     assert found["runs_read"] == found["runs_measured"] == 1
     assert {"ttfc.png", "rtf.png", "stages.png"} <= {path.name for path in folder.iterdir()}
     assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "settings", "error"),
+    [
+        ("07_voice", ["CHECKPOINT=random:foo"], "CheckpointError: .*foo"),
+        ("04_metrics", ["REPEATS=0"], "OptionsError: REPEATS must be a whole number of at least 1"),
+        ("03_streaming", ["SCHEDULE=a"], "OptionsError: SCHEDULE must be frames per chunk"),
+        ("02_parity", ["SCHEDULE=0"], "OptionsError: SCHEDULE must be frames per chunk"),
+    ],
+)
+def test_a_wrong_parameter_ends_the_run_by_name(stem, settings, error, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
+    found = runs.execute(planned, tmp_path, {}, timeout_s=120)
+    assert found["status"] == "error" and re.match(error, f"{found['ename']}: {found['evalue']}"), found

@@ -11,9 +11,9 @@ from typing import Any
 
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.graphs import CUDA_VARIANT, codec_for
+from mktts.codec.graphs import codec_for
 from mktts.common import write_json
-from mktts.measure.environment import environment
+from mktts.measure.environment import head
 from mktts.measure.parity.codec import decode_streamed, frame_errors, random_codes, snr_db
 
 SOURCES = ("small", "random:0.6b")  # the trained codec in the box, and the released size with random weights
@@ -40,7 +40,7 @@ def serving_error(
     return {
         "codec": source,
         "weights": weights,
-        "variant": CUDA_VARIANT if device.startswith("cuda") else "fp32",
+        "served_on": device,
         "frames": frames,
         "max_error": float(frame_errors(found, expected).max()),
         "snr_db": snr_db(found, expected),
@@ -48,15 +48,8 @@ def serving_error(
 
 
 def document(sources: Sequence[str] = SOURCES, device: str = "cuda") -> dict[str, Any]:
-    """A row of `serving_error` for each source, and the machine: device, date, revision, environment."""
-    facts = environment()
-    return {
-        "device": facts["gpu"] if device.startswith("cuda") else facts["cpu"],
-        "date": facts["date_utc"],
-        "revision": facts["git_revision"],
-        "environment": facts,
-        "rows": [serving_error(source, device=device) for source in sources],
-    }
+    """A row of `serving_error` for each source, and the machine (`environment.head`)."""
+    return {**head(device), "rows": [serving_error(source, device=device) for source in sources]}
 
 
 def write(path: Path | str) -> None:
