@@ -81,7 +81,7 @@ def pack_conv(conv: CausalConv, split: bool) -> Packed:
 
 
 def copies(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """The table of `codec_kernels.move` for pieces (from, to, count) of any size: (programs, 3) int64."""
+    """The table of `fused_kernels.move` for pieces (from, to, count) of any size: (programs, 3) int64."""
     table = [
         (source + start, target + start, min(MOVE_WORDS, count - start))
         for source, target, count in pieces
