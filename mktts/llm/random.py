@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mktts.checkpoint.random.make import MARKER, whole_folder, write_tokenizer, write_weights
+from mktts.checkpoint.files import MARKER
+from mktts.checkpoint.random.make import whole_folder, write_tokenizer, write_weights
 from mktts.checkpoint.random.tokenizer import SPECIAL_START, SPECIALS
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors
 from mktts.common import cache_folder, write_json
