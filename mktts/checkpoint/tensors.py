@@ -1,7 +1,7 @@
 """The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration.
 
 Names and shapes are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released
-checkpoints come out exactly (tests/test_checkpoint.py).
+checkpoints come out exactly (tests/checkpoint/test_checkpoint.py).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class CodecDecoder(StreamingCodec):
 
 
 class _Moved(Mapping[str, Tensor]):
-    """`tensors` on a device, each brought over when it is asked for: they are not all there beside what they become."""
+    """`tensors` on a device, each copied there when it is asked for, so that never all of them take memory there."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         self._tensors, self._device, self._dtype = tensors, device, dtype

@@ -32,8 +32,8 @@ class GraphedCodec:
 
     The graphs are captured at construction, and read and write static tensors: codes, one state, PCM. A call copies
     its stream's state there and back (2 x 5.2 MB at full size, microseconds on the device), so any number of streams
-    can interleave. All work runs on a CUDA stream of the decoder's own, after the work that the caller's stream held
-    at the call. One thread at a time, as the static tensors are shared.
+    can interleave. All work runs on the decoder's CUDA stream, after the work that the caller's stream held at the
+    call. One thread at a time, as the static tensors are shared.
     """
 
     def __init__(self, decoder: StreamingCodec) -> None:
@@ -68,9 +68,9 @@ class GraphedCodec:
     def submit(self, codes: Tensor, state: CodecState) -> Pending:
         """`decode` to the host, without waiting: `result()` of what is returned is the PCM (T * 1920,) float32.
 
-        The work runs behind what the caller's stream holds now, beside what it is given later: to overlap with the
-        next frame, submit before launching that. Until the result is there, `state` and `codes` on the device may be
-        passed to this decoder only, which keeps its calls in order.
+        The work runs after what the caller's stream holds now and at the same time as what it is given later: to
+        overlap with the next frame, submit before launching that. Until the result is there, `state` and `codes` on
+        the device may be passed to this decoder only, which keeps its calls in order.
         """
         self._decoder.check(codes, state)
         pcm = self._lane.host_memory(len(codes) * SAMPLES_PER_FRAME)

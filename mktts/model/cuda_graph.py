@@ -1,4 +1,4 @@
-"""Recording work on static tensors as a CUDA graph, safely beside other threads that use the device."""
+"""Recording work on static tensors as a CUDA graph, safe while other threads use the device."""
 
 from __future__ import annotations
 
