@@ -78,9 +78,9 @@ DEV void consumer(Ctx& c) {
     int* out = u.out + STATUS_WORDS + i * FRAME_WORDS;
     const u64 begun = nanoseconds();
     if (p.prefill || frame > 0) {                     // the talker takes a prompt row, or the previous frame and text
-      const u16* text = u.text + (u64)i * T_H;
-      if (p.prefill) load_row<Talker>(c, text, hidden);
-      else { hidden = sum; add_row<Talker>(c, text, hidden); }
+      const u16* row = u.rows + (u64)i * T_H;
+      if (p.prefill) load_row<Talker>(c, row, hidden);
+      else { hidden = sum; add_row<Talker>(c, row, hidden); }
       talk(c, u.position + i, hidden, p.debug_hidden ? p.debug_hidden + (u64)i * T_L * T_H : nullptr);
     } else { to_vec<Talker>(c, 0, hidden); block_sync(); }
     if (p.prefill) continue;

@@ -1,4 +1,4 @@
-// What the kernels share above the layers: a talker step, the host's wish to stop, the body of a block.
+// What the kernels share above the layers: a talker step, the host's request to stop, the body of a block.
 #pragma once
 #include "sampling.cuh"
 

@@ -21,10 +21,12 @@ struct Exchange {
 
 // One utterance as a launch takes it. `out` is the host's pinned memory: STATUS_WORDS, then FRAME_WORDS a frame.
 constexpr int STATUS_WORDS = 16;
-constexpr int MADE = 0, ENDED = 1, STOP = 2; // status words: frames made so far, end of speech, the host's wish to stop
+constexpr int MADE = 0;            // status word: frames made so far
+constexpr int ENDED = 1;           // whether speech ended
+constexpr int STOP = 2;            // written by the host: make no further frame
 constexpr int FRAME_WORDS = 20;              // 16 codes, nanoseconds of the talker with code 0, of the predictor
 struct Stream {
-  const u16* text;                           // [frames][T_H]: row i is added to the frame before frame + i
+  const u16* rows;                           // [frames][T_H] text rows: row i is added to the frame before frame + i
   u16* hidden;                               // [T_H] normed talker state of the newest position
   u16* sum;                                  // [T_H] embedding sum of the newest frame
   u8* kv;                                    // [T_L][NKV][GROUP][slots][2][HD] bf16
@@ -51,7 +53,7 @@ struct Params {
   u64 timeout_ns;
   u32 tag;
   int frames, ends[4], suppress_from, min_frames;              // ends: ids that end a stream, -1 where there are fewer
-  int prefill;                                      // 1: text holds `frames` prompt rows, for the talker alone
+  int prefill;                                      // 1: rows holds `frames` prompt rows, for the talker alone
 };
 
 constexpr int KROW = HD + 16;   // padded row of the predictor's key cache

@@ -154,7 +154,7 @@ DEV void consumer(Ctx& c) {
   for (int i = 0; i < p.frames && !s.dead; i++) {
     const int index = u.frame + i;                                        // of the token being made
     if (p.prefill || index > 0) {
-      load_row<Talker>(c, p.prefill ? u.text + (u64)i * T_H : p.embeddings0 + (u64)token * T_H, hidden);
+      load_row<Talker>(c, p.prefill ? u.rows + (u64)i * T_H : p.embeddings0 + (u64)token * T_H, hidden);
       talk(c, u.position + i, hidden, p.debug_hidden ? p.debug_hidden + (u64)i * T_L * T_H : nullptr);
     } else { to_vec<Talker>(c, 0, hidden); block_sync(); }
     if (p.prefill) continue;

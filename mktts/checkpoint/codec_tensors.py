@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mktts.checkpoint.tensors import Layout, Shape, conv, layout
+from mktts.checkpoint.tensors import Shape, TensorSpecs, conv, tensor_specs
 from mktts.errors import CheckpointError
 
 
-def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Layout:
+def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> TensorSpecs:
     """The tensors of `speech_tokenizer/model.safetensors`; `raw` is the parsed `speech_tokenizer/config.json`.
 
     encoder: with the half that makes codes of reference audio; speaking needs none of it.
@@ -23,7 +23,7 @@ def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Layo
         raise CheckpointError(
             f"speech_tokenizer/config.json: expected the 12 Hz keys, found none for {error}"
         ) from None
-    return layout(shapes)
+    return tensor_specs(shapes)
 
 
 def _codec_encoder(c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mktts.checkpoint.tensors import DTYPE_BYTES, Layout, TensorSpec
+from mktts.checkpoint.tensors import DTYPE_BYTES, TensorSpec, TensorSpecs
 from mktts.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MARKER = "mktts.json"  # in a folder: its weights are random (mktts.checkpoint.random wrote them)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class WeightFiles:
     """The files that together hold one set of tensors, and what their headers say."""
 
     paths: tuple[Path, ...]
-    tensors: Layout
+    tensors: TensorSpecs
 
     def map(self, prefix: str = "") -> dict[str, Tensor]:
         """The tensors whose name starts with `prefix`, prefix removed, as views of the memory-mapped files.
@@ -57,7 +58,7 @@ def find(folder: Path) -> WeightFiles:
             "Pass the folder of a downloaded checkpoint."
         )
     weight_map = _read_index(index)
-    headers: dict[str, Layout] = {}
+    headers: dict[str, TensorSpecs] = {}
     for name, shard in weight_map.items():
         path = folder / shard
         if shard not in headers:
@@ -69,7 +70,7 @@ def find(folder: Path) -> WeightFiles:
             headers[shard] = read_header(path)
         if name not in headers[shard]:
             raise CheckpointError(f"{path}: tensor {name}: the index expects it in this shard, found no such tensor")
-    tensors: Layout = {}
+    tensors: TensorSpecs = {}
     for shard, header in headers.items():
         twice = sorted(header.keys() & tensors.keys())
         if twice:
@@ -78,7 +79,15 @@ def find(folder: Path) -> WeightFiles:
     return WeightFiles(tuple(folder / shard for shard in headers), tensors)
 
 
-def read_header(path: Path) -> Layout:
+def is_random(folder: Path) -> bool:
+    """Whether a marker says that `folder` holds random weights."""
+    try:
+        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["random"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_header(path: Path) -> TensorSpecs:
     """What a safetensors file says it holds. Raises CheckpointError where the file is torn or not safetensors."""
     found_bytes = path.stat().st_size
     with path.open("rb") as file:

@@ -7,6 +7,7 @@ memory-mapped when asked for.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.files import WeightFiles
 from mktts.checkpoint.hub import download
-from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.tensors import check, expected_tensors
 from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
@@ -34,7 +34,7 @@ SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
 MIN_TEXT_CHARS = 50  # below, a text would be cut in the middle of its sentences
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -120,21 +120,34 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
     """
-    text = str(source)
-    if text == SMALL:
+    if str(source) == SMALL:
         return _open_small()
+
+    def make_random(name: str) -> Path:
+        from mktts.checkpoint.random.make import ensure_named
+
+        return ensure_named(name)
+
+    expected = "small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or random:tiny"
+    return open_folder(*resolve(source, revision, make_random, f"checkpoint {str(source)!r}: expected {expected}"))
+
+
+def resolve(
+    source: str | Path, revision: str | None, make_random: Callable[[str], Path], refusal: str
+) -> tuple[Path, str | None]:
+    """Folder and revision of `source`: a folder, a Hub id, or "random:...", which goes to `make_random`.
+
+    Raises CheckpointError: `refusal`, and that there is no such folder.
+    """
+    text = str(source)
     if text.startswith("random:"):
-        return open_folder(random_checkpoint.ensure_named(text))
+        return make_random(text), None
     folder = Path(source).expanduser()
     if text and folder.is_dir():
-        return open_folder(folder, revision)
-    if isinstance(source, str) and HUB_ID.fullmatch(text):
-        path, revision = download(text, revision)
-        return open_folder(path, revision)
-    raise CheckpointError(
-        f"checkpoint {text!r}: expected small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or "
-        "random:tiny; found no such folder"
-    )
+        return folder, revision
+    if isinstance(source, str) and _HUB_ID.fullmatch(text):
+        return download(text, revision)
+    raise CheckpointError(f"{refusal}; found no such folder")
 
 
 def _open_small() -> Checkpoint:
@@ -164,7 +177,7 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
         config=config,
         codec_config=codec_config,
         revision=revision,
-        is_random=random_checkpoint.is_random(folder),
+        is_random=weight_files.is_random(folder),
         files=files,
         codec_files=codec_files,
     )

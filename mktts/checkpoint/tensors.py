@@ -1,7 +1,7 @@
 """The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration.
 
 Names and shapes are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released
-checkpoints come out exactly (tests/test_checkpoint.py).
+checkpoints come out exactly (tests/checkpoint/test_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class TensorSpec:
         return self.params * DTYPE_BYTES[dtype or self.dtypes[0]]
 
 
-Layout = dict[str, TensorSpec]
+TensorSpecs = dict[str, TensorSpec]
 
 
-def expected_tensors(config: ModelConfig) -> Layout:
+def expected_tensors(config: ModelConfig) -> TensorSpecs:
     """The tensors of `model.safetensors`: talker, code predictor and, for Base, the speaker encoder."""
     talker, predictor = config.talker, config.predictor
     h, text = talker.hidden_size, config.text_hidden_size
@@ -70,10 +70,10 @@ def expected_tensors(config: ModelConfig) -> Layout:
         shapes["talker.code_predictor.small_to_mtp_projection.bias"] = (predictor.hidden_size,)
     if config.speaker_embedding_size is not None:
         shapes |= dict(_speaker_encoder(config.speaker_embedding_size))
-    return layout(shapes)
+    return tensor_specs(shapes)
 
 
-def check(found: Mapping[str, TensorSpec], expected: Layout, where: str) -> None:
+def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) -> None:
     """Compares a file's tensors with the contract.
 
     Raises one CheckpointError naming the first tensor that does not fit (shape and dtype before missing before
@@ -107,7 +107,7 @@ def check(found: Mapping[str, TensorSpec], expected: Layout, where: str) -> None
         )
 
 
-def layout(shapes: Mapping[str, Shape]) -> Layout:
+def tensor_specs(shapes: Mapping[str, Shape]) -> TensorSpecs:
     return {name: TensorSpec(shape) for name, shape in shapes.items()}
 
 

@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.codec.layers import CausalConv, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
-from mktts.codec.pending import Pending
 from mktts.codec.state import CodecState, StateLayout
+from mktts.codec.streaming import StreamingCodec
 from mktts.codec.transformer import CodecTransformer
-from mktts.errors import CodecError
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
+from mktts.spec import NUM_CODEBOOKS, CodecConfig
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _MIN_USAGE = 1e-5  # upstream's EuclideanCodebook: embedding = embedding_sum / max(cluster_usage, 1e-5)
 
 
-class CodecDecoder:
-    """Codes to PCM. Holds weights only, so any number of streams can share one decoder (one thread at a time)."""
+class CodecDecoder(StreamingCodec):
+    """The decoder in plain operators, on any device."""
+
+    name = "plain"
 
     def __init__(
         self,
@@ -36,89 +36,37 @@ class CodecDecoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`tensors` are the decoder's, named as on the Hub less the leading "decoder." (`Checkpoint.codec_tensors`)."""
-        self.config = config
-        self.device = torch.device(device)
-        self.dtype = dtype
-        w = _Moved(tensors, self.device, dtype)
+        """`tensors` by Hub names without the prefix `decoder.` (`Checkpoint.codec_tensors`)."""
+        device = torch.device(device)
+        w = _Moved(tensors, device, dtype)
         books = ["rvq_first.vq.layers.0", *(f"rvq_rest.vq.layers.{g}" for g in range(NUM_CODEBOOKS - 1))]
         precision = torch.promote_types(dtype, torch.float32)
-        self._books = torch.cat([_codebook(tensors, book, precision) for book in books]).to(self.device, dtype)
-        self._first_row = torch.arange(NUM_CODEBOOKS, device=self.device) * config.codebook_size
-        self._book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
-        self._pre_conv = CausalConv.load(w, "pre_conv")
-        self._transformer = CodecTransformer(config, w, "pre_transformer")
-        self._stages = _stages(config, w)
-        self._last_snake = SnakeBeta.load(w, f"decoder.{len(config.upsample_rates) + 1}")
-        self._last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}")
-        layers = (self._pre_conv, *self._stages, self._last_conv)
+        tables = torch.cat([_codebook(tensors, book, precision) for book in books]).to(device, dtype)
+        self._first_row = torch.arange(NUM_CODEBOOKS, device=device) * config.codebook_size
+        self.book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
+        self.pre_conv = CausalConv.load(w, "pre_conv")
+        self.transformer = CodecTransformer(config, w, "pre_transformer")
+        self.stages = _stages(config, w)
+        self.last_snake = SnakeBeta.load(w, f"decoder.{len(config.upsample_rates) + 1}")
+        self.last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}")
+        layers = (self.pre_conv, *self.stages, self.last_conv)
         shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
-        self._layout = StateLayout(self._transformer.cache_shape, tuple(shapes), dtype)
-
-    @torch.inference_mode()
-    def start(self) -> CodecState:
-        """The state before the first frame: silence, and nothing to attend to."""
-        return self._layout.zeros(self.device)
-
-    @torch.inference_mode()
-    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """The next T frames of a stream: codes (T, 16) integer -> PCM (T * 1920,) float32 in [-1, 1] on the device.
-
-        Codes may lie on the host (checked there, without waiting for the device) or on the device.
-        Raises CodecError for codes of another shape, dtype, device or range, and for a state of another decoder.
-        """
-        pcm = self.advance(self.checked(codes, state), state)
-        state.frames += len(codes)
-        return pcm
-
-    def submit(self, codes: Tensor, state: CodecState) -> Pending:
-        """`decode` to the host; here, unlike with graphs, it is there when this returns. Errors as of `decode`."""
-        return Pending(self.decode(codes, state).cpu())
-
-    def decode_all(self, codes: Tensor) -> Tensor:
-        """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
-        return self.decode(codes, self.start())
+        super().__init__(config, tables, StateLayout(self.transformer.cache_shape, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """`decode` without checks: tensor operations only, no host synchronisation, so a CUDA graph can hold it.
-
-        `codes` (T, 16) int64 on the device. `state.frames` is left to the caller.
-        """
+        """See `StreamingCodec.advance`."""
         history = iter(state.history)
-        x = F.embedding(codes + self._first_row, self._books)  # (T, 16, codebook_dim / 2)
-        x = self._book_out[0](x[:, 0]) + self._book_out[1](x[:, 1:].sum(1))
-        x = self._transformer(self._pre_conv(x, history), state.keys, state.values, state.position)
-        for stage in self._stages:
+        x = F.embedding(codes + self._first_row, self.books)  # (T, 16, codebook_dim / 2)
+        x = self.book_out[0](x[:, 0]) + self.book_out[1](x[:, 1:].sum(1))
+        x = self.transformer(self.pre_conv(x, history), state.keys, state.values, state.position)
+        for stage in self.stages:
             x = stage(x) if isinstance(stage, SnakeBeta) else stage(x, history)
-        pcm = self._last_conv(self._last_snake(x), history)
+        pcm = self.last_conv(self.last_snake(x), history)
         return pcm[:, 0].float().clamp_(-1.0, 1.0)
-
-    def checked(self, codes: Tensor, state: CodecState) -> Tensor:
-        """`codes` as `advance` takes them. Raises what `decode` raises, before anything is changed."""
-        self.check(codes, state)
-        return codes.to(self.device, torch.int64)
-
-    def check(self, codes: Tensor, state: CodecState) -> None:
-        """Raises what `decode` raises. Waits for the device only if `codes` lie there."""
-        self._check_codes(codes)
-        if state.flat.device != self._books.device or state.layout != self._layout:
-            raise CodecError("the state belongs to another decoder: use the one that start() of this decoder returned")
-
-    def _check_codes(self, codes: Tensor) -> None:
-        if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
-            found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-            raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
-        if codes.dim() != 2 or codes.shape[1] != NUM_CODEBOOKS or not len(codes):
-            raise CodecError(f"codes must be (T >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
-        if codes.device.type not in ("cpu", self.device.type):
-            raise CodecError(f"codes must be on cpu or {self.device}, got {codes.device}")
-        low, high = torch.stack(codes.aminmax()).tolist()
-        if low < 0 or high >= CODEBOOK_SIZE:
-            raise CodecError(f"codes must be in 0..{CODEBOOK_SIZE - 1}, found {low}..{high}: control ids are not audio")
 
 
 class _Moved(Mapping[str, Tensor]):
-    """`tensors` on a device, each brought over when it is asked for: they are not all there beside what they become."""
+    """`tensors` on a device, each copied there when it is asked for, so that never all of them take memory there."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         self._tensors, self._device, self._dtype = tensors, device, dtype

@@ -3,12 +3,12 @@
 Every layer that looks back reads one buffer, (history + new) rows: histories are copied from the state to the fronts
 at the start of a pass, each layer writes its output, through the next layer's SnakeBeta, behind the next layer's
 history, and the newest rows are copied back to the state at the end. Residual additions, biases and activations are
-the ends of matrix products (`codec_kernels.product`), attention with its rotation and cache is one kernel.
+the ends of matrix products (`fused_kernels.product`), attention with its rotation and cache is one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
@@ -20,8 +20,10 @@ from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused_pack import Packed, copies, pack, pack_conv
 from mktts.codec.layers import CONVNEXT_EPS, Linear, SnakeBeta, Upsampling
 from mktts.codec.state import CodecState
+from mktts.codec.streaming import StreamingCodec
+from mktts.codec.transformer import CodecTransformer
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.spec import SAMPLES_PER_FRAME, CodecConfig
+from mktts.spec import SAMPLES_PER_FRAME
 
 _ALIGNMENT_WORDS = 4  # 16 bytes: the widest load
 MAX_FUSED_FRAMES = 8  # of one fused pass; more frames are decoded by plain operators
@@ -84,61 +86,44 @@ class _Buffers:
     save: Tensor  # working memory -> state
 
 
-class FusedCodec(CodecDecoder):
-    """A CodecDecoder (fp32 state, exchangeable) that decodes up to MAX_FUSED_FRAMES frames at a time by fused kernels.
+class FusedCodec(StreamingCodec):
+    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames at a time by fused kernels.
 
-    Products run on fp16 matrix units with fp32 sums. With `half` False every operand is split in two fp16 numbers,
-    which costs three products and keeps fp32's accuracy to about 2 bits; with `half` True the operands of the waveform
-    blocks (the residual units and their transposed convolutions, 95 % of the arithmetic) are rounded to fp16.
-    Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`, `decode_chunked`) need
-    the fp32 ones: the first brings them over from `tensors`, best the mapped file's, and they stay (436 MiB more).
+    Products run on fp16 matrix units with fp32 sums. Every operand is split in two fp16 numbers, which costs three
+    products and keeps fp32's accuracy to about 2 bits (88 dB above the difference to fp32, of 300 frames at full size
+    and random weights, H200). With `fast` the operands of the waveform blocks (the residual units and their transposed
+    convolutions, 95 % of the arithmetic) are rounded to fp16 instead: one product, 57 dB.
+    Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`) go through the plain
+    decoder, which is made again at the first one and stays (436 MiB more).
     The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
     """
 
     def __init__(
-        self,
-        config: CodecConfig,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cuda",
-        half: bool = False,
-        kernels: ModuleType | None = None,
+        self, plain: Callable[[], CodecDecoder], fast: bool = False, kernels: ModuleType | None = None
     ) -> None:
-        """As `CodecDecoder`. `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable."""
-        super().__init__(config, tensors, device)
-        self._tensors, self._plain = tensors, None
+        """`plain` makes the fp32 decoder whose weights are packed; it is let go, and made again for longer passes.
+
+        `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run.
+        """
+        decoder = plain()
+        super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
+        if self.config.sliding_window <= MAX_FUSED_FRAMES:
+            raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
+        self.name = "fused-fast" if fast else "fused"
+        self._make_plain: Callable[[], CodecDecoder] = plain
+        self._plain: CodecDecoder | None = None
         self._kernels = kernels or _triton_kernels(self.device)
-        if config.sliding_window <= MAX_FUSED_FRAMES:
-            raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {config.sliding_window}")
-        first, rest = self._book_out
-        width = self._books.shape[1]
+        first, rest = decoder.book_out
         quantizer = Linear(torch.cat((first.weight, rest.weight)), None)
-        self._quantizer = pack(quantizer, 2 * width, split=True)
-        self._entry = pack_conv(self._pre_conv, split=True)
-        stack = self._transformer
-        self._enter = pack(stack.input, len(stack.input.weight), split=True)
-        self._leave = pack(stack.output, len(stack.output.weight), split=True, norm=stack.norm)
-        self._layers = [
-            _Layer(
-                qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
-                out=pack(layer.out, len(layer.out.weight), split=True),
-                attention_scale=layer.attention_scale,
-                gate_up=pack(layer.gate_up, len(layer.gate_up.weight), split=True, norm=layer.post_norm),
-                down=pack(layer.down, len(layer.down.weight), split=True),
-                mlp_scale=layer.mlp_scale,
-            )
-            for layer in stack.layers
-        ]
-        self._pack_waveform(split=not half)
-        channels = len(self._last_snake.frequency)
-        last = self._last_conv.taps
-        self._last_taps, self._last_bias = last.weight.view(-1, channels), last.bias  # one output channel
-        self._plans = {n: self._plan(n) for n in range(1, MAX_FUSED_FRAMES + 1)}
-        self._inverse_frequency = stack.inverse_frequency
-        # The fp32 matrices have served: nothing that is left refers to them.
-        del self._book_out, self._pre_conv, self._transformer, self._stages, self._last_conv
+        self._quantizer = pack(quantizer, 2 * self.books.shape[1], split=True)
+        self._entry = pack_conv(decoder.pre_conv, split=True)
+        self._pack_transformer(decoder.transformer)
+        self._pack_waveform(decoder, split=not fast)
+        new_rows = list(_rows_per_frame(decoder))
+        self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """As `CodecDecoder.advance`."""
+        """See `StreamingCodec.advance`."""
         frames = len(codes)
         if frames > MAX_FUSED_FRAMES:
             return self._plain_decoder().advance(codes, state)
@@ -147,8 +132,8 @@ class FusedCodec(CodecDecoder):
         flat = state.flat[: state.flat.numel() // 4 * 4].view(torch.float32)
         run.move(flat, work, plan.load, state.position, 0)
         inputs = [work[start:][: rows * channels].view(rows, channels) for start, (rows, channels) in plan.extended]
-        quantized = torch.empty(frames, 2 * self._books.shape[1], device=self.device)
-        run.gather(codes, self._books, quantized)
+        quantized = torch.empty(frames, 2 * self.books.shape[1], device=self.device)
+        run.gather(codes, self.books, quantized)
         run.product(quantized, self._quantizer, frames, raw=_newest(inputs[0], frames))
         x = self._attend(inputs[0], work, plan, state.position, frames)
         pcm = self._waveform(x, iter(inputs[1:]))
@@ -158,7 +143,7 @@ class FusedCodec(CodecDecoder):
     def _plain_decoder(self) -> CodecDecoder:
         """Plain operators for longer passes, their weights brought to the device at the first one, to stay."""
         if self._plain is None:
-            self._plain = CodecDecoder(self.config, self._tensors, self.device)
+            self._plain = self._make_plain()
         return self._plain
 
     def _attend(self, first: Tensor, work: Tensor, plan: _Buffers, position: Tensor, frames: int) -> Tensor:
@@ -180,8 +165,25 @@ class FusedCodec(CodecDecoder):
             run.product(gate_up, layer.down, frames, swiglu=True, scale=layer.mlp_scale, residual=x, raw=x)
         return self._product(x, self._leave, frames, norm_eps=eps)
 
-    def _pack_waveform(self, split: bool) -> None:
+    def _pack_transformer(self, stack: CodecTransformer) -> None:
+        self._enter = pack(stack.input, len(stack.input.weight), split=True)
+        self._leave = pack(stack.output, len(stack.output.weight), split=True, norm=stack.norm)
+        self._layers = [
+            _Layer(
+                qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
+                out=pack(layer.out, len(layer.out.weight), split=True),
+                attention_scale=layer.attention_scale,
+                gate_up=pack(layer.gate_up, len(layer.gate_up.weight), split=True, norm=layer.post_norm),
+                down=pack(layer.down, len(layer.down.weight), split=True),
+                mlp_scale=layer.mlp_scale,
+            )
+            for layer in stack.layers
+        ]
+        self._inverse_frequency = stack.inverse_frequency
+
+    def _pack_waveform(self, decoder: CodecDecoder, split: bool) -> None:
         """Packs the stages after the transformer; `split` is about the waveform blocks alone."""
+        stages = decoder.stages
         count, size = 2 * len(self.config.upsampling_ratios), 2 + len(self.config.dilations)
         self._convnexts = [
             _ConvNeXt(
@@ -193,21 +195,37 @@ class FusedCodec(CodecDecoder):
                 shrink=pack(block.shrink, len(block.shrink.weight), split=True),
                 gamma=block.gamma,
             )
-            for up, block in zip(self._stages[:count:2], self._stages[1:count:2], strict=True)
+            for up, block in zip(stages[:count:2], stages[1:count:2], strict=True)
         ]
-        self._widen = pack_conv(self._stages[count], split=True)
+        self._widen = pack_conv(stages[count], split=True)
         self._blocks = []
-        for i in range(count + 1, len(self._stages), size):
-            snake, up, *units = self._stages[i : i + size]
+        for i in range(count + 1, len(stages), size):
+            snake, up, *units = stages[i : i + size]
             packed = [
                 _Unit(unit.first, pack_conv(unit.conv, split), unit.second, pack(unit.mix, up.c_out, split))
                 for unit in units
             ]
             self._blocks.append(_Block(snake, pack(up.linear, up.c_in, split), up.c_out, packed))
+        self._last_snake, last = decoder.last_snake, decoder.last_conv.taps
+        self._last_taps = last.weight.view(-1, len(self._last_snake.frequency))  # one output channel
+        self._last_bias = last.bias
 
     def _waveform(self, x: Tensor, inputs: Iterator[Tensor]) -> Tensor:
         """Upsampling to samples (S,). `x` (n, latent); `inputs`: (history + new, channels) of every layer, in order."""
         run = self._kernels
+        source, rows = self._upsample(x, inputs)
+        snakes = [*(block.first for block in self._blocks), self._last_snake]  # each block's, then the last
+        target = next(inputs)
+        run.product(source, self._widen, rows, snake=snakes[0], act=_newest(target, rows))
+        for block, following in zip(self._blocks, snakes[1:], strict=True):
+            target, rows = self._run_block(block, target, rows, inputs, following)
+        pcm = torch.empty(rows, device=self.device)
+        run.waveform(target, self._last_taps, self._last_bias, pcm)
+        return pcm
+
+    def _upsample(self, x: Tensor, inputs: Iterator[Tensor]) -> tuple[Tensor, int]:
+        """The ConvNeXt stages: the input of the convolution behind them, whose newest rows they fill, and how many."""
+        run, rows = self._kernels, len(x)
         source = next(inputs)
         for i, block in enumerate(self._convnexts, start=1):
             rows = len(x) * len(block.up.high) // x.shape[1]
@@ -219,39 +237,42 @@ class FusedCodec(CodecDecoder):
             source = next(inputs)
             x = torch.empty_like(new) if i < len(self._convnexts) else _newest(source, rows)
             run.product(wide, block.shrink, rows, scale=block.gamma, residual=new, raw=x)
-        conv, snakes = self._widen, [*(block.first for block in self._blocks), self._last_snake]
-        target = next(inputs)
-        run.product(source, conv, rows, snake=snakes[0], act=_newest(target, rows))
-        for block, last in zip(self._blocks, snakes[1:], strict=True):
-            source, target, count = target, next(inputs), rows
-            rows = rows * len(block.up.high) // block.channels
-            x = torch.empty(rows, block.channels, device=self.device)
-            act = _newest(target, rows)
-            run.product(source, block.up, count, raw=x, snake=block.units[0].first, act=act)
-            following = [*(unit.first for unit in block.units[1:]), last]
-            for unit, snake in zip(block.units, following, strict=True):
-                source, target = target, next(inputs)
-                inner = torch.empty_like(x)
-                run.product(source, unit.conv, rows, snake=unit.second, act=inner)
-                raw = None if snake is last else x  # in place: every value is read by the program that replaces it
-                run.product(inner, unit.mix, rows, residual=x, raw=raw, snake=snake, act=_newest(target, rows))
-        pcm = torch.empty(rows, device=self.device)
-        run.waveform(target, self._last_taps, self._last_bias, pcm)
-        return pcm
+        return source, rows
+
+    def _run_block(
+        self, block: _Block, source: Tensor, count: int, inputs: Iterator[Tensor], following: SnakeBeta
+    ) -> tuple[Tensor, int]:
+        """One waveform block, from the `count` newest rows of `source`, which are through its SnakeBeta already.
+
+        Returns the input of the layer behind it, whose newest rows it fills through `following`, and how many.
+        """
+        run, target = self._kernels, next(inputs)
+        rows = count * len(block.up.high) // block.channels
+        x = torch.empty(rows, block.channels, device=self.device)
+        act = _newest(target, rows)
+        run.product(source, block.up, count, raw=x, snake=block.units[0].first, act=act)
+        snakes = [*(unit.first for unit in block.units[1:]), following]
+        for unit, snake in zip(block.units, snakes, strict=True):
+            source, target = target, next(inputs)
+            inner = torch.empty_like(x)
+            run.product(source, unit.conv, rows, snake=unit.second, act=inner)
+            raw = None if snake is following else x  # in place: every value is read by the program that replaces it
+            run.product(inner, unit.mix, rows, residual=x, raw=raw, snake=snake, act=_newest(target, rows))
+        return target, rows
 
     def _product(self, x: Tensor, weight: Packed, rows: int, **options) -> Tensor:
-        """A product whose result is a tensor of its own."""
+        """A product into a new tensor."""
         y = torch.empty(rows, len(weight.high), device=self.device)
         self._kernels.product(x, weight, rows, raw=y, **options)
         return y
 
-    def _plan(self, frames: int) -> _Buffers:
-        c, layout = self.config, self._layout
+    def _plan(self, frames: int, new_rows: Sequence[int]) -> _Buffers:
+        """`new_rows`: of every layer that looks back, what a frame brings (`_rows_per_frame`)."""
+        c, layout = self.config, self.layout
         heads, cached = c.num_hidden_layers * c.num_attention_heads, (c.sliding_window - 1) * c.head_dim
         grown = cached + frames * c.head_dim
         shapes = [
-            (past + frames * new, channels)
-            for (past, channels), new in zip(layout.history, self._rows_per_frame(), strict=True)
+            (past + frames * new, channels) for (past, channels), new in zip(layout.history, new_rows, strict=True)
         ]
         sizes = [heads * grown, heads * grown, *(rows * channels for rows, channels in shapes)]
         sizes = [-(-size // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS for size in sizes]
@@ -266,17 +287,18 @@ class FusedCodec(CodecDecoder):
         tables = (copies(table, self.device) for table in (load, save))
         return _Buffers(words, keys, values, tuple(zip(starts, shapes, strict=True)), *tables)
 
-    def _rows_per_frame(self) -> Iterator[int]:
-        """Of every layer that looks back, in the order of the state: rows of its input that a frame brings."""
-        rows = 1
-        yield rows  # the convolution before the transformer
-        for layer in self._stages:
-            if not isinstance(layer, SnakeBeta) and layer.history_shapes:
-                yield rows
-            if isinstance(layer, Upsampling):
-                rows *= layer.linear.weight.shape[1] // layer.c_out
-        assert rows == SAMPLES_PER_FRAME
-        yield rows
+
+def _rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
+    """Of every layer that looks back, in the order of the state: rows of its input that a frame brings."""
+    rows = 1
+    yield rows  # the convolution before the transformer
+    for layer in decoder.stages:
+        if not isinstance(layer, SnakeBeta) and layer.history_shapes:
+            yield rows
+        if isinstance(layer, Upsampling):
+            rows *= layer.linear.weight.shape[1] // layer.c_out
+    assert rows == SAMPLES_PER_FRAME
+    yield rows
 
 
 def _newest(extended: Tensor, rows: int) -> Tensor:
@@ -285,16 +307,16 @@ def _newest(extended: Tensor, rows: int) -> Tensor:
 
 def _triton_kernels(device: torch.device) -> ModuleType:
     try:
-        from mktts.codec import fused_kernels as codec_kernels
+        from mktts.codec import fused_kernels
     except ImportError as error:
-        raise BackendUnavailable(f"the fused codec needs triton ({error}): install it, or use variant='fp32'") from None
-    if device.type != "cuda" and not codec_kernels.INTERPRETED:
-        raise BackendUnavailable(f"the fused codec needs a CUDA device, got {device}: use variant='fp32'")
+        raise BackendUnavailable(f"the fused codec needs triton: {error}") from None
+    if device.type != "cuda" and not fused_kernels.INTERPRETED:
+        raise BackendUnavailable(f"the fused codec needs a CUDA device, got {device}")
     try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
         some, position = torch.zeros(2, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        codec_kernels.move(some, some, copies([(0, 1, 1)], device), position, 0)
+        fused_kernels.move(some, some, copies([(0, 1, 1)], device), position, 0)
     except Exception as error:  # whatever triton, its compiler or its cache folder raise
         raise BackendUnavailable(
-            f"triton cannot build the fused codec's kernels here ({type(error).__name__}: {error}): use variant='fp32'"
+            f"triton cannot build the fused codec's kernels here ({type(error).__name__}: {error})"
         ) from error
-    return codec_kernels
+    return fused_kernels

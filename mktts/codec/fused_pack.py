@@ -14,7 +14,7 @@ LOW_SCALE = 2048  # 2^11: what fp16's 11 bits leave of a number, brought back to
 MOVE_WORDS = 4096  # values that one program copies
 
 _BUSY_PROGRAMS = 160  # enough for the processors of a large GPU (132 on an H200); fewer programs split the sum
-_SPLIT_DEPTH = 512  # shortest sum worth a program of its own
+_SPLIT_DEPTH = 512  # the shortest sum that a program is started for
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def pack_conv(conv: CausalConv, split: bool) -> Packed:
 
 
 def copies(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """The table of `codec_kernels.move` for pieces (from, to, count) of any size: (programs, 3) int64."""
+    """The table of `fused_kernels.move` for pieces (from, to, count) of any size: (programs, 3) int64."""
     table = [
         (source + start, target + start, min(MOVE_WORDS, count - start))
         for source, target, count in pieces

@@ -24,7 +24,7 @@ class Pending:
         return self._arrived is None or self._arrived.query()
 
     def result(self) -> np.ndarray:
-        """The samples (S,) float32, in memory of their own. Waits for this work only, not for work queued later."""
+        """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
         if self._result is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -34,7 +34,7 @@ class Pending:
 
 
 class Lane:
-    """A CUDA stream of one decoder's own; on the CPU nothing, so that the code around it is the same."""
+    """A CUDA stream for one decoder alone; nothing on the CPU, so that the code around it is the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -74,7 +74,7 @@ class Debug:
 class MegakernelBackend:
     """Implements `mktts.model.backend.Backend` on one CUDA device.
 
-    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not serve.
+    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it.
     """
 
     name = "megakernel"
@@ -91,7 +91,7 @@ class MegakernelBackend:
         self.shape = choose_shape(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
-        # The layers', one a head, the projection, the host's wish.
+        # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
@@ -183,7 +183,7 @@ class MegakernelBackend:
 
     @torch.inference_mode()
     def new_debug(self) -> Debug:
-        """Room for what one step can show of its inside."""
+        """Memory for what one step shows of its inside: pass it to `step`."""
         talker = self.config.talker
         logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
         return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
@@ -219,7 +219,7 @@ class MegakernelBackend:
         params = Params.from_buffer_copy(self._fixed)
         params.stream = state.params
         stream = params.stream
-        stream.text, stream.frame = rows.data_ptr(), state.frames
+        stream.rows, stream.frame = rows.data_ptr(), state.frames
         stream.position = state.prompt_rows + state.frames - 1
         return params
 

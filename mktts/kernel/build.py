@@ -1,4 +1,4 @@
-"""Compiling csrc/ with NVRTC, NVIDIA's run-time compiler, out of its own Python package: no CUDA toolkit is needed.
+"""Compiling csrc/ with NVRTC, NVIDIA's run-time compiler, from its Python package: no CUDA toolkit is needed.
 
 A build is cached by source, definitions, architecture and compiler version. It needs no GPU.
 """

@@ -59,7 +59,7 @@ class PlainKernel:
 
 
 class Kernel(PlainKernel):
-    """A kernel with its shared memory and its grid settled, for cooperative launches.
+    """A kernel with a fixed grid and shared memory, for cooperative launches.
 
     All blocks must be resident at once, because they wait for each other: the constructor raises BackendUnavailable
     where the device cannot hold `blocks`.

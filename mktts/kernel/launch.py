@@ -24,7 +24,7 @@ _TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 class Launcher:
     """Launches of one kernel, one after another on torch's current stream; streams of the model take turns on it.
 
-    Raises BackendUnavailable where the compiler or the device does not serve.
+    Raises BackendUnavailable where the compiler or the device cannot run the kernel.
     """
 
     def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device) -> None:

@@ -15,7 +15,7 @@ ENDED = 1  # status word: whether speech ended
 STOP = 2  # status word, written by the host: make no further frame
 FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor
 # What a block that gave up was waiting for, by the number it leaves in its status (csrc, `give_up`).
-WAITS = {1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's wish"}
+WAITS = {1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's answer"}
 
 _POINTERS = """
     talker_tape talker_head_tape projection_tape predictor_tape predictor_head_tape projection_bias
@@ -29,7 +29,7 @@ class StreamParams(ctypes.Structure):
     """csrc/state.cuh, struct Stream."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("text", "hidden", "sum", "kv", "seen", "out")]
+        [(name, ctypes.c_void_p) for name in ("rows", "hidden", "sum", "kv", "seen", "out")]
         + [(name, ctypes.c_int) for name in "slots position frame top_k0 top_k greedy0 greedy".split()]
         + [(name, ctypes.c_float) for name in "temperature0 temperature top_p0 top_p penalty".split()]
         + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]

@@ -196,7 +196,7 @@ class Prefill:
     def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
         if (bucket, extent) not in self._passes:
             work = partial(self._forward, bucket, extent)
-            self._passes[bucket, extent] = record(work, self._pool, self._side) if self.graphs else work
+            self._passes[bucket, extent] = record(work, self._pool, self._side).replay if self.graphs else work
         return self._passes[bucket, extent]
 
     def _forward(self, bucket: int, extent: int) -> None:

@@ -20,7 +20,7 @@ class KernelPrefill:
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self._prefill = Prefill(stack)
-        self._prefill.warm_up()  # a graph captured while a stream waits would cost it tens of ms
+        self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes = PrefixCache(self._prefill)
 
     @property
@@ -81,8 +81,8 @@ class PrefixCache:
     def run(self, rows: Tensor, prefix_rows: int, key: Hashable | None) -> Tensor:
         """As `Prefill.run` of a whole prompt (L, H) whose first `prefix_rows` (< L) rows are known by `key`.
 
-        The prefix is a piece of its own even when it is new or `key` is None (never kept): the bits are the same
-        whether it was kept or not.
+        The prefix is always computed apart from the rest, also when it is new or `key` is None (never kept): the bits
+        are the same whether it was kept or not.
         """
         if not 0 <= prefix_rows < len(rows):
             raise PromptError(

@@ -114,7 +114,7 @@ def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
 
 
 def pack_layer(shape: Shape, stack: StackConfig, get: Mapping[str, Tensor]) -> Tensor:
-    """One decoder layer, names less their prefix: (blocks, elements) bf16."""
+    """One decoder layer, by names without their prefix: (blocks, elements) bf16."""
     group, blocks, heads = shape.group, shape.blocks, stack.num_key_value_heads
     h, f, d = stack.hidden_size, stack.intermediate_size, stack.head_dim
     attention = stack.num_attention_heads // heads * d

@@ -31,7 +31,7 @@ class UnpackParams(ctypes.Structure):
 
 
 class TapeStack(Stack):
-    """The stack whose tape, norms and head norms `kernel_weights.stack_weights` made, with room for one layer.
+    """The stack whose tape, norms and head norms `mktts.kernel.weights.stack_weights` made, with room for one layer.
 
     `layer_weights` writes a layer's matrices into that room, in the work queued on the current CUDA stream (on the CPU
     at once), so that a CUDA graph holds it too. Writing the next layer ahead, on a second stream into a second room,

@@ -1,4 +1,4 @@
-"""Opens a Qwen3 text checkpoint (Qwen/Qwen3-0.6B and its kin): a folder in the Hub layout, a Hub id, or a random one.
+"""Opens a Qwen3 text checkpoint (such as Qwen/Qwen3-0.6B): a folder in the Hub layout, a Hub id, or a random one.
 
 As for speech checkpoints, everything a file header can tell is checked before `open_text_checkpoint` returns, and
 weights are memory-mapped when asked for. What the decoder does not compute is refused by name, never ignored.
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.files import WeightFiles
-from mktts.checkpoint.hub import download
-from mktts.checkpoint.open import HUB_ID
-from mktts.checkpoint.random.make import is_random
+from mktts.checkpoint.open import resolve
 from mktts.checkpoint.tensors import check
 from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
@@ -82,20 +80,15 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | No
     """
     if isinstance(source, TextCheckpoint):
         return source
-    text = str(source)
-    if text.startswith("random:"):
+
+    def make_random(name: str) -> Path:
         from mktts.llm.random import ensure_named
 
-        return _open_folder(ensure_named(text))
-    folder = Path(source).expanduser()
-    if text and folder.is_dir():
-        return _open_folder(folder, revision)
-    if isinstance(source, str) and HUB_ID.fullmatch(text):
-        return _open_folder(*download(text, revision))
-    raise CheckpointError(
-        f"text checkpoint {text!r}: expected a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny; "
-        "found no such folder"
-    )
+        return ensure_named(name)
+
+    expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
+    refusal = f"text checkpoint {str(source)!r}: expected {expected}"
+    return _open_folder(*resolve(source, revision, make_random, refusal))
 
 
 def _open_folder(folder: Path, revision: str | None = None) -> TextCheckpoint:
@@ -105,6 +98,6 @@ def _open_folder(folder: Path, revision: str | None = None) -> TextCheckpoint:
     if config.tied and HEAD in files.tensors:
         expected[HEAD] = expected[EMBEDDING]
     check(files.tensors, expected, str(folder))
-    checkpoint = TextCheckpoint(folder, config, revision, is_random(folder), files)
+    checkpoint = TextCheckpoint(folder, config, revision, weight_files.is_random(folder), files)
     checkpoint.choice()  # a broken generation_config.json is found now, not at the first text
     return checkpoint

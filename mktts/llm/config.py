@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mktts.checkpoint.tensors import Layout, layout, stack_shapes
+from mktts.checkpoint.tensors import TensorSpecs, stack_shapes, tensor_specs
 from mktts.common import read_object
 from mktts.errors import CheckpointError
 from mktts.spec import StackConfig
@@ -16,8 +16,6 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 STACK = "model."  # prefix of the layers and the final norm
 
-# What the stack computes, by config.json key. A key that is left out means the first value, as in transformers'
-# Qwen3Config; anything else changes the arithmetic.
 # What the stack computes, by config.json key. A key that is left out means the first value, as in transformers'
 # Qwen3Config; anything else changes the arithmetic.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -63,13 +61,13 @@ class TextConfig:
         return cls(stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)))
 
 
-def expected_text_tensors(config: TextConfig) -> Layout:
+def expected_text_tensors(config: TextConfig) -> TensorSpecs:
     """The tensors of a text model's `model.safetensors`: embedding, stack, and the head unless it is tied."""
     stack = config.stack
     shapes = {EMBEDDING: (stack.vocab_size, stack.hidden_size)} | stack_shapes(STACK, stack)
     if not config.tied:
         shapes[HEAD] = (stack.vocab_size, stack.hidden_size)
-    return layout(shapes)
+    return tensor_specs(shapes)
 
 
 def _stack(raw: dict[str, Any], where: str) -> StackConfig:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
+from mktts.common import whole_number
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, TextError
 from mktts.llm.backend import TextBackend, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
@@ -84,7 +85,7 @@ class TextDecoder:
         """Prefills `prompt` and returns the stream of new tokens.
 
         prompt: text, continued as it stands (no chat template), or token ids.
-        choice: None takes the checkpoint's own. seed: None draws one, which `TokenStream.seed` then tells.
+        choice: None takes the checkpoint's own. seed: None draws one, see `TokenStream.seed`.
         stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
         of them waits for the last, and cancelling takes effect after that many at most.
 
@@ -95,9 +96,12 @@ class TextDecoder:
         if self._backend is None:
             raise EngineError("the decoder is closed: load another one")
         ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
-        seed = drawn_seed() if seed is None else _whole("seed", seed, 0, MAX_SEED)
-        max_tokens = _whole("max_tokens", max_tokens, 1)
-        tokens_per_step = _whole("tokens_per_step", tokens_per_step, 1)
+        seed = drawn_seed() if seed is None else seed
+        whole_number("seed", seed, at_least=0)
+        if seed > MAX_SEED:
+            raise OptionsError(f"seed must be at most {MAX_SEED}, got {seed}")
+        whole_number("max_tokens", max_tokens, at_least=1)
+        whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
         return TokenStream(
@@ -146,10 +150,3 @@ def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype:
                 raise
             logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
     return TorchTextBackend(config, checkpoint.tensors(), device, dtype)
-
-
-def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
-        raise OptionsError(f"{name} must be a whole number {limits}, got {value!r}")
-    return int(value)

@@ -51,7 +51,7 @@ class TextKernelState:
 class TextKernelBackend:
     """Implements `mktts.llm.backend.TextBackend` on one CUDA device.
 
-    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not serve.
+    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it.
     """
 
     name = "megakernel"

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mktts.checkpoint.random.make import MARKER, whole_folder, write_tokenizer, write_weights
+from mktts.checkpoint.files import MARKER
+from mktts.checkpoint.random.make import whole_folder, write_tokenizer, write_weights
 from mktts.checkpoint.random.tokenizer import SPECIAL_START, SPECIALS
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors
 from mktts.common import cache_folder, write_json
 from mktts.errors import CheckpointError
 from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig, expected_text_tensors
 
-RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
+RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
 BRANCH_SHARE = 0.15  # of the residual stream, that attention and MLPs add up to with wide margins
 
 # Values of Qwen/Qwen3-0.6B (Apache-2.0); the tiny sizes change widths, depth and the tie only.

@@ -60,7 +60,7 @@ class TokenStream:
         self._ready_ms = 0.0
 
     def cancel(self) -> None:
-        """No token comes after this, and the model's state is let go. Any number of times."""
+        """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
         if self.finish_reason is None:
             self._end("cancelled")
 

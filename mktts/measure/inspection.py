@@ -20,7 +20,7 @@ from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.tensors import Layout, TensorSpec, expected_tensors
+from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_tensors
 from mktts.errors import CheckpointError
 from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
 
@@ -186,7 +186,7 @@ def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str
     return "\n".join(lines)
 
 
-def _rows(tensors: Layout, rules: Sequence[_Rule]) -> list[Component]:
+def _rows(tensors: TensorSpecs, rules: Sequence[_Rule]) -> list[Component]:
     """Each tensor goes to the first rule that has its prefix."""
     members: dict[str, list[str]] = {rule.name: [] for rule in rules}
     for name in tensors:

@@ -65,7 +65,7 @@ class Backend(Protocol):
     """Talker and code predictor of one checkpoint."""
 
     name: str
-    embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each: for others to read
+    embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each; prompts read them too
 
     def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
         """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames.

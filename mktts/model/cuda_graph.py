@@ -1,4 +1,4 @@
-"""Recording work on static tensors as a CUDA graph, safely beside other threads that use the device."""
+"""Recording work on static tensors as a CUDA graph, safe while other threads use the device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 _CAPTURE = threading.Lock()  # torch allows one capture at a time in a process
+Result = TypeVar("Result")
+
+
+class Recorded(NamedTuple, Generic[Result]):
+    """Recorded work: `replay()` runs it on the current CUDA stream and fills the tensors of `result` again."""
+
+    replay: Callable[[], None]
+    result: Result
 
 
 @contextmanager
-def captures() -> Iterator[None]:
-    """Graphs are captured inside: one thread at a time, and no garbage collected meanwhile.
+def _captures() -> Iterator[None]:
+    """Graphs are captured inside: by one thread at a time, and no garbage is collected.
 
     If the collector freed another graph during a capture (an unreachable synthesizer's), CUDA would end that capture.
     """
@@ -29,20 +37,22 @@ def captures() -> Iterator[None]:
                 gc.enable()
 
 
-def record(work: Callable[[], None], pool: Any, side: torch.cuda.Stream) -> Callable[[], None]:
-    """Runs `work` once on `side`, then records it; returns what replays it on the current stream.
+def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_ups: int = 1) -> Recorded[Result]:
+    """Runs `work` `warm_ups` times on `side`, then records it. Its `result` is what `work` returned while recorded.
 
-    `work` reads and writes static tensors only and must bear being run twice: the first run is for what must not happen
-    inside a capture (library handles, workspaces, module loading). Graphs of one `pool` share working memory, so they
-    must not run at the same time. `side` is the caller's, one for all its graphs: libraries keep workspaces per stream.
+    `work` reads and writes static tensors only. Running it once before is for what must not happen inside a capture
+    (library handles, workspaces, module loading): 0 only where the caller has run it on `side` itself.
+    Graphs of one `pool` (None: a pool of the graph's own) share working memory, so they must not run at the same time.
+    `side` is the caller's, one for all its graphs: libraries keep workspaces per stream.
     """
-    with captures():
+    with _captures():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            work()
+            for _ in range(warm_ups):
+                work()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may go on using the device meanwhile
+        # thread_local: other threads may go on using the device, for instance another synthesizer's worker
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            work()
+            result = work()
         torch.cuda.current_stream().wait_stream(side)
-    return graph.replay
+    return Recorded(graph.replay, result)

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from weight_bytes import file_bytes
 
 from mktts.checkpoint import Checkpoint, hub, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.tensors import Layout, expected_tensors
+from mktts.checkpoint.tensors import expected_tensors
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
 from mktts.speech.text import SEGMENT_CHARS, segment_chars
@@ -32,17 +33,6 @@ CODEC_PARAMS = 170_557_441
 def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
     return ModelConfig.load(folder)
-
-
-def file_bytes(layout: Layout, dtype: str, metadata: dict[str, str] | None) -> int:
-    """Size of the safetensors file that holds `layout`: compact JSON in name order, padded to 8, then the data."""
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name, spec in sorted(layout.items()):
-        start, end = end, end + spec.nbytes(dtype)
-        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"))
-    return 8 + (len(text) + 7) // 8 * 8 + end
 
 
 @pytest.mark.parametrize(
@@ -374,3 +364,9 @@ def test_a_source_that_is_nothing_is_refused(source: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="expected"):
         open_checkpoint(source)
+
+
+def test_importing_the_package_loads_no_maker_of_random_checkpoints():
+    code = "import sys, mktts.checkpoint; print([name for name in sys.modules if 'checkpoint.random' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

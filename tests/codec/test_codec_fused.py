@@ -1,9 +1,12 @@
 """The fused pass with plain operators in place of its kernels; and how its products are packed and cut.
 
-The kernels themselves need a device: tests/test_codec_fused_cuda.py.
+The kernels themselves need a device: tests/codec/test_codec_fused_cuda.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import codec_stand_ins
 import pytest
@@ -11,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
 from mktts.codec.fused_pack import LOW_SCALE, MOVE_WORDS, copies, pack, tile
@@ -29,16 +33,18 @@ def codec(tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["split", "fp16"])
+@pytest.fixture(scope="module", params=[False, True], ids=["full", "fast"])
 def fused(tiny, request) -> FusedCodec:
-    decoder = FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu", half=request.param, kernels=codec_stand_ins)
-    decoder.half = request.param
-    return decoder
+    return FusedCodec(plain(tiny), request.param, codec_stand_ins)
+
+
+def plain(checkpoint: Checkpoint) -> Callable[[], CodecDecoder]:
+    return partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors())
 
 
 def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fused):
     ours, theirs = fused.start(), codec.start()
-    least_db, tolerance = (50, 0.1) if fused.half else (100, 1e-4)
+    least_db, tolerance = (50, 0.1) if fused.name == "fused-fast" else (100, 1e-4)
     for frames in (1, 1, 2, 3, 4, 8, 5, 8, 1):  # past the window
         codes = random_codes(frames, seed=frames)
         expected = codec.decode(codes, theirs)
@@ -51,14 +57,14 @@ def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fuse
 def test_the_products_that_are_rounded_to_fp16_are_heard_above_fp32s_rounding_and_below_50_db(codec, fused):
     codes = random_codes(8, seed=0)
     ratio = snr_db(fused.decode(codes, fused.start()), codec.decode_all(codes))
-    assert 50 < ratio < 75 if fused.half else ratio > 100
+    assert 50 < ratio < 75 if fused.name == "fused-fast" else ratio > 100
 
 
 def test_states_of_the_plain_and_the_fused_decoder_are_exchangeable(codec, fused):
     codes = random_codes(32, seed=1)
     state = fused.start()
     mixed = [(fused if t % 2 else codec).decode(piece, state) for t, piece in enumerate(codes.split(4))]
-    assert snr_db(torch.cat(mixed), codec.decode_all(codes)) > (50 if fused.half else 100)
+    assert snr_db(torch.cat(mixed), codec.decode_all(codes)) > (50 if fused.name == "fused-fast" else 100)
 
 
 def test_more_frames_than_a_fused_pass_takes_are_decoded_by_plain_operators(codec, fused):
@@ -67,7 +73,7 @@ def test_more_frames_than_a_fused_pass_takes_are_decoded_by_plain_operators(code
 
 
 def test_only_what_is_packed_is_held_until_a_longer_pass_asks_for_plain_operators(tiny, codec):
-    fused = FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu", kernels=codec_stand_ins)
+    fused = FusedCodec(plain(tiny), kernels=codec_stand_ins)
     packed = held_bytes(fused)
     stored = sum(t.nbytes for name, t in tiny.codec_tensors().items() if "input_proj.weight" not in name)
     tables = sum(plan.load.nbytes + plan.save.nbytes for plan in fused._plans.values())
@@ -94,12 +100,12 @@ def held_bytes(thing: object, seen: set[int] | None = None) -> int:
         return sum(held_bytes(value, seen) for value in thing)
     if not hasattr(thing, "__dict__") or isinstance(thing, type(torch)):
         return 0
-    return sum(held_bytes(value, seen) for name, value in vars(thing).items() if name != "_tensors")
+    return sum(held_bytes(value, seen) for value in vars(thing).values())
 
 
 def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):
-    with pytest.raises(BackendUnavailable, match="use variant='fp32'"):
-        FusedCodec(tiny.codec_config, tiny.codec_tensors(), "cpu")
+    with pytest.raises(BackendUnavailable, match="the fused codec needs"):
+        FusedCodec(plain(tiny))
 
 
 def test_two_fp16_numbers_hold_a_weight_to_22_bits():

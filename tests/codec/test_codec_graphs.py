@@ -1,6 +1,6 @@
 """What the graphed codec does around its graphs, with eager passes in their place; and the states' one buffer.
 
-The graphs themselves need a device: tests/test_codec_cuda.py.
+The graphs themselves need a device: tests/codec/test_codec_cuda.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from mktts.codec import graphs as codec_graph
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.graphs import GRAPH_FRAMES, Captured, GraphedCodec, codec_for, pieces, to_host
+from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, full_products, pieces
 from mktts.errors import BackendUnavailable, CodecError
+from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 
@@ -32,15 +33,13 @@ def eager(decoder: CodecDecoder, codes: torch.Tensor, state: CodecState) -> torc
     return torch.cat([decoder.decode(piece, state) for piece in codes.split(list(pieces(len(codes))))])
 
 
-def passes_for_graphs(
-    decoder: CodecDecoder, tf32: bool = False
-) -> tuple[dict[int, Captured], torch.Tensor, CodecState]:
+def passes_for_graphs(decoder: CodecDecoder) -> tuple[dict[int, Recorded], torch.Tensor, CodecState]:
     """As `capture`: static tensors, garbage in them, and replays that overwrite them."""
     codes, state = torch.full((max(GRAPH_FRAMES), NUM_CODEBOOKS), 7), decoder.start()
 
-    def captured(frames: int) -> Captured:
+    def captured(frames: int) -> Recorded:
         pcm = decoder.decode(codes[:frames], state)
-        return Captured(lambda: pcm.copy_(decoder.advance(codes[:frames], state)), pcm)
+        return Recorded(lambda: pcm.copy_(decoder.advance(codes[:frames], state)), pcm)
 
     return {frames: captured(frames) for frames in GRAPH_FRAMES}, codes, state
 
@@ -126,22 +125,28 @@ def test_submitted_codes_and_states_are_refused_as_by_decode(codec, graphed):
 
 
 @pytest.mark.parametrize(
-    ("variant", "match"),
-    [("fused", "needs a CUDA device"), ("tf32", "needs a CUDA device"), ("int4", "must be one of")],
+    ("device", "dtype", "precision", "match"),
+    [
+        ("cpu", torch.float32, "fast", "needs a CUDA device"),
+        ("cuda", torch.bfloat16, "fast", "and a float32 state, got cuda and torch.bfloat16: use 'full'"),
+        ("cpu", torch.float32, "int4", "must be one of"),
+    ],
 )
-def test_a_variant_that_the_cpu_cannot_run_is_refused(tiny, variant, match):
+def test_a_precision_that_the_device_cannot_run_is_refused(tiny, device, dtype, precision, match):
     with pytest.raises(BackendUnavailable, match=match):
-        codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu", variant=variant)
+        codec_for(tiny.codec_config, tiny.codec_tensors(), device, dtype, precision)
 
 
-def test_tf32_is_allowed_inside_only():
+def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
     flags = torch.backends.cuda.matmul
     before = flags.fp32_precision
-    with codec_graph.matrix_units(tf32=True):
-        assert flags.fp32_precision == "tf32"
-        with codec_graph.matrix_units(tf32=False):
+    try:
+        flags.fp32_precision = "tf32"
+        with full_products():
             assert flags.fp32_precision == "ieee"
-    assert flags.fp32_precision == before
+        assert flags.fp32_precision == "tf32"
+    finally:
+        flags.fp32_precision = before
 
 
 def test_samples_belong_to_the_caller(graphed):
@@ -178,11 +183,6 @@ def test_without_a_cuda_device_graphs_are_refused_by_name(codec):
 def test_on_the_cpu_the_plain_decoder_is_chosen(tiny):
     decoder = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu", torch.bfloat16)
     assert isinstance(decoder, CodecDecoder) and decoder.dtype == torch.bfloat16
-
-
-def test_samples_on_the_host_are_float32():
-    pcm = to_host(torch.tensor([0.5, -1.0], dtype=torch.bfloat16))
-    assert pcm.dtype == np.float32 and pcm.tolist() == [0.5, -1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

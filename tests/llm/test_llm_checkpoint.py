@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_checkpoint import file_bytes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
+from weight_bytes import file_bytes
 
 from mktts.errors import CheckpointError
-from mktts.llm import checkpoint as text_model
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
 from mktts.llm.random import config_json, ensure_named, make
@@ -250,7 +249,7 @@ def test_a_source_that_is_none_says_what_is_allowed(source):
 
 def test_a_hub_id_is_downloaded_and_opened(tiny, monkeypatch):
     asked = []
-    monkeypatch.setattr(text_model, "download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
+    monkeypatch.setattr("mktts.checkpoint.open.download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
     opened = open_text_checkpoint("Qwen/Qwen3-0.6B", "commit")
     assert asked == [("Qwen/Qwen3-0.6B", "commit")] and opened.revision == "commit" and opened.folder == tiny.folder
 

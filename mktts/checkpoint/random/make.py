@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.files import MARKER
 from mktts.checkpoint.random.configs import SIZES, small_files
 from mktts.checkpoint.random.tokenizer import merges, tokenizer_config, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
@@ -27,8 +28,7 @@ from mktts.common import cache_folder, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import MODEL_TYPES, ModelConfig
 
-MARKER = "mktts.json"
-RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made anew
+RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
 FLAGS = ("full-codec", "margin")
 
 
@@ -136,14 +136,6 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
         full_codec=True if "full-codec" in rest else None,
         cache=cache,
     )
-
-
-def is_random(folder: Path) -> bool:
-    """Whether the marker of this module says that `folder` holds random weights."""
-    try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["random"] is True
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mktts.checkpoint.tensors import Layout, Shape
+from mktts.checkpoint.tensors import Shape, TensorSpecs
 from mktts.errors import CheckpointError
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
 
@@ -25,9 +25,9 @@ WAVEFORM_GAIN = 0.025  # keeps the waveform near 0.06 RMS, off the clamp at 1
 RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify rounding a hundredfold
 
 
-def random_tensors(layout: Layout, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """One tensor per entry of `layout`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
-    return {name: _fill(name, spec.shape, seed).to(dtype) for name, spec in layout.items()}
+def random_tensors(specs: TensorSpecs, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One tensor per entry of `specs`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
+    return {name: _fill(name, spec.shape, seed).to(dtype) for name, spec in specs.items()}
 
 
 def _fill(name: str, shape: Shape, seed: int) -> Tensor:

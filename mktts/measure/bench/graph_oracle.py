@@ -130,7 +130,7 @@ class GraphOracle:
         with torch.cuda.device(self.device):
             pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # the two never run at the same time
             self._position.zero_()
-            return record(self._advance, pool, side), record(codes, pool, side)
+            return record(self._advance, pool, side).replay, record(codes, pool, side).replay
 
     def _advance(self) -> None:
         """Talker step over embedding sum and text row; fills `_hidden`."""

@@ -110,10 +110,8 @@ def large(settings: BenchSettings) -> None:
 
 def codec(settings: BenchSettings) -> None:
     """Chunks of 1 to 8 frames, codes on the host to PCM on the host, by the decoder the synthesizer uses."""
-    from mktts.codec.graphs import CUDA_VARIANT
-
     _, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
-    note(codec_variant=CUDA_VARIANT if settings.device.startswith("cuda") else "fp32")
+    note(codec_variant=model.codec.name)
     for name, times_ms in codec_ms(model.codec, settings.samples).items():
         emit(name, times_ms, "ms")
 

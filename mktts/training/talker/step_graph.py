@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mktts.model.cuda_graph import captures
+from mktts.model.cuda_graph import Recorded, record
 
 Work = Callable[..., dict[str, Tensor]]
 _ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
@@ -32,11 +33,10 @@ def adam(parameters: Iterable, device: torch.device, graphs: bool, **choices: An
 
 
 @dataclass
-class _Recorded:
+class _Step:
     inputs: tuple[Tensor, ...]
     runs: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
-    found: dict[str, Tensor] = field(default_factory=dict)
+    recorded: Recorded[dict[str, Tensor]] | None = None
 
 
 class StepGraphs:
@@ -49,7 +49,7 @@ class StepGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._steps: dict[Hashable, _Step] = {}
         self._cuda = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self._cuda else None
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None  # shared: steps do not overlap
@@ -57,14 +57,14 @@ class StepGraphs:
     def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
         """What `work(*inputs)` returns; its tensors hold until the next step of the same kind and shapes."""
         key = (kind, *(tuple(tensor.shape) for tensor in inputs))
-        step = self._recorded.get(key)
+        step = self._steps.get(key)
         if step is None:
-            step = self._recorded[key] = _Recorded(tuple(tensor.clone() for tensor in inputs))
+            step = self._steps[key] = _Step(tuple(tensor.clone() for tensor in inputs))
         for static, given in zip(step.inputs, inputs, strict=True):
             static.copy_(given)
-        if step.graph is not None:
-            step.graph.replay()
-            return step.found
+        if step.recorded is not None:
+            step.recorded.replay()
+            return step.recorded.result
         if not self._cuda:
             return work(*step.inputs)
         step.runs += 1
@@ -74,10 +74,6 @@ class StepGraphs:
                 found = work(*step.inputs)
             torch.cuda.current_stream().wait_stream(self._side)
             return found
-        with captures():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-                step.found = work(*step.inputs)
-        step.graph = graph
-        graph.replay()
-        return step.found
+        step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
+        step.recorded.replay()
+        return step.recorded.result
