@@ -26,7 +26,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     stats = terminalreporter.stats
     cases = {
-        report.nodeid: {"outcome": outcome, "seconds": round(report.duration, 2)}
+        report.nodeid: {"outcome": outcome, "seconds": round(getattr(report, "duration", 0.0), 2)}
         for outcome in ("passed", "failed", "error")
         for report in stats.get(outcome, [])
     }
