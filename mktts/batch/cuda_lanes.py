@@ -151,5 +151,6 @@ class CudaLanes:
         )
         if size not in self._buckets:
             frame = Frame(self._weights, self._slots, self._pages, *size)
-            self._buckets[size] = (frame, record(frame.run, self._pool, self._side) if self._graphs else frame.run)
+            run = record(frame.run, self._pool, self._side).replay if self._graphs else frame.run
+            self._buckets[size] = (frame, run)
         return self._buckets[size]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.graphs import CUDA_VARIANT, codec_for
+from mktts.codec.graphs import codec_for
 from mktts.errors import BackendUnavailable
 from mktts.measure.parity.budget import Budget
 from mktts.measure.parity.codec import decode_streamed, frame_errors, random_codes, snr_db
@@ -155,7 +155,7 @@ def codec_section(checkpoint: Checkpoint, upstream: Upstream, device: str, budge
         "frames": len(codes),
         "asked": CODEC_FRAMES,
         "schedule": list(schedule),
-        "variant": CUDA_VARIANT if torch.device(device).type == "cuda" else "fp32",
+        "variant": ours.name,
         "least_db": least,
         "streamed_to_whole": _distance(streamed, offline),
     }
