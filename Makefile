@@ -82,8 +82,8 @@ clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 # The grid runs first, so that 06_report, last but one of the notebooks, has it to report on.
 reference: $(STAMP) ## replace the notebooks' reference results, the agent's picture and the README's figures by new ones
 	rm -rf $(REFERENCE_RUNS)
-	$(BIN)/python -m mktts run notebooks/04_metrics.ipynb --out $(REFERENCE_RUNS)/runs --set REPEATS=3 \
-	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2
+	$(BIN)/python -m mktts run notebooks/04_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
+	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2 --set REPEATS=3
 	$(BIN)/python -m mktts run $(NOTEBOOKS) --out $(REFERENCE_RUNS)/runs --publish outputs/reference $(RUN_ARGS)
 	$(BIN)/python tests/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py

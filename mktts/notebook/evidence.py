@@ -43,7 +43,7 @@ WHOLE = "upstream, whole utterance"  # it does not stream: its first PCM comes w
 
 
 def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """The committed document `name`.json, None where nobody has committed one."""
+    """The committed document `name`.json, None where none is committed."""
     path = folder / f"{name}.json"
     return document(path) if path.is_file() else None
 

@@ -1,6 +1,6 @@
 """How every figure of the project looks and is saved; `mktts.notebook.plots` draws them.
 
-Colours are those of Okabe and Ito (2008), told apart with every common colour-vision deficiency; one thing has one
+Colours are those of Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; one thing has one
 colour in every figure.
 """
 
@@ -31,7 +31,7 @@ COLOURS = {
     "limit": "#444444",  # what playback or a tolerance demands
     "underrun": "#AA1133",
 }
-SERIES = ("#0072B2", "#CC79A7", "#56B4E9", "#000000", "#009E73")  # for what has no colour of its own
+SERIES = ("#0072B2", "#CC79A7", "#56B4E9", "#000000", "#009E73")  # for what COLOURS lacks
 DPI = 144
 DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as large as the notebook's
 
@@ -71,7 +71,7 @@ def styled(draw: Draw) -> Draw:
 
 
 def colour(label: str, index: int = 0) -> str:
-    """The colour of the thing `label` begins with, or the `index`-th series colour where it has none of its own."""
+    """The colour of the thing `label` begins with, or the `index`-th series colour where COLOURS has none."""
     return COLOURS.get(label.split(" ")[0].rstrip(",:"), SERIES[index % len(SERIES)])
 
 

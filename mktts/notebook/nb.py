@@ -29,6 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
+MP3_COMPRESSION = 0.5  # 0: largest, 1: smallest; in the middle, two voices by turns take 4 kB a second
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
 
@@ -87,7 +88,7 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
 
 
 def recording(path: Path, label: str, *, random_weights: bool) -> None:
-    """Shows the sound file `path` with an audio element that holds all of it, as MP3 (8 kB a second and channel).
+    """Shows the sound file `path` with an audio element that holds all of it, as MP3.
 
     Raises MkttsError where it cannot be read. Without soundfile, or one without MP3, the file is named only.
     """
@@ -111,7 +112,7 @@ def as_mp3(path: Path) -> bytes:
     except (soundfile.SoundFileError, OSError) as error:
         raise MkttsError(f"{path}: expected a sound file, could not read it: {error}") from None
     file = io.BytesIO()
-    soundfile.write(file, samples, rate_hz, format="MP3")
+    soundfile.write(file, samples, rate_hz, format="MP3", compression_level=MP3_COMPRESSION)
     return file.getvalue()
 
 

@@ -184,7 +184,8 @@ def comparison(
         shade = COLOURS["upstream" if "upstream" in label else "mktts"]
         axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
         axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
-        axes.annotate(f"{median:.3g}", (max(values), index), (8, 0), textcoords="offset points", va="center")
+        shown = f"{median:,.0f}" if median >= 1_000 else f"{median:.3g}"
+        axes.annotate(shown, (max(values), index), (8, 0), textcoords="offset points", va="center")
     axes.plot([], [], "o", color=COLOURS["limit"], markersize=6, label="a run")
     axes.plot([], [], "|", color=COLOURS["limit"], markersize=12, markeredgewidth=2.4, label="median of equal runs")
     if budget is not None:

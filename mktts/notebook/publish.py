@@ -12,7 +12,7 @@ from mktts.common import write_whole
 from mktts.errors import BatchError
 from mktts.notebook.nb import as_mp3
 
-COPIED = (".json", ".png")
+PICTURES = ("03_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -21,7 +21,7 @@ _IFRAME = re.compile(r"<iframe\b.*?</iframe>", re.DOTALL)
 
 
 def publish(run: Path, target: Path) -> Path:
-    """Replaces the folder `target` by what of the run's folder `run` is worth keeping: JSON files, figures, and the
+    """Replaces the folder `target` by what is worth keeping of the run's folder `run`: JSON files, PICTURES, and the
     executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it.
 
     Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read.
@@ -33,11 +33,12 @@ def publish(run: Path, target: Path) -> Path:
 
     notebook = nbformat.read(executed, as_version=4)
     sounds = _link(notebook)
-    notebook.metadata.pop("widgets", None)  # the state of controls that nothing answers any more
+    for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
+        notebook.metadata.pop(name, None)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for path in sorted(run.iterdir()):
-        if path.suffix in COPIED:
+        if path.suffix == ".json" or f"{run.name}/{path.name}" in PICTURES:
             shutil.copyfile(path, target / path.name)
     for name in sounds:
         write_whole(target / Path(name).with_suffix(".mp3"), as_mp3(run / name))

@@ -161,7 +161,7 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path,
         _leave_out_the_start(axes)
         axes.set_title(f"Stage {1 + list(shown).index(stage)}: {stage}")
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper right")
+            axes.legend(loc="best")
     return save(figure, folder, name)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BatchError
+from mktts.notebook import nb
+from mktts.notebook import publish as publishing
 from mktts.notebook.publish import publish
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -60,7 +62,7 @@ def test_sound_becomes_links_to_files_that_hold_it(run, tmp_path):
 def test_everything_else_stays_readable_and_a_dead_page_is_not_shown(run, tmp_path):
     target = publish(run, tmp_path / "n")
     assert {path.name for path in target.iterdir()} == {
-        "executed.ipynb", "metrics.json", "plot.png", "a_b.mp3", "silence.mp3",
+        "executed.ipynb", "metrics.json", "a_b.mp3", "silence.mp3",
     }  # fmt: skip
     notebook = nbformat.read(target / "executed.ipynb", as_version=4)
     nbformat.validate(notebook)
@@ -81,3 +83,10 @@ def test_a_folder_without_a_run_is_refused_and_replaces_nothing(tmp_path):
     with pytest.raises(BatchError, match="no executed.ipynb"):
         publish(tmp_path / "empty", tmp_path / "kept")
     assert (tmp_path / "kept").is_dir()
+
+
+def test_the_readmes_pictures_are_kept_as_files(run, tmp_path, monkeypatch):
+    readme = (nb.repository() / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"outputs/reference/(\d\d_\w+/[\w.]+\.png)", readme)) == set(publishing.PICTURES)
+    monkeypatch.setattr(publishing, "PICTURES", (f"{run.name}/plot.png",))
+    assert (publish(run, tmp_path / "n") / "plot.png").read_bytes() == b"{}"
