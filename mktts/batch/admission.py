@@ -1,0 +1,177 @@
+"""Who may come in: a new stream is admitted, waits in line, or is refused, for a named reason.
+
+A stream that is admitted has its pages for as long as it may grow, and its frames in time: the listeners together want
+no more frames a second than the quickest fitting tick gives, by the tick model, less a margin. Those that find no place
+wait in line, first come, first served, for a limited time. Nothing here reads a clock or a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from mktts.batch.board import FRAME_S, Board
+from mktts.batch.pages import Pages
+from mktts.batch.scheduler import TickSettings
+from mktts.batch.tick import Tick
+from mktts.batch.tick_model import TickModel
+from mktts.errors import OptionsError
+
+Decision = Literal["admit", "queue", "refuse"]
+Reason = Literal["", "too_long", "slots", "pages", "listeners", "first_pcm", "line", "waited"]
+
+_MEAN_FRAMES = 87.5  # of an utterance: 2 to 12 s, 7 on average, as in the measurements
+_MEAN_ROWS = 32.0  # of its prompt; both only until ticks have been seen
+_MEMORY_FRAMES = 20_000.0
+
+
+@dataclass(frozen=True)
+class AdmissionSettings:
+    """margin: listeners want at most this part of what the tick model can give. first_pcm_s: the longest predicted wait
+    for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced streams that are not admitted at once.
+    """
+
+    margin: float = 0.95
+    first_pcm_s: float = 0.1
+    host_s: float = 0.3e-3
+    max_line: int = 256
+    max_wait_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= 1 or not self.first_pcm_s > 0 or min(self.host_s, self.max_line, self.max_wait_s) < 0:
+            raise OptionsError(f"expected 0 < margin <= 1, first_pcm_s > 0 and the others at least 0, got {self}")
+
+    @classmethod
+    def h200(cls) -> AdmissionSettings:
+        """Two ticks at the capacity of 512 lanes take about 50 ms."""
+        return cls()
+
+    @classmethod
+    def cpu(cls) -> AdmissionSettings:
+        """Ticks of up to 64 ms whose time varies with what else the machine does."""
+        return cls(margin=0.9, first_pcm_s=0.3, max_wait_s=0.5)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A stream that would come in. prompt_rows: to compute, without a kept prefix. max_rows: prompt and frames
+    together, at most. key: of the prompt's prefix. name: whatever the caller knows it by. An unpaced one waits for as
+    long as it takes.
+    """
+
+    arrived_s: float
+    prompt_rows: int
+    max_rows: int
+    paced: bool = True
+    key: Hashable | None = None
+    name: Any = None
+
+
+class Verdict(NamedTuple):
+    """What is to be done with a request, and why it was not simply admitted:
+
+    too_long: it could never have its pages. slots, pages: all taken. listeners: the ticks would be too slow for all.
+    first_pcm: too many prompts wait. line: too many streams wait. waited: longer than it may.
+    """
+
+    decision: Decision
+    reason: Reason = ""
+
+
+class Door:
+    """Judges requests by the board, the pages and the tick model; keeps the line of those that wait.
+
+    The caller opens what is admitted (`Pages.open`, `Board.enter`, `Board.prompt`) before it asks again.
+    """
+
+    def __init__(self, board: Board, pages: Pages, ticks: TickSettings, settings: AdmissionSettings) -> None:
+        self._board, self._pages, self._ticks, self._settings = board, pages, ticks, settings
+        self._line: deque[Request] = deque()
+        self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
+
+    @property
+    def line(self) -> int:
+        """Streams that wait."""
+        return len(self._line)
+
+    def ask(self, request: Request, model: TickModel) -> Verdict:
+        """What becomes of a request that arrives now; one with "queue" stands in line. Later ones never overtake it."""
+        if request.max_rows > self._pages.rows_per_slot:
+            return Verdict("refuse", "too_long")
+        reason = self.obstacle(request, model) if not self._line else self.obstacle(self._line[0], model) or "line"
+        if not reason:
+            return Verdict("admit")
+        if request.paced and sum(waiting.paced for waiting in self._line) >= self._settings.max_line:
+            return Verdict("refuse", "line")
+        self._line.append(request)
+        return Verdict("queue", reason)
+
+    def next(self, now_s: float, model: TickModel) -> tuple[Request, Verdict] | None:
+        """One that leaves the line now: admitted, or refused after its longest wait. None: nobody, for now."""
+        if self._line and not self.obstacle(self._line[0], model):
+            return self._line.popleft(), Verdict("admit")
+        for request in self._line:
+            if request.paced and now_s - request.arrived_s > self._settings.max_wait_s:
+                self._line.remove(request)
+                return request, Verdict("refuse", "waited")
+        return None
+
+    def give_up(self, name: Any) -> None:
+        """A request that waits was cancelled."""
+        self._line = deque(request for request in self._line if request.name != name)
+
+    def ticked(self, tick: Tick) -> None:
+        """Learns how many prompt rows come with the frames: call it with every tick that runs."""
+        keep = math.exp(-len(tick.lanes) / _MEMORY_FRAMES)
+        self._frames = keep * self._frames + len(tick.lanes)
+        self._rows = keep * self._rows + tick.rows
+
+    def obstacle(self, request: Request, model: TickModel) -> Reason:
+        """What stands against admitting `request` now; "" for nothing.
+
+        A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
+        unpaced one takes time only from listeners.
+        """
+        board, settings = self._board, self._settings
+        if board.open.all():
+            return "slots"
+        if not self._pages.fits(request.max_rows, request.key):
+            return "pages"
+        if not (board.open & board.paced).any() and not (request.paced and board.open.any()):
+            return ""
+        listeners = self._listeners() + self._weight(request.paced)
+        tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
+        if not math.isfinite(tick_s):
+            return "listeners"
+        rows = int(board.prompt_rows[board.open].sum()) + request.prompt_rows
+        ticks = 1 + math.ceil(rows / self._ticks.max_rows)  # the one that runs, then those that the prompts take
+        return "first_pcm" if rows > request.prompt_rows and ticks * tick_s > settings.first_pcm_s else ""
+
+    def tick_s(self, listeners: float, prompt_rows: int, model: TickModel) -> float:
+        """Seconds of the ticks that so many listeners need: of the smallest bucket that makes frames faster than they
+        are played, with the prompts that come with them. Infinite where no bucket does."""
+        board, settings, ticks = self._board, self._settings, self._ticks
+        here = board.context_rows[board.open]
+        context_rows = max(prompt_rows + _MEAN_FRAMES / 2, float(here.mean()) if len(here) else 0.0)
+        wanted_hz = listeners / FRAME_S / settings.margin
+        for lanes in ticks.sizes():
+            lanes = min(lanes, math.ceil(ticks.max_rows * self._frames / self._rows))  # more could not begin so fast
+            rows = min(math.ceil(lanes * self._rows / self._frames), ticks.max_rows)
+            tick_s = model.predict(*ticks.bucket(model, lanes, rows), lanes * context_rows)
+            if tick_s > ticks.max_tick_s and lanes > ticks.sizes()[0]:
+                break
+            if lanes >= wanted_hz * (tick_s + settings.host_s):
+                return tick_s
+        return math.inf
+
+    def _listeners(self) -> float:
+        board = self._board
+        paced = int((board.open & board.paced).sum())
+        return paced * self._weight(True) + (int(board.open.sum()) - paced) * self._weight(False)
+
+    def _weight(self, paced: bool) -> float:
+        """Frames that a stream is due, in those of a listener: an unpaced one takes what is left, and a little."""
+        return 1.0 if paced else FRAME_S / self._ticks.lead_s

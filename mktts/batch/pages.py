@@ -1,0 +1,248 @@
+"""Who holds which page of keys and values: the host's book; the pages themselves lie on the device.
+
+A page holds `page_rows` positions of all layers. A stream takes every page that its declared maximum may need when it
+opens, so none ever stops for want of one. The rows of a prompt's prefix (instruction, language, speaker or voice) can
+be kept by key: their full pages are then shared, to be read only, and a partial last page is copied, because the stream
+goes on writing behind it. Prefixes that no open stream uses give way, least recently used first.
+
+Page 0 belongs to nobody: entries of the table that are not in use, and the row of lanes that only fill a bucket, name
+it. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mktts.errors import CapacityError, EngineError, PromptError
+
+PAGE_ROWS = 64
+NOBODY = 0
+
+
+class Copy(NamedTuple):
+    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
+
+    source: int
+    target: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A prefix of `rows` rows; its pages in order, the last one partial where `rows` is no multiple of a page."""
+
+    rows: int
+    pages: tuple[int, ...]
+
+
+@dataclass
+class _Slot:
+    pages: list[int]
+    shared: int = 0  # so many of the first pages belong to prefixes too: read only
+
+
+class Pages:
+    """The pages of one device. `table` (slots + 1, pages a slot) int32: page of every position / page_rows of a slot;
+    the last row is of no stream.
+    """
+
+    def __init__(
+        self, pages: int, slots: int, rows_per_slot: int, page_rows: int = PAGE_ROWS, max_kept: int | None = None
+    ) -> None:
+        """`pages`: with page 0. `rows_per_slot`: the most one stream may declare. `max_kept`: pages that prefixes may
+        hold; None takes an eighth of all, 256 at most. Raises CapacityError where not even one stream could open."""
+        self.page_rows, self.slots = page_rows, slots
+        self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
+        if min(page_rows, slots, self.rows_per_slot) < 1:
+            raise CapacityError(
+                f"expected at least 2 pages and one row a page, slot and stream, got {pages} pages of {page_rows} "
+                f"rows, {slots} slots of {rows_per_slot} rows: free device memory or lower the limits"
+            )
+        self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
+        self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NOBODY, np.int32)
+        self._free = list(range(pages - 1, NOBODY, -1))
+        self._users = [0] * pages  # slots that have the page
+        self._keepers = [0] * pages  # prefixes that have it
+        self._slots: dict[int, _Slot] = {}
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._changed: set[int] = set()
+
+    # ---- what there is
+
+    def count(self, rows: int) -> int:
+        """Pages that `rows` positions take."""
+        return -(-rows // self.page_rows)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def kept(self) -> int:
+        """Pages that prefixes hold, also those that streams share."""
+        return len({page for kept in self._kept.values() for page in kept.pages})
+
+    def find(self, key: Hashable | None) -> int:
+        """Rows of the prefix kept under `key`; 0 where none is."""
+        return self._kept[key].rows if key is not None and key in self._kept else 0
+
+    def fits(self, rows: int, key: Hashable | None = None) -> bool:
+        """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept."""
+        if not 0 < rows <= self.rows_per_slot:
+            return False
+        more = self.count(rows) - self.find(key) // self.page_rows
+        return more <= len(self._free) or more <= len(self._free) + len(self._idle(key))
+
+    def changes(self) -> np.ndarray:
+        """Slots (n,) whose row of `table` changed since the last call: to be brought to the device."""
+        changed = np.array(sorted(self._changed), np.int64)
+        self._changed.clear()
+        return changed
+
+    # ---- streams
+
+    def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]:
+        """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
+        already (0: not kept) and the copies to make.
+
+        Raises CapacityError where the pages are not there (see `fits`; nothing is changed), PromptError where the
+        prefix is as long as the whole stream, EngineError for a slot in use.
+        """
+        if slot in self._slots:
+            raise EngineError(f"slot {slot} is open: close it first")
+        kept_rows = self.find(key)
+        if kept_rows >= rows > 0:
+            raise PromptError(f"a stream of {rows} rows cannot have a prefix of {kept_rows}: keys must differ")
+        if not self.fits(rows, key):
+            raise CapacityError(self._too_many(rows))
+        kept = self._kept.get(key) if kept_rows else None
+        shared = [] if kept is None else list(kept.pages[: kept_rows // self.page_rows])
+        own = self._take(self.count(rows) - len(shared), but=key)
+        for page in shared:
+            self._users[page] += 1
+        self._slots[slot] = _Slot(shared + own, len(shared))
+        self._write(slot)
+        if kept is None:
+            return 0, []
+        self._kept.move_to_end(key)
+        partial = kept_rows % self.page_rows
+        return kept_rows, [Copy(kept.pages[-1], own[0], partial)] if partial else []
+
+    def resize(self, slot: int, rows: int) -> None:
+        """Changes the declared maximum of an open stream: rows beyond it are lost, those below stay.
+
+        Raises CapacityError where more pages are wanted than there are; the stream then keeps what it has.
+        """
+        held = self._of(slot)
+        more = self.count(rows) - len(held.pages)
+        if not 0 < rows <= self.rows_per_slot or more > len(self._free) + len(self._idle(None)):
+            raise CapacityError(self._too_many(rows))
+        if more > 0:
+            held.pages += self._take(more)
+        while len(held.pages) > max(self.count(rows), held.shared):
+            self._let_go(held.pages.pop())
+        self._write(slot)
+
+    def close(self, slot: int) -> None:
+        """The stream is over: its pages are free, except those that others share. Raises EngineError if not open."""
+        for page in reversed(self._of(slot).pages):
+            self._let_go(page)
+        del self._slots[slot]
+        self._write(slot)
+
+    # ---- prefixes
+
+    def keep(self, slot: int, key: Hashable, rows: int) -> list[Copy] | None:
+        """Keeps the first `rows` rows of `slot` under `key`; they are there, or will be when the copies are made.
+
+        Returns the copies to make, None where the prefix is not kept: the key is known, or there is no room.
+        """
+        held = self._of(slot)
+        if not 0 < rows <= len(held.pages) * self.page_rows:
+            raise PromptError(f"slot {slot} has room for {len(held.pages)} pages, a prefix of {rows} rows was named")
+        full, partial = divmod(rows, self.page_rows)
+        if key in self._kept or full + bool(partial) > self.max_kept:
+            return None
+        new = sum(not self._keepers[page] for page in held.pages[:full]) + bool(partial)
+        while self.kept + new > self.max_kept and self._forget_one():
+            pass
+        if self.kept + new > self.max_kept or (partial and not self._free and not self._idle(None)):
+            return None
+        last = self._take(1, used=False) if partial else []
+        pages = held.pages[:full] + last
+        for page in pages:
+            self._keepers[page] += 1
+        held.shared = max(held.shared, full)
+        self._kept[key] = Kept(rows, tuple(pages))
+        return [Copy(held.pages[full], last[0], partial)] if partial else []
+
+    def forget(self, key: Hashable) -> None:
+        """The prefix is not offered any more; streams that share its pages go on. No effect on an unknown key."""
+        kept = self._kept.pop(key, None)
+        for page in reversed(() if kept is None else kept.pages):
+            self._keepers[page] -= 1
+            self._free_if_unheld(page)
+
+    # ---- inside
+
+    def _idle(self, but: Hashable | None) -> set[int]:
+        """Pages that would become free if all prefixes without a user, except `but`, gave way."""
+        idle: set[int] = set()
+        needed: set[int] = set()
+        for key, kept in self._kept.items():
+            (needed if key == but or self._in_use(kept) else idle).update(kept.pages)
+        return idle - needed
+
+    def _in_use(self, kept: Kept) -> bool:
+        return any(self._users[page] for page in kept.pages)
+
+    def _forget_one(self, but: Hashable | None = None) -> bool:
+        """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
+        for key, kept in self._kept.items():
+            if key != but and not self._in_use(kept):
+                self.forget(key)
+                return True
+        return False
+
+    def _take(self, count: int, but: Hashable | None = None, used: bool = True) -> list[int]:
+        """`count` pages, which `fits` has promised."""
+        while len(self._free) < count:
+            if not self._forget_one(but):
+                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] += used
+        return taken
+
+    def _let_go(self, page: int) -> None:
+        self._users[page] -= 1
+        self._free_if_unheld(page)
+
+    def _free_if_unheld(self, page: int) -> None:
+        assert self._users[page] >= 0 <= self._keepers[page], f"page {page} was let go twice"
+        if not self._users[page] and not self._keepers[page]:
+            self._free.append(page)
+
+    def _of(self, slot: int) -> _Slot:
+        if slot not in self._slots:
+            raise EngineError(f"slot {slot} is not open")
+        return self._slots[slot]
+
+    def _write(self, slot: int) -> None:
+        pages = self._slots[slot].pages if slot in self._slots else []
+        self.table[slot] = NOBODY
+        self.table[slot, : len(pages)] = pages
+        self._changed.add(slot)
+
+    def _too_many(self, rows: int) -> str:
+        return (
+            f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} can be "
+            f"had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower max_frames, "
+            "or wait until other streams end"
+        )

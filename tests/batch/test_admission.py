@@ -1,0 +1,133 @@
+"""Who is admitted, who waits and who is refused, and by which name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
+from mktts.batch.board import Board
+from mktts.batch.pages import Pages
+from mktts.batch.scheduler import TickSettings
+from mktts.batch.tick_model import TickModel
+from mktts.errors import OptionsError
+
+MODEL = TickModel.h200()
+
+
+class Place:
+    """A door, and streams that have come in through it."""
+
+    def __init__(self, slots: int = 3_000, pages: int = 9_000, model: TickModel = MODEL, **settings) -> None:
+        self.board, self.pages, self.model = Board(slots), Pages(pages, slots, 2_048), model
+        self.door = Door(self.board, self.pages, TickSettings.h200(), AdmissionSettings(**settings))
+        self.inside = 0
+
+    def ask(self, **request) -> Verdict:
+        request = Request(**({"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | request))
+        verdict = self.door.ask(request, self.model)
+        if verdict.decision == "admit":
+            self.enter(request)
+        return verdict
+
+    def enter(self, request: Request) -> None:
+        self.pages.open(self.inside, request.max_rows)
+        self.board.enter(self.inside, request.arrived_s, request.paced)
+        self.board.context_rows[self.inside] = 107
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+        self.board.leave(self.inside)
+        self.pages.close(self.inside)
+
+    def fill(self, most: int = 5_000, **request) -> Verdict:
+        for _ in range(most):
+            verdict = self.ask(**request)
+            if verdict.decision != "admit":
+                return verdict
+        return verdict
+
+
+def test_listeners_come_in_up_to_what_the_ticks_carry():
+    place = Place()
+    assert place.fill() == ("queue", "listeners")
+    # By hand: 512 lanes a tick of 4.97 + 11.9 + 0.73 (256 rows) + 1.5 (107 rows) + 0.3 ms, at 12.5 Hz, less 5 %.
+    assert place.inside == pytest.approx(0.95 * 512 / 19.4e-3 / 12.5, rel=0.01)
+    slower = Place(model=replace(MODEL, lane_s=2 * MODEL.lane_s))
+    slower.fill()
+    assert 0.5 * place.inside < slower.inside < 0.7 * place.inside
+
+
+def test_unpaced_streams_take_little_of_the_listeners_time():
+    place = Place(pages=15_000, slots=5_000)
+    assert place.fill(most=2_500, paced=False) == ("admit", "")
+    assert place.fill() == ("queue", "listeners") and place.inside > 2_500 + 1_400
+
+
+@pytest.mark.parametrize(
+    ("place", "request_", "verdict"),
+    [
+        ({}, {"max_rows": 2_049}, ("refuse", "too_long")),
+        ({"slots": 5}, {}, ("queue", "slots")),
+        ({"pages": 20}, {}, ("queue", "pages")),
+        ({"slots": 5, "max_line": 0}, {}, ("refuse", "line")),
+    ],
+)
+def test_every_obstacle_has_its_name(place, request_, verdict):
+    assert Place(**place).fill(most=10, **request_) == verdict
+
+
+def test_a_machine_slower_than_real_time_still_serves_one_listener_or_many_that_nobody_waits_for():
+    slow = TickModel(0.2, 0.1, 1e-3, 0.0)
+    place = Place(model=slow)
+    assert place.ask() == ("admit", "")
+    assert place.ask(paced=False) == ("queue", "listeners")
+    place = Place(model=slow)
+    assert place.fill(most=300, paced=False, prompt_rows=400, max_rows=500) == ("admit", "")
+    assert place.ask() == ("queue", "listeners")
+
+
+def test_too_many_waiting_prompts_have_their_name():
+    place = Place()
+    place.fill(most=100)
+    place.board.prompt_rows[:100] = 332
+    assert place.ask() == ("queue", "first_pcm")
+    empty = Place()
+    assert empty.ask(prompt_rows=2_000, max_rows=2_048) == ("admit", "")  # alone, a long prompt may take its time
+
+
+def test_the_line_moves_in_its_order_and_nobody_overtakes():
+    place = Place(slots=2)
+    place.fill(most=2)
+    for name in range(3):
+        assert place.ask(name=name).decision == "queue"
+    assert place.door.next(0.1, MODEL) is None
+    place.leave()
+    assert place.ask(name=3) == ("queue", "line")  # there is room, for those before
+    request, verdict = place.door.next(0.1, MODEL)
+    assert (request.name, verdict) == (0, ("admit", ""))
+    place.enter(request)
+    place.door.give_up(1)
+    place.leave()
+    assert place.door.next(0.1, MODEL)[0].name == 2
+
+
+def test_a_listener_waits_so_long_and_an_unpaced_stream_for_as_long_as_it_takes():
+    place = Place(slots=1, max_wait_s=0.25)
+    place.ask()
+    place.ask(name="book", paced=False, arrived_s=0.0)
+    place.ask(name="listener", arrived_s=0.1)
+    assert place.door.next(0.3, MODEL) is None
+    request, verdict = place.door.next(0.36, MODEL)
+    assert (request.name, verdict) == ("listener", ("refuse", "waited"))
+    assert place.door.next(60.0, MODEL) is None and place.door.line == 1
+    place.leave()
+    assert place.door.next(60.0, MODEL)[0].name == "book"
+
+
+@pytest.mark.parametrize("wrong", [{"margin": 0.0}, {"margin": 1.1}, {"first_pcm_s": 0.0}, {"max_wait_s": -1.0}])
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(OptionsError):
+        AdmissionSettings(**wrong)

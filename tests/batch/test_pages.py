@@ -1,0 +1,184 @@
+"""Pages are conserved, nobody reads another stream's rows, and a stream that opened never lacks one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from mktts.batch.pages import NOBODY, Copy, Pages
+from mktts.errors import CapacityError, EngineError, PromptError
+
+PAGE_ROWS, SLOTS = 4, 6
+KEYS = st.sampled_from(["voice a", "voice b", "voice c"])
+PREFIX_ROWS = {"voice a": 3, "voice b": 8, "voice c": 10}
+
+
+class Device(RuleBasedStateMachine):
+    """The book beside a device on which every row really is written, copied and read back through the table."""
+
+    opened = Bundle("opened")
+
+    @initialize(pages=st.integers(3, 30), max_kept=st.integers(0, 8))
+    def begin(self, pages, max_kept):
+        self.book = Pages(pages, SLOTS, 40, PAGE_ROWS, max_kept)
+        self.memory = np.full((pages, PAGE_ROWS), "", object)
+        self.total = pages - 1
+        self.held: dict[int, tuple[int, list[str]]] = {}  # slot -> most rows, what its rows must hold
+        self.ages: list[str] = []  # keys, the one used longest ago first
+
+    def write(self, slot: int, start: int, rows: list[str]) -> None:
+        for position, row in enumerate(rows, start):
+            self.memory[self.book.table[slot, position // PAGE_ROWS], position % PAGE_ROWS] = row
+
+    def copy(self, copies: list[Copy] | None) -> None:
+        for source, target, rows in copies or []:
+            self.memory[target, :rows] = self.memory[source, :rows]
+
+    @rule(target=opened, slot=st.integers(0, SLOTS - 1), key=st.none() | KEYS, own=st.integers(1, 20))
+    def open(self, slot, key, own):
+        prefix = [f"{key} {row}" for row in range(PREFIX_ROWS[key])] if key else []
+        rows = len(prefix) + own
+        if slot in self.held:
+            with pytest.raises(EngineError):
+                self.book.open(slot, rows, key)
+            return multiple()
+        before = self.book.free, self.book.kept
+        if not self.book.fits(rows, key):
+            with pytest.raises(CapacityError):
+                self.book.open(slot, rows, key)
+            assert (self.book.free, self.book.kept) == before
+            return multiple()
+        kept_rows, copies = self.book.open(slot, rows, key)
+        assert kept_rows in (0, len(prefix))
+        self.copy(copies)
+        content = prefix + [f"slot {slot} {row}" for row in range(own)]
+        self.write(slot, kept_rows, content[kept_rows:])
+        self.held[slot] = rows, content
+        return slot
+
+    @rule(slot=opened, key=KEYS)
+    def keep(self, slot, key):
+        rows, content = self.held.get(slot, (0, []))
+        if len(content) > PREFIX_ROWS[key] and content[PREFIX_ROWS[key] - 1].startswith(key):
+            self.copy(self.book.keep(slot, key, PREFIX_ROWS[key]))
+
+    @rule(slot=opened, rows=st.integers(1, 44))
+    def resize(self, slot, rows):
+        if slot not in self.held:
+            return
+        _, content = self.held[slot]
+        rows = max(rows, len(content)) if rows < 41 else rows
+        try:
+            self.book.resize(slot, rows)
+        except CapacityError:
+            return
+        more = [f"slot {slot} more {row}" for row in range(rows - len(content))]
+        self.write(slot, len(content), more)
+        self.held[slot] = rows, content + more
+
+    @rule(slot=consumes(opened))
+    def close(self, slot):
+        if slot in self.held:
+            self.book.close(slot)
+            del self.held[slot]
+        else:
+            with pytest.raises(EngineError):
+                self.book.close(slot)
+
+    @rule(key=KEYS)
+    def forget(self, key):
+        self.book.forget(key)
+        assert self.book.find(key) == 0
+
+    @invariant()
+    def every_row_is_what_its_stream_wrote(self):
+        for slot, (_, content) in getattr(self, "held", {}).items():
+            pages = self.book.table[slot]
+            found = [self.memory[pages[row // PAGE_ROWS], row % PAGE_ROWS] for row in range(len(content))]
+            assert found == content
+
+    @invariant()
+    def pages_are_conserved(self):
+        if not hasattr(self, "book"):
+            return
+        book, free = self.book, self.book._free
+        used = {int(page) for slot in self.held for page in book.table[slot] if page != NOBODY}
+        kept = {page for prefix in book._kept.values() for page in prefix.pages}
+        assert len(set(free)) == len(free) and not set(free) & (used | kept) and NOBODY not in free
+        assert len(free) + len(used | kept) == self.total and len(kept) == book.kept <= book.max_kept
+        for slot in range(SLOTS + 1):
+            held = int((book.table[slot] != NOBODY).sum())
+            assert held >= book.count(self.held[slot][0]) if slot in self.held else held == 0
+
+    @invariant()
+    def what_no_stream_uses_can_be_had(self):
+        if not hasattr(self, "book"):
+            return
+        used = {int(page) for slot in self.held for page in self.book.table[slot] if page != NOBODY}
+        idle = {page for prefix in self.book._kept.values() for page in prefix.pages} - used
+        needed = {p for prefix in self.book._kept.values() if used & set(prefix.pages) for p in prefix.pages}
+        most = min(self.book.free + len(idle - needed), 10)
+        assert most == 0 or self.book.fits(most * PAGE_ROWS)
+        assert most == 10 or not self.book.fits(most * PAGE_ROWS + 1)
+
+    def teardown(self):
+        if hasattr(self, "book"):
+            for slot in list(self.held):
+                self.book.close(slot)
+            for key in PREFIX_ROWS:
+                self.book.forget(key)
+            assert self.book.free == self.total
+
+
+TestDevice = Device.TestCase
+TestDevice.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_second_stream_of_a_voice_shares_its_full_pages_and_copies_the_partial_one():
+    book = Pages(20, 4, 40, PAGE_ROWS, max_kept=8)
+    assert book.open(0, 20, "voice") == (0, [])
+    first = book.table[0, :5].tolist()
+    (copy,) = book.keep(0, "voice", 10)
+    assert copy.source == first[2] and copy.rows == 2 and book.find("voice") == 10
+    rows, copies = book.open(1, 20, "voice")
+    second = book.table[1, :5].tolist()
+    assert rows == 10 and second[:2] == first[:2] and not set(second[2:]) & {*first, copy.target}
+    assert copies == [Copy(copy.target, second[2], 2)]
+    assert book.changes().tolist() == [0, 1] and book.changes().tolist() == []
+    book.close(0)
+    assert book.free == 19 - 5 - 1  # the shared two and the partial one stay beside the second stream's own three
+
+
+def test_the_prefix_that_was_used_longest_ago_gives_way():
+    book = Pages(8, 4, 28, PAGE_ROWS, max_kept=4)
+    for slot, key in enumerate("abc"):
+        book.open(slot, 4, key)
+        assert book.keep(slot, key, 4) == []
+        book.close(slot)
+    book.open(0, 8, "a")
+    book.close(0)
+    book.open(1, 20)  # five pages: four are free
+    assert [bool(book.find(key)) for key in "abc"] == [True, False, True]
+
+
+def test_a_prefix_in_use_does_not_give_way_and_what_does_not_fit_is_refused_unchanged():
+    book = Pages(5, 3, 16, PAGE_ROWS, max_kept=4)
+    book.open(0, 5, "a")
+    book.keep(0, "a", 4)
+    assert book.fits(12, "a") and not book.fits(12)
+    with pytest.raises(CapacityError, match="can be had"):
+        book.open(1, 12)
+    assert book.free == 2 and book.find("a") == 4
+    with pytest.raises(CapacityError):
+        book.resize(0, 17)
+    with pytest.raises(PromptError):
+        book.open(1, 4, "a")
+
+
+def test_a_book_without_room_for_one_stream_is_refused():
+    for pages, slots, rows in ((1, 2, 64), (4, 0, 64), (4, 2, 0)):
+        with pytest.raises(CapacityError):
+            Pages(pages, slots, rows)

@@ -1,0 +1,280 @@
+"""One tick at a time: what it may hold, who comes first, who costs nothing, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mktts.batch.board import FRAME_S, Board
+from mktts.batch.scheduler import TickSettings, next_tick
+from mktts.batch.tick_model import TickModel
+from mktts.errors import EngineError, OptionsError
+
+NOW_S = 100.0
+SMALL = TickSettings(
+    buckets=tuple((lanes, rows) for lanes in (2, 4, 8) for rows in (0, 16, 64)),
+    max_lanes=8, max_rows=64, min_rows=16, few_lanes=2,
+)  # fmt: skip
+MODELS = {"h200": TickModel.h200(), "cpu": TickModel.cpu()}
+ANY_SIZE = TickSettings(max_lanes=8, max_rows=64, min_rows=16, few_lanes=2)
+
+STREAM = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from(["new", "middle of prompt", "speaking", "next segment"]),
+        "lead_s": st.floats(-0.5, 2.0),
+        "rows": st.integers(1, 150),
+        "made": st.integers(1, 60),
+        "taken": st.integers(0, 60),
+        "paced": st.booleans(),
+        "known": st.booleans(),
+        "full": st.sampled_from([False, False, False, True]),
+    }
+)
+
+
+def board_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> Board:
+    """A board in the middle of its work; stream i has slot i."""
+    board = Board(slots)
+    for slot, stream in enumerate(streams):
+        board.enter(slot, now_s - 0.001 * slot, stream["paced"])
+        if stream["state"] == "speaking":
+            board.context_rows[slot] = 32 + stream["made"]
+        else:
+            board.prompt(slot, stream["rows"], 7 if stream["state"] == "middle of prompt" else 0)
+        if stream["state"] in ("speaking", "next segment"):
+            board.frames_made[slot] = stream["made"]
+            board.frames_taken[slot] = min(stream["taken"], stream["made"])
+            board.playing_since_s[slot] = now_s + stream["lead_s"] - FRAME_S * stream["made"]
+            board.newest_s[slot] = now_s - 0.1
+        board.text_known[slot], board.full[slot] = stream["known"], stream["full"]
+    return board
+
+
+def speaking(count: int, lead_s: float = 0.1, **changes) -> list[dict]:
+    usual = {"state": "speaking", "lead_s": lead_s, "rows": 1, "made": 9, "taken": 9}
+    return [usual | {"paced": True, "known": True, "full": False} | changes for _ in range(count)]
+
+
+def new(count: int, rows: int = 32, **changes) -> list[dict]:
+    return speaking(count, **({"state": "new", "rows": rows} | changes))
+
+
+def content(tick) -> tuple:
+    return tick.bucket, tick.lanes.tolist(), tick.new_lanes, tick.frames.tolist(), tick.pieces, tick.context_rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]), st.sampled_from(sorted(MODELS)))
+def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, name):
+    board = board_of(streams)
+    tick = next_tick(board, NOW_S, MODELS[name], limits)
+    lanes = tick.lanes.tolist()
+    able = {i for i, stream in enumerate(streams) if stream["known"] and not stream["full"]}
+    assert len(set(lanes)) == len(lanes) and set(lanes) <= able
+    assert [piece.slot for piece in tick.pieces if piece.last] == lanes[: tick.new_lanes]
+    assert {piece.slot for piece in tick.pieces} <= able and tick.rows <= tick.bucket[1]
+    for piece in tick.pieces:
+        left = int(board.prompt_rows[piece.slot])
+        assert 1 <= piece.rows <= left and piece.last == (piece.rows == left)
+        assert piece.start == board.context_rows[piece.slot]
+    assert all(streams[slot]["state"] == "speaking" for slot in lanes[tick.new_lanes :])
+    assert len(lanes) <= tick.bucket[0] <= limits.max_lanes and tick.bucket[1] <= limits.max_rows
+    assert tick.empty or not limits.buckets or tick.bucket in limits.buckets
+    # Of those that speak, nobody is left out who has less lead than one who is in.
+    talking = np.array([i for i in able if streams[i]["state"] == "speaking"], int)
+    lead_s = dict(zip(talking.tolist(), board.lead_s(talking, NOW_S, limits.lead_s).tolist(), strict=True))
+    inside = [lead_s[slot] for slot in lanes[tick.new_lanes :]]
+    assert max(inside, default=-9.0) <= min((lead_s[slot] for slot in lead_s if slot not in lanes), default=99.0)
+    # Arrivals go on in every tick.
+    if any(streams[i]["state"] in ("new", "middle of prompt") for i in able):
+        assert tick.pieces
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]))
+def test_streams_that_wait_for_text_or_for_their_reader_cost_nothing(streams, limits):
+    board, without = board_of(streams), board_of(streams)
+    for slot, stream in enumerate(streams):
+        if not stream["known"] or stream["full"]:
+            without.leave(slot)
+    ticks = [next_tick(each, NOW_S, TickModel.h200(), limits) for each in (board, without)]
+    assert content(ticks[0]) == content(ticks[1]) and ticks[0].wake_s == ticks[1].wake_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(STREAM, max_size=30))
+def test_planning_changes_nothing(streams):
+    board = board_of(streams)
+    before = copy.deepcopy(vars(board))
+    next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    assert all(np.array_equal(before[name], array) for name, array in vars(board).items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(STREAM, min_size=3, max_size=30))
+def test_an_empty_tick_says_when_to_ask_again(streams):
+    board = board_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
+    board.paced[:] = True
+    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    if tick.empty and np.isfinite(tick.wake_s):
+        assert tick.wake_s > NOW_S
+        assert next_tick(board, tick.wake_s - 0.001, TickModel.h200(), SMALL).empty
+        assert not next_tick(board, tick.wake_s, TickModel.h200(), SMALL).empty
+
+
+def test_arrivals_enter_in_their_order_and_a_long_prompt_in_pieces():
+    board = board_of(new(1, rows=150) + new(1, rows=20) + speaking(1))
+    board.arrived_s[:2] = NOW_S - 0.2, NOW_S - 0.1
+    entered, ticks = [], []
+    for number in range(4):
+        tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+        board.begin(tick)
+        board.finish(tick, NOW_S + 0.001 * number)
+        entered += [(number, *piece) for piece in tick.pieces]
+        ticks.append(tick)
+    assert entered == [
+        (0, 0, 0, 64, False), (1, 0, 64, 64, False), (2, 0, 128, 22, True), (2, 1, 0, 20, True),
+    ]  # fmt: skip
+    assert board.context_rows[:2].tolist() == [151, 21]  # the prompt, and the row of the second frame
+    assert all(2 in tick.lanes.tolist() for tick in ticks)  # the playing one goes on meanwhile
+    assert ticks[2].frames[: ticks[2].new_lanes].tolist() == [0, 0]
+
+
+def test_a_lone_stream_gets_its_frames_at_once():
+    board = board_of(speaking(1, lead_s=30.0, taken=0))
+    for _ in range(50):
+        tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+        assert tick.lanes.tolist() == [0] and tick.bucket == (2, 0)
+        board.begin(tick)
+        board.finish(tick, NOW_S)
+    board.taken(0, 9, full=True)
+    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).empty
+
+
+def test_streams_far_ahead_skip_and_near_ones_ride_in_empty_lanes():
+    board = board_of(speaking(1, 0.1) + speaking(2, 0.5) + speaking(3, 1.5))
+    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    assert tick.bucket == (2, 0) and tick.lanes.tolist() == [0, 1]
+
+
+def test_a_reader_that_takes_nothing_stops_its_stream_long_before_its_buffer_is_full():
+    board = board_of(speaking(3, lead_s=-50.0, taken=0, made=12))
+    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).wake_s == np.inf
+    board.taken(1, 11)
+    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).lanes.tolist() == [1]
+
+
+def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
+    board = board_of(speaking(5, lead_s=0.012) + new(6, rows=64))
+    pressed = next_tick(board, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
+    board.playing_since_s[:] += 0.3
+    easy = next_tick(board, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
+    assert (pressed.rows, easy.rows) == (16, 64)
+
+
+def test_ticks_keep_to_their_longest_time():
+    limits, model = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2), TickModel.cpu()
+    tick = next_tick(board_of(speaking(30)), NOW_S, model, limits)
+    assert 8 <= len(tick.lanes) <= 12 and tick.predicted_s <= 0.05
+
+
+def test_late_frames_are_counted_once_and_the_listener_plays_on_later():
+    board = board_of(speaking(1, lead_s=0.005))
+    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    board.begin(tick)
+    assert board.finish(tick, NOW_S + 0.015).tolist() == [pytest.approx(0.010)]
+    board.taken(0, 10)
+    assert board.lead_s(np.array([0]), NOW_S + 0.015, 0.4).tolist() == [pytest.approx(FRAME_S)]
+
+
+def test_a_pause_of_the_text_is_not_an_underrun():
+    board = board_of(speaking(1, lead_s=0.2))
+    board.text(0, known=False, now_s=NOW_S)
+    assert next_tick(board, NOW_S + 3, TickModel.h200(), SMALL).empty
+    board.text(0, known=True, now_s=NOW_S + 3)
+    tick = next_tick(board, NOW_S + 3, TickModel.h200(), SMALL)
+    board.begin(tick)
+    assert board.finish(tick, NOW_S + 3.01).tolist() == [0.0]
+
+
+def test_a_slot_that_changed_hands_under_a_running_tick_keeps_the_new_streams_clock():
+    board = board_of(speaking(1, lead_s=0.0))
+    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    board.begin(tick)
+    board.leave(0)
+    board.enter(0, NOW_S + 0.001)
+    assert board.finish(tick, NOW_S + 5).tolist() == [0.0]
+    assert board.playing_since_s[0] == -np.inf and board.frames_made[0] == 0
+
+
+def test_the_next_tick_may_be_planned_and_begun_while_one_runs():
+    board, now_s, before, late_s = board_of(speaking(6, made=1, taken=1) + new(6)), NOW_S, None, []
+    for _ in range(200):
+        tick = next_tick(board, now_s, TickModel.h200(), SMALL)
+        if not tick.empty:
+            board.begin(tick)
+        if before is not None:
+            now_s += before.predicted_s
+            late_s += board.finish(before, now_s).tolist()
+            board.frames_taken[before.lanes] = before.frames + 1
+        elif tick.empty:
+            now_s = tick.wake_s
+        before = None if tick.empty else tick
+    assert max(late_s) == 0.0 and len(late_s) > 200
+    lead_s = board.lead_s(np.arange(12), now_s, 0.4)
+    assert lead_s.min() > 0.1 and lead_s.max() < SMALL.fill_lead_s + 2 * FRAME_S
+    assert (board.context_rows[:6] - board.frames_made[:6]).tolist() == [32] * 6
+    assert (board.context_rows[6:12] - board.frames_made[6:12]).tolist() == [31] * 6  # frame 0 needs no row
+
+
+@pytest.mark.parametrize("paced", [True, False])
+def test_nobody_starves_even_beyond_the_capacity(paced):
+    """100 streams where 8 fit a tick, and arrivals that never end: everybody's frames and prompts go on."""
+    rng, model = np.random.default_rng(0), TickModel(10e-3, 1e-3, 1e-4, 1e-5)
+    board = board_of(speaking(100, paced=paced) + new(50, paced=paced), slots=400)
+    newest = dict.fromkeys(range(150), 0)
+    now_s, longest = NOW_S, 0
+    for number in range(800):
+        if rng.random() < 0.05:
+            slot = 150 + sum(slot >= 150 for slot in newest)
+            board.enter(slot, now_s)
+            board.prompt(slot, int(rng.integers(1, 200)))
+            newest[slot] = number
+        tick = next_tick(board, now_s, model, SMALL)
+        now_s += tick.predicted_s
+        board.begin(tick)
+        board.finish(tick, now_s)
+        board.frames_taken[:] = board.frames_made
+        for slot in tick.lanes.tolist():
+            longest = max(longest, number - newest[slot])
+            newest[slot] = number
+    assert min(newest.values()) > 800 - 150 and longest < 150
+    assert len(newest) > 180
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"few_lanes": 0}, {"min_rows": 2_000}, {"max_tick_s": 0.09}, {"lead_s": 0.01}, {"fill_lead_s": 0.1},
+        {"buckets": ((512, 0), (8, 1_024))},
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(wrong):
+    with pytest.raises(OptionsError):
+        TickSettings(**wrong)
+
+
+def test_slots_are_entered_and_left_once():
+    board = Board(2)
+    board.enter(0, 0.0)
+    with pytest.raises(EngineError):
+        board.enter(0, 0.0)
+    with pytest.raises(EngineError):
+        board.prompt(0, 0)
+    board.leave(0)
+    with pytest.raises(EngineError):
+        board.leave(0)
