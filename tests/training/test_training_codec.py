@@ -235,7 +235,7 @@ def test_recorded_steps_learn_what_ordinary_ones_do(audio: Path, codes: Path, fi
         pcm, picked = (part.cuda() for part in crops.batch(step, 2))
         for trainer, found in zip((plain, recorded), mels, strict=True):
             found.append(float(trainer.train_step(pcm, picked)["mel"]))
-    assert all(step.graph for step in recorded.graphs._recorded.values()) and len(recorded.graphs._recorded) == 2
+    assert all(step.recorded for step in recorded.graphs._steps.values()) and len(recorded.graphs._steps) == 2
     assert np.allclose(*mels, rtol=0.05) and sum(mels[1][-4:]) < sum(mels[1][:4])
 
 
