@@ -1,7 +1,7 @@
 """The README's measured figures: where each was recorded stands in a comment behind it, which no reader sees.
 
 `41.3 ms<!-- figure: outputs/reference/bench.json#figures.ttfc_ms.median -->`, and the table of speed whole, between
-`<!-- speed: outputs/reference/h200/bench_quiet_host.json -->` and `<!-- end of speed -->`. Run as a program, this file
+`<!-- speed: outputs/reference/h200/bench.json -->` and `<!-- end of speed -->`. Run as a program, this file
 rewrites both in README.md from the files they name; a number keeps the decimals that it has there.
 """
 
@@ -12,8 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mktts.spec import FRAME_MS
-
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIGURE = re.compile(r"([\d.,]+)( [A-Za-z]+)?<!-- figure: (outputs/reference/[^#\s]+\.json)#([\w.]+) -->")
@@ -23,7 +21,7 @@ DIVISORS = {"GB": 1e9, "MB": 1e6}  # any other unit is written as it is recorded
 # Row of the table -> (suffix of the three engines' figures in the bench's document, what makes it ms).
 ROWS = {
     "codes of a frame": ("frame_ms", 1.0),
-    "frame with codec": ("rtf", FRAME_MS),  # the real-time factor of whole utterances: compute time / time of audio
+    "frame with codec": ("frame_with_codec_ms", 1.0),  # steady chunks of eight frames; of qwen-tts a whole utterance
     "first PCM of three words": ("ttfc_ms", 1.0),
     "first PCM of a sentence": ("ttfc_sentence_ms", 1.0),
 }

@@ -75,7 +75,8 @@ def test_the_table_of_speed_leaves_open_what_was_not_measured():
             "tokenizers": "9",
         },
         "figures": {
-            "frame_ms": figure(1.234), "rtf": figure(0.5), "faster_rtf": figure(0.25, n=2),
+            "frame_ms": figure(1.234), "frame_with_codec_ms": figure(40.0),
+            "faster_frame_with_codec_ms": figure(20.0, n=2),
             "upstream_frame_ms": figure(123.4), "upstream_ttfc_ms": figure(1.0),
         },
     }  # fmt: skip

@@ -28,7 +28,6 @@ COMMANDS = {
 SHOWN_IN = {
     "agent": "README: the agent's times",
     "bench": "01_weights, 03_streaming, 04_metrics, README",
-    "bench_quiet_host": "README: the table of speed, on a host with nothing else to do",
     "codec": "02_parity",
     "gpu_tests": "LOG.md: which GPU tests passed, and when",
     "ladder": "04_metrics",
