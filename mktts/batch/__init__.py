@@ -1,0 +1,1 @@
+"""Many streams at once: engines that make one frame of every stream a tick."""
