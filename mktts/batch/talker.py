@@ -1,0 +1,230 @@
+"""Talker, code predictor and sampling of many streams at once, in plain PyTorch operators of any device.
+
+At these sizes an operator costs by the call, not by the row: sixteen streams that make a frame together cost little
+more than two. A tick takes the newest row of every stream, and all prompt rows of streams that are new, through the
+talker in one pass; each stream attends to keys and values of its own, which grow as it speaks.
+
+Codes are those of `mktts.model.oracle.TorchBackend` up to rounding: noise, and the choice given logits, are equal by
+construction; logits differ in last bits, as products of one row and of several do. On the CPU in fp32 a stream's codes
+do not depend on its neighbours; see `lane_stack` for how long sums may be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mktts.batch.draws import LaneChoices, LaneLimits
+from mktts.batch.keys_values import KeysValues, advance
+from mktts.batch.lane_stack import LaneStack
+from mktts.batch.noise import LaneNoise
+from mktts.batch.predictor import LanePredictor
+from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.model.backend import check_start
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.sampling import Sampling, checked_seed
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+
+_PREFIXES = {"talker": "talker.", "predictor": "talker.code_predictor."}
+
+
+@dataclass
+class _Slot:
+    """What the host knows of an open stream."""
+
+    sampling: Sampling
+    seed: int
+    max_frames: int
+    prompt: Tensor | None  # (L, H), until its first tick
+    cache: KeysValues
+    frames: int = 0
+    ended: bool = False
+
+
+class TorchLanes:
+    """One checkpoint's model, and streams in slots. One thread at a time. `tensors` carries the Hub's names.
+
+    embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_slots: int = 32,
+        positions: int | None = None,
+    ) -> None:
+        """positions: of one stream, prompt and frames together; None: as many as the model has.
+
+        Memory for a stream's positions is taken as it gets there, `keys_values.CHUNK_POSITIONS` at a time.
+        """
+        self.config = config
+        self.device, self.dtype = torch.device(device), dtype
+        self.max_slots = max_slots
+        most = config.talker.max_position_embeddings
+        self.positions = most if positions is None else min(positions, most)
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(self.device, dtype)
+
+        def stack(of: str) -> LaneStack:
+            return LaneStack(Qwen3Stack(getattr(config, of), tensors, _PREFIXES[of] + "model.", self.device, dtype))
+
+        self._talker = stack("talker")
+        groups = range(NUM_CODEBOOKS - 1)
+        predictor = _PREFIXES["predictor"]
+        names = ["talker.model.codec_embedding.weight"]
+        names += [f"{predictor}model.codec_embedding.{g}.weight" for g in groups]
+        tables = [tensors[name] for name in names]
+        sizes = [len(table) for table in tables]
+        # one table, so that a frame's sixteen rows are one look-up
+        self._table = torch.cat([table.to(self.device, dtype) for table in tables])
+        self.embeddings = dict(zip(names, self._table.split(sizes), strict=True))
+        self._first_row = torch.tensor([0, *sizes[:-1]], device=self.device).cumsum(0)
+        self._codec_head = get("talker.codec_head.weight").t().contiguous()
+        projection = predictor + "small_to_mtp_projection."
+        self._predictor = LanePredictor(
+            stack("predictor"),
+            list(self.embeddings.values()),
+            [get(f"{predictor}lm_head.{g}.weight").t().contiguous() for g in groups],
+            (get(projection + "weight").t().contiguous(), get(projection + "bias"))
+            if projection + "weight" in tensors
+            else None,
+        )
+        self._noise = LaneNoise(config)
+        self._limits = LaneLimits(config.talker.vocab_size, config.codec_ids.eos, self.device)
+        self._slots: list[_Slot | None] = [None] * max_slots
+        self._free = list(range(max_slots))  # a heap: the lowest first
+        self._codes = torch.zeros(max_slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
+        self._seen = torch.zeros(max_slots, config.talker.vocab_size, dtype=torch.bool, device=self.device)
+
+    @property
+    def open_slots(self) -> int:
+        return self.max_slots - len(self._free)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of keys and values that one position of a stream takes."""
+        c = self.config.talker
+        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def start(self, prompt_embeds: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> int:
+        """A slot for a stream of up to `max_frames` frames behind `prompt_embeds` (L, H), which its first tick reads.
+
+        Raises PromptError for a prompt of another shape; CapacityError for more positions than a stream may have, or
+        where every slot is taken; SamplingError for a seed out of range, and for rng="torch".
+        """
+        check_start(prompt_embeds, self.config.talker.hidden_size, max_frames)
+        if sampling.rng != "philox":
+            raise SamplingError(
+                f"the batch engine draws by counters, rng='philox'; rng={sampling.rng!r} needs backend='torch' with "
+                "engine='single'"
+            )
+        seed, needed = checked_seed(seed), len(prompt_embeds) + max_frames
+        if needed > self.positions:
+            raise CapacityError(
+                f"{needed} positions asked for, a stream has {self.positions}: shorten the text or lower max_frames"
+            )
+        if not self._free:
+            raise CapacityError(f"all {self.max_slots} slots are taken: free one first, or make more at the start")
+        slot = heapq.heappop(self._free)
+        prompt = prompt_embeds.to(self.device, self.dtype, copy=True)
+        self._slots[slot] = _Slot(sampling, seed, max_frames, prompt, KeysValues(self._talker))
+        self._seen[slot] = False
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Ends a stream at any time and gives its memory back. Raises CapacityError where the slot is not open."""
+        self._open(slot)
+        self._slots[slot] = None
+        heapq.heappush(self._free, slot)
+
+    @torch.inference_mode()
+    def tick(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """One frame of every given slot, in any order -> its codes (16,) int64 on the host, or None: end of speech.
+
+        rows: the text embedding (H,) added to the newest codes' embeddings; None exactly at a slot's first tick, whose
+        talker input is the prompt. Raises CapacityError for a slot that is not open, comes twice, ended, or made its
+        `max_frames`, and PromptError for a row too many, too few or of another shape, all before anything is changed.
+        """
+        if not slots:
+            return []
+        self._check(slots, rows)
+        order = sorted(range(len(slots)), key=lambda i: rows[i] is None)  # those that speak already, then new ones
+        slots = [slots[i] for i in order]
+        open_slots = [self._open(slot) for slot in slots]
+        text = [rows[i] for i in order if rows[i] is not None]
+        lanes = torch.tensor(slots, device=self.device)
+        codes = self._draw_codes(self._hidden(lanes[: len(text)], open_slots, text), lanes, open_slots)
+        self._codes[lanes] = codes
+        self._seen[lanes, codes[:, 0]] = True
+        made: list[Tensor | None] = [None] * len(order)
+        codes = codes.cpu()
+        for place, slot, frame, code0 in zip(order, open_slots, codes, codes[:, 0].tolist(), strict=True):
+            slot.ended = code0 == self.config.codec_ids.eos
+            slot.frames += not slot.ended
+            made[place] = None if slot.ended else frame
+        return made
+
+    def _draw_codes(self, hidden: Tensor, lanes: Tensor, slots: Sequence[_Slot]) -> Tensor:
+        """`hidden` (B, H) -> codes (B, 16) int64."""
+        count = len(slots)
+        if count == 1:  # a product of one row rounds in its own way: a lone lane comes twice
+            slots, lanes, hidden = [*slots, *slots], lanes.repeat(2), hidden.repeat(2, 1)
+        frames = [slot.frames for slot in slots]
+        talker = LaneChoices.of(tuple(slot.sampling.talker for slot in slots), self.device)
+        predictor = LaneChoices.of(tuple(slot.sampling.predictor for slot in slots), self.device)
+        noise, later_noise = None, None
+        if talker.draws or predictor.draws:
+            noise, later_noise = self._noise.draw([slot.seed for slot in slots], frames, self.device)
+        logits = (hidden @ self._codec_head).float()
+        penalties = [slot.sampling.repetition_penalty for slot in slots]
+        code0 = talker.choose(self._limits.restrict(logits, self._seen[lanes], penalties, frames), noise)
+
+        def draw(book: int, logits: Tensor) -> Tensor:
+            return predictor.choose(logits.float(), None if later_noise is None else later_noise[:, book - 1])
+
+        return self._predictor.codes(hidden, code0, draw)[:count]
+
+    def _hidden(self, lanes: Tensor, slots: Sequence[_Slot], text: Sequence[Tensor]) -> Tensor:
+        """The talker's pass -> hidden states of the newest rows (B, H). The first len(text) slots speak already.
+
+        `lanes` are those slots' indices; the others are new, and their prompts' rows ride along.
+        """
+        new = slots[len(text) :]
+        rows = [slot.prompt for slot in new]
+        if text:
+            codes = F.embedding(self._codes[lanes] + self._first_row, self._table)  # (N, 16, H)
+            rows.insert(0, codes.sum(1) + torch.stack([row.to(self.device, self.dtype) for row in text]))
+        counts = [1] * len(text) + [len(slot.prompt) for slot in new]
+        hidden = advance(self._talker, torch.cat(rows), [slot.cache for slot in slots], counts)
+        for slot in new:
+            slot.prompt = None
+        return hidden
+
+    def _open(self, slot: int) -> _Slot:
+        found = self._slots[slot] if 0 <= slot < self.max_slots else None
+        if found is None:
+            raise CapacityError(f"slot {slot} is not open: use one that start() returned and that was not freed")
+        return found
+
+    def _check(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> None:
+        if len(set(slots)) < len(slots) or len(rows) != len(slots):
+            raise CapacityError(f"expected each slot once and a row for each, got slots {slots} and {len(rows)} rows")
+        for index, row in zip(slots, rows, strict=True):
+            slot = self._open(index)
+            if slot.ended or slot.frames >= slot.max_frames:
+                raise CapacityError(f"slot {index} ended after {slot.frames} of at most {slot.max_frames} frames")
+            if (row is None) != (slot.prompt is not None):
+                raise PromptError(f"slot {index}: expected no row at the first tick and one at every later tick")
+            if row is not None and row.shape != (self.config.talker.hidden_size,):
+                expected = (self.config.talker.hidden_size,)
+                raise PromptError(f"slot {index}: a text row must be {expected}, got {tuple(row.shape)}")
