@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
-MP3_COMPRESSION = 0.5  # 0: largest, 1: smallest; in the middle, two voices by turns take 4 kB a second
+MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
 
@@ -112,7 +112,7 @@ def as_mp3(path: Path) -> bytes:
     except (soundfile.SoundFileError, OSError) as error:
         raise MkttsError(f"{path}: expected a sound file, could not read it: {error}") from None
     file = io.BytesIO()
-    soundfile.write(file, samples, rate_hz, format="MP3", compression_level=MP3_COMPRESSION)
+    soundfile.write(file, samples, rate_hz, format="MP3", bitrate_mode="VARIABLE", compression_level=MP3_COMPRESSION)
     return file.getvalue()
 
 
