@@ -37,9 +37,9 @@ class CodecLanes:
         self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
         self._free: list[int] = []  # slots of `_rows` that nobody has; the last one goes first
         work = Workspace()
-        self._pre_conv = Conv(decoder._pre_conv, work)
-        self._stages = list(lane_layers(decoder._stages, work))
-        self._last = Last(decoder._last_snake, decoder._last_conv, work)
+        self._pre_conv = Conv(decoder.pre_conv, work)
+        self._stages = list(lane_layers(decoder.stages, work))
+        self._last = Last(decoder.last_snake, decoder.last_conv, work)
 
     @property
     def open_slots(self) -> int:
@@ -51,7 +51,7 @@ class CodecLanes:
 
         Raises CapacityError where every slot is taken, CodecError for a state of another decoder.
         """
-        if primed is not None and (primed.layout != self._decoder._layout or primed.flat.device != self.device):
+        if primed is not None and (primed.layout != self._decoder.layout or primed.flat.device != self.device):
             raise CodecError("the state belongs to another decoder: use one that start() of this decoder returned")
         if not self._free:
             self._grow()
@@ -86,21 +86,21 @@ class CodecLanes:
         """`codes` (B, 16) int64 on the device; `rows` (B, words) the lanes' states, updated in place."""
         decoder = self._decoder
         keys, values, history, position = self._views(rows)
-        x = F.embedding(codes + decoder._first_row, decoder._books)  # (B, 16, codebook_dim / 2)
-        x = decoder._book_out[0](x[:, 0]) + decoder._book_out[1](x[:, 1:].sum(1))
+        x = F.embedding(codes + decoder.first_row, decoder.books)  # (B, 16, codebook_dim / 2)
+        x = decoder.book_out[0](x[:, 0]) + decoder.book_out[1](x[:, 1:].sum(1))
         x = self._pre_conv(x[:, None], history)[:, 0]
-        x = transformer_row(decoder._transformer, x, keys, values, position)[:, None]
+        x = transformer_row(decoder.transformer, x, keys, values, position)[:, None]
         for stage in self._stages:
             x = stage(x, history)
         return self._last(x, history).float().clamp_(-1.0, 1.0)
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Iterator[Tensor], Tensor]:
         """Keys, values (B, layers, heads, window - 1, head_dim), histories (B, P, C) and position (B, 1) in `rows`."""
-        layout, rows = self._decoder._layout, rows.view(torch.uint8)
+        layout, rows = self._decoder.layout, rows.view(torch.uint8)
         shapes = (layout.cache, layout.cache, *layout.history, (1,))
         keys, values, *history, position = (
             rows[:, start : start + count * dtype.itemsize].view(dtype).unflatten(1, shape)
-            for (start, count, dtype), shape in zip(layout._places(), shapes, strict=True)
+            for (start, count, dtype), shape in zip(layout.places(), shapes, strict=True)
         )
         return keys, values, iter(history), position
 

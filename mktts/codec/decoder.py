@@ -42,7 +42,7 @@ class CodecDecoder(StreamingCodec):
         books = ["rvq_first.vq.layers.0", *(f"rvq_rest.vq.layers.{g}" for g in range(NUM_CODEBOOKS - 1))]
         precision = torch.promote_types(dtype, torch.float32)
         tables = torch.cat([_codebook(tensors, book, precision) for book in books]).to(device, dtype)
-        self._first_row = torch.arange(NUM_CODEBOOKS, device=device) * config.codebook_size
+        self.first_row = torch.arange(NUM_CODEBOOKS, device=device) * config.codebook_size
         self.book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
         self.pre_conv = CausalConv.load(w, "pre_conv")
         self.transformer = CodecTransformer(config, w, "pre_transformer")
@@ -56,7 +56,7 @@ class CodecDecoder(StreamingCodec):
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         """See `StreamingCodec.advance`."""
         history = iter(state.history)
-        x = F.embedding(codes + self._first_row, self.books)  # (T, 16, codebook_dim / 2)
+        x = F.embedding(codes + self.first_row, self.books)  # (T, 16, codebook_dim / 2)
         x = self.book_out[0](x[:, 0]) + self.book_out[1](x[:, 1:].sum(1))
         x = self.transformer(self.pre_conv(x, history), state.keys, state.values, state.position)
         for stage in self.stages:

@@ -43,7 +43,7 @@ class StateLayout:
 
     def zeros(self, device: torch.device) -> CodecState:
         """The state before the first frame."""
-        *_, (start, count, dtype) = self._places()
+        *_, (start, count, dtype) = self.places()
         return self.views(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device))
 
     def views(self, flat: Tensor, frames: int = 0) -> CodecState:
@@ -51,15 +51,15 @@ class StateLayout:
         shapes = (self.cache, self.cache, *self.history, ())
         keys, values, *history, position = (
             flat[start : start + count * dtype.itemsize].view(dtype).view(shape)
-            for (start, count, dtype), shape in zip(self._places(), shapes, strict=True)
+            for (start, count, dtype), shape in zip(self.places(), shapes, strict=True)
         )
         return CodecState(keys, values, tuple(history), position, flat, self, frames)
 
     def words(self) -> list[int]:
         """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
-        return [start // self.dtype.itemsize for start, *_ in self._places()[:-1]]
+        return [start // self.dtype.itemsize for start, *_ in self.places()[:-1]]
 
-    def _places(self) -> list[tuple[int, int, torch.dtype]]:
+    def places(self) -> list[tuple[int, int, torch.dtype]]:
         """(first byte, values, dtype) of keys, values, every history and the position."""
         places, start = [], 0
         tensors = [(math.prod(shape), self.dtype) for shape in (self.cache, self.cache, *self.history)]

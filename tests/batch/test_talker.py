@@ -15,6 +15,7 @@ from mktts.batch.noise import LaneNoise
 from mktts.batch.talker import TorchLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.philox import gumbel
 from mktts.model.prompt import PromptBuilder, Request
@@ -53,7 +54,7 @@ class Streams:
 
     def expected(self, i: int) -> list[Tensor | None]:
         """Up to and with the end of speech, which is None."""
-        state = self.oracle.start(self.prompts[i], self.settings[i], self.seeds[i], self.frames)
+        state = self.oracle.start(PromptRows(self.prompts[i]), self.settings[i], self.seeds[i], self.frames)
         made: list[Tensor | None] = []
         while len(made) < self.frames and not state.ended:
             made.append(self.oracle.step(state, self.row(i, len(made))).codes)
