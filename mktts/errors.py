@@ -77,3 +77,7 @@ class BusyError(MkttsError):
 
 class AgentError(MkttsError):
     """The voice agent cannot be built or run as asked: a missing key or package, a wrong choice, a phrase it lacks."""
+
+
+class PackageMissing(AgentError):
+    """A part of the agent needs a package that this system has no wheel of: what stands on it is skipped by name."""

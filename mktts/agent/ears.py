@@ -17,7 +17,7 @@ from pipecat.utils.tracing.service_decorators import traced_stt
 
 from mktts.agent.intents import grammar
 from mktts.agent.settings import AgentSettings
-from mktts.errors import AgentError
+from mktts.errors import AgentError, PackageMissing
 
 _LATEST_S = 0.35  # from the end of speech to a transcript: the silence Silero waits for, and 10 to 20 ms of decoding
 
@@ -128,7 +128,7 @@ def _decoder_class() -> Any:
     try:
         from pocketsphinx import Decoder
     except ImportError as error:
-        raise AgentError(
+        raise PackageMissing(
             f"hearing offline needs the package pocketsphinx: pip install -r requirements.txt ({error}); where it has "
             "no wheel (arm64 Linux, Python 3.14), hear with Deepgram: set DEEPGRAM_API_KEY, --ears deepgram"
         ) from None

@@ -2,8 +2,8 @@
 
 A run happens in `<out>/.partial/<name>` and takes its final place when it is over, so a folder under its final name,
 which tells the values that were set, is always whole. It holds executed.ipynb, parameters.json, environment.json,
-metrics.json (whatever the notebook recorded, plus status, duration_s and, after a failure, ename, evalue and cell) and
-the files the notebook wrote.
+metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
+(ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mktts.common import python_path, read_object, write_json
-from mktts.errors import BatchError
+from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.grid import RUN_DIR, Run, plan
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     out = arguments.out
     table = arguments.collect or out.parent / "metrics.parquet"
-    failed = []
+    failed, skipped = [], []
     machine = environment()
     with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
         for number, run in enumerate(runs, 1):
@@ -82,15 +82,17 @@ def main(arguments: argparse.Namespace) -> int:
                 collect(out, table)  # after every run, so that a later notebook of the same call can read it
                 line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
                 if metrics["status"] != "ok":
-                    failed.append(run.name)
+                    (skipped if metrics["status"] == "skipped" else failed).append(run.name)
                     line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
             bar.update(cells_before + run.notebook.code_cells - bar.n)
             bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
     collect(out, table)
-    print(f"{len(runs) - len(failed)} of {len(runs)} runs succeeded; folders in {out}, table in {table}")
+    left_out = f", {len(skipped)} skipped" if skipped else ""
+    succeeded = len(runs) - len(failed) - len(skipped)
+    print(f"{succeeded} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
     if arguments.publish:
         for run in runs:
-            if run.name not in failed:
+            if run.name not in (*failed, *skipped):
                 publish(out / run.name, arguments.publish / run.name)
     for name in failed:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
@@ -195,7 +197,8 @@ def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str
             on_cell_executed=on_cell,
         )
     except papermill.PapermillExecutionError as error:
-        return {"status": "error", "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
+        status = "skipped" if error.ename == PackageMissing.__name__ else "error"
+        return {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
     except Exception as error:  # a dead kernel, a timeout, a notebook papermill cannot read: recorded like the above
         return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
     return {"status": "ok"}

@@ -226,3 +226,14 @@ def test_a_missing_package_is_named_before_anything_runs(tmp_path, monkeypatch, 
     with pytest.raises(BatchError, match=f"needs {name}"):
         run(notebook(tmp_path / "n.ipynb"), "--out", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_notebook_whose_package_has_no_wheel_here_is_skipped_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stops = "from mktts.errors import PackageMissing\nraise PackageMissing('hearing needs pocketsphinx')"
+    assert run(notebook(tmp_path / "n.ipynb", stops), "--out", tmp_path / "runs") == 0
+    printed = capsys.readouterr().out
+    assert "PackageMissing: hearing needs pocketsphinx" in printed
+    assert "0 of 1 runs succeeded, 1 skipped" in printed
+    (metrics,) = tmp_path.glob("runs/*/metrics.json")
+    assert json.loads(metrics.read_text())["status"] == "skipped"
