@@ -146,7 +146,9 @@ def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
             print(f" {elapsed_s:.1f} s", file=sys.stderr)
 
 
-def whole_number(name: str, value: object, at_least: int) -> None:
-    """Raises OptionsError unless `value` is a whole number of at least `at_least`."""
+def whole_number(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
+    """Raises OptionsError unless `value` is a whole number of at least `at_least` and, where given, `at_most`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise OptionsError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+    if at_most is not None and value > at_most:
+        raise OptionsError(f"{name} must be at most {at_most}, got {value}")

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 
 from mktts.common import whole_number
-from mktts.errors import BackendUnavailable, EngineError, OptionsError, TextError
+from mktts.errors import BackendUnavailable, EngineError, TextError
 from mktts.llm.backend import TextBackend, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.stream import Token, TokenStream
@@ -97,9 +97,7 @@ class TextDecoder:
             raise EngineError("the decoder is closed: load another one")
         ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
         seed = drawn_seed() if seed is None else seed
-        whole_number("seed", seed, at_least=0)
-        if seed > MAX_SEED:
-            raise OptionsError(f"seed must be at most {MAX_SEED}, got {seed}")
+        whole_number("seed", seed, at_least=0, at_most=MAX_SEED)
         whole_number("max_tokens", max_tokens, at_least=1)
         whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config

@@ -67,9 +67,7 @@ class Plan:
             raise OptionsError(
                 f"options must be StreamOptions, got {kind}: pass options=StreamOptions(schedule=(1, 1, 2, 4, 8))"
             )
-        whole_number("seed", self.seed, at_least=0)
-        if self.seed > MAX_SEED:
-            raise OptionsError(f"seed must be at most {MAX_SEED}, got {self.seed}")
+        whole_number("seed", self.seed, at_least=0, at_most=MAX_SEED)
         if self.max_frames is not None:
             whole_number("max_frames", self.max_frames, at_least=1)
 

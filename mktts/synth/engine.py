@@ -25,6 +25,7 @@ import torch
 
 from mktts.errors import EngineError
 from mktts.speech.job import WAKE, Job, Work
+from mktts.speech.options import Chunk
 
 _CLOSE = object()
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
@@ -48,10 +49,12 @@ class OneByOne:
     lanes = 1
 
     def tick(self, jobs: Sequence[Job], alone: bool) -> None:
+        def step(work: Any) -> Chunk | None:
+            work.alone = alone
+            return work.step()
+
         (job,) = jobs
-        if job.work is not None:
-            job.work.alone = alone
-        job.advance(lambda work: work.step())
+        job.advance(step)
 
 
 class Engine:
