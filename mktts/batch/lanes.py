@@ -1,0 +1,68 @@
+"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
+
+`mktts.batch.torch_lanes.TorchLanes` runs a tick in PyTorch operators, `mktts.batch.cuda_lanes.CudaLanes` as one CUDA
+graph. The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and
+gives it back. One thread owns the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mktts.batch.pages import Copy, Pages
+from mktts.batch.scheduler import TickSettings
+from mktts.batch.tick import Tick
+from mktts.batch.tick_model import TickModel
+from mktts.model.sampling import Sampling
+
+
+class Made(NamedTuple):
+    """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
+
+    codes (n, 16) int64. ended (n,) bool: end of speech; codes and PCM of such a lane mean nothing. pcm (n, 1920)
+    float32 in [-1, 1]. took_s: the time of the tick on the device.
+    """
+
+    codes: np.ndarray
+    ended: np.ndarray
+    pcm: np.ndarray
+    took_s: float
+
+
+class Lanes(Protocol):
+    """Talker, predictor, draws and codec of many streams, by slot."""
+
+    name: str
+    slots: int  # 0 to slots - 1 are the engine's
+    pages: Pages  # of keys and values: the engine opens, keeps and closes, the lanes bring `changes()` to the device
+    settings: TickSettings  # the ticks that it can run
+    model: TickModel  # what a tick takes, before any was seen
+
+    def enter(self, slot: int, reference: Tensor | None) -> None:
+        """A stream takes `slot`: its codec state is silence, or has heard the codes `reference` (R, 16)."""
+
+    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+        """A segment of the stream in `slot`: the talker starts anew behind `prompt` (L, H), the codec goes on.
+
+        The prompt's rows enter by the pieces of the ticks that follow; rows that lie in shared pages need not. copies:
+        of pages, to be made before the next tick. Raises PromptError, SamplingError.
+        """
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies rows of pages behind what was launched and before what will be."""
+
+    def leave(self, slot: int) -> None:
+        """The stream is over; a tick that still runs may have a lane of it."""
+
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
+        """Queues one tick. rows: for each of `tick.lanes` the text row (H,), None exactly for the `new_lanes`.
+
+        At most two launched ticks may be waiting to be collected.
+        """
+
+    def collect(self, launched: Any) -> Made:
+        """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""
