@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -207,7 +208,11 @@ def fake_model(
     backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000
 ) -> StepModel:
     return StepModel(
-        backend or FakeBackend(), FakePrompts(), codec or FakeCodec(), positions, fed_prompt=FakePrompts.open
+        prompts=FakePrompts(),
+        positions=positions,
+        fed_prompt=FakePrompts.open,
+        backend=backend or FakeBackend(),
+        codec=codec or FakeCodec(),
     )
 
 
@@ -224,9 +229,13 @@ def speak(synth: Synthesizer, seed: int, frames: int | None = 6, options: Stream
 
 
 def settle(synth: Synthesizer) -> None:
-    """Returns once the worker has dealt with everything before: a stream of one frame is taken last."""
+    """Returns once the worker has dealt with everything before, and sleeps."""
     stream = synth.stream("Settle.", seed=999, max_frames=1, options=ONE)
     assert len(list(stream)) == 1
+    engine, until_s = synth._engine, time.monotonic() + WAIT_S
+    while not (engine._worker.sleeps and engine._inbox.empty()):
+        assert time.monotonic() < until_s, "the worker found no rest"
+        time.sleep(1e-4)
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:

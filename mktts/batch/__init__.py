@@ -1,6 +1,6 @@
-"""Many utterances in one step of the model.
+"""Many utterances at once.
 
-scheduler, board, tick, tick_model, admission and pages decide, without a device; simulate plays them. talker,
-predictor, draws, noise, keys_values, lane_stack, codec and codec_lanes make frames and sound in plain PyTorch
-operators; cuda_lanes, frame, slots, weights and kernels make frames as CUDA graphs. Nothing opens streams on them yet.
+scheduler, board, tick, tick_model, admission, pages and simulate decide and simulate, without a device. executor,
+utterance and model serve streams by what they decide, on `lanes`: plain makes a tick of PyTorch operators, cuda one
+CUDA graph.
 """

@@ -22,8 +22,9 @@ class Board:
     open: in use. paced: somebody listens in real time; otherwise the frames are wanted as soon as others allow it.
     text_known: the talker's next input is there. full: the reader's buffer takes no more. serial: counts the streams
     that a slot has had. prompt_rows: rows of the prompt still to enter. context_rows: rows in the keys and values.
-    frames_made, frames_taken: of all segments; made counts the tick that runs. arrived_s, newest_s (of the newest
-    frame), playing_since_s (-inf before the first PCM).
+    frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
+    where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
+    arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM).
     """
 
     def __init__(self, slots: int) -> None:
@@ -37,6 +38,8 @@ class Board:
         self.context_rows = np.zeros(slots, np.int64)
         self.frames_made = np.zeros(slots, np.int64)
         self.frames_taken = np.zeros(slots, np.int64)
+        self.chunk_start = np.zeros(slots, np.int64)
+        self.chunk_end = np.zeros(slots, np.int64)
         self.arrived_s = np.zeros(slots)
         self.newest_s = np.zeros(slots)
         self.playing_since_s = np.full(slots, -np.inf)
@@ -50,7 +53,9 @@ class Board:
         self.open[slot], self.paced[slot] = True, paced
         self.text_known[slot], self.full[slot] = True, False
         self.serial[slot] += 1
-        for array in (self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken):
+        for array in (
+            self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
+        ):  # fmt: skip
             array[slot] = 0
         self.arrived_s[slot] = self.newest_s[slot] = arrived_s
         self.playing_since_s[slot] = -np.inf
@@ -74,6 +79,10 @@ class Board:
             latest_s = now_s - FRAME_S * (self.frames_made[slot] - 1)
             self.playing_since_s[slot] = _moved(self.playing_since_s[slot], latest_s)
         self.text_known[slot] = known
+
+    def chunk(self, slot: int, start: int, end: int) -> None:
+        """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
+        self.chunk_start[slot], self.chunk_end[slot] = start, end
 
     def taken(self, slot: int, frames: int, full: bool = False) -> None:
         """The reader has taken `frames` in all; `full`: its buffer takes no more."""
@@ -117,8 +126,10 @@ class Board:
         What the reader has not taken is certainly ahead, whatever the clock says. An unpaced stream's next frame is
         wanted `unpaced_s` after its last one; a stream that made none, at once (-inf).
         """
-        ahead_s = FRAME_S * (self.frames_made[slots] - self.frames_taken[slots])
-        lead_s = self.playing_since_s[slots] + FRAME_S * self.frames_made[slots] - now_s
+        made = self.frames_made[slots]
+        heard = np.where(made < self.chunk_end[slots], self.chunk_start[slots], made)  # as far as chunks are whole
+        ahead_s = FRAME_S * (heard - self.frames_taken[slots])
+        lead_s = self.playing_since_s[slots] + FRAME_S * heard - now_s
         lead_s = np.where(ahead_s > 0, np.maximum(lead_s, ahead_s), lead_s)  # else late ones would be equally late
         return np.where(self.paced[slots], lead_s, self.newest_s[slots] + unpaced_s - now_s)
 

@@ -1,6 +1,6 @@
 """The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
 
-`mktts.batch.torch_lanes.TorchLanes` runs a tick in PyTorch operators, `mktts.batch.cuda_lanes.CudaLanes` as one CUDA
+`mktts.batch.plain.lanes.TorchLanes` runs a tick in PyTorch operators, `mktts.batch.cuda_lanes.CudaLanes` as one CUDA
 graph. The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and
 gives it back. One thread owns the lanes.
 """
@@ -23,8 +23,8 @@ from mktts.model.sampling import Sampling
 class Made(NamedTuple):
     """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
 
-    codes (n, 16) int64. ended (n,) bool: end of speech; codes and PCM of such a lane mean nothing. pcm (n, 1920)
-    float32 in [-1, 1]. took_s: the time of the tick on the device.
+    codes (n, 16) int64; code 0 is -1 where the model gave no number. ended (n,) bool: end of speech; codes and PCM of
+    such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]. took_s: the time of the tick on the device.
     """
 
     codes: np.ndarray
@@ -37,6 +37,7 @@ class Lanes(Protocol):
     """Talker, predictor, draws and codec of many streams, by slot."""
 
     name: str
+    overlaps: bool  # whether a launched tick runs beside the host; otherwise it is over when `launch` returns
     slots: int  # 0 to slots - 1 are the engine's
     pages: Pages  # of keys and values: the engine opens, keeps and closes, the lanes bring `changes()` to the device
     settings: TickSettings  # the ticks that it can run

@@ -88,6 +88,10 @@ class Pages:
         """Pages that prefixes hold, also those that streams share."""
         return len({page for kept in self._kept.values() for page in kept.pages})
 
+    def is_open(self, slot: int) -> bool:
+        """Whether the slot has pages."""
+        return slot in self._slots
+
     def find(self, key: Hashable | None) -> int:
         """Rows of the prefix kept under `key`; 0 where none is."""
         return self._kept[key].rows if key is not None and key in self._kept else 0

@@ -4,7 +4,8 @@ Arrivals come first, oldest first, as far as the bucket's prompt rows go; a long
 Then the streams that have the least lead before their listeners, of those that have less than a limit: streams that
 are ahead skip ticks, so a tick is as small as what is wanted now, and the next arrival waits for it no longer than it
 must. Empty lanes of the bucket that runs anyway are given to streams that are not far beyond the limit. Few streams
-are not held back at all: a lone one gets its frames at once.
+are not held back at all: a lone one gets its frames at once. Where nothing is wanted now, a small tick takes those on
+that are least ahead, so that who reads faster than speech is served as fast as the machine goes.
 
 A stream that waits for text, or for its reader, is in no tick.
 """
@@ -34,7 +35,8 @@ class TickSettings:
     max_tick_s: ticks are no longer than this, as predicted, while a smaller one is possible: the time that an arrival
         waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
     lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane.
-    few_lanes: so many streams at once are not held back by their lead.
+    few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
+    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
     Raises OptionsError for values that contradict each other.
     """
 
@@ -46,6 +48,8 @@ class TickSettings:
     lead_s: float = 0.4
     fill_lead_s: float = 0.8
     few_lanes: int = 8
+    idle_lanes: int = 0
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted((int(lanes), int(rows)) for lanes, rows in self.buckets)))
@@ -54,6 +58,8 @@ class TickSettings:
                 "expected 1 <= few_lanes <= max_lanes and 1 <= min_rows <= max_rows, got "
                 f"{self.few_lanes}, {self.max_lanes} and {self.min_rows}, {self.max_rows}"
             )
+        if not 0 <= self.idle_lanes <= self.max_lanes:
+            raise OptionsError(f"expected 0 <= idle_lanes <= max_lanes, got {self.idle_lanes} and {self.max_lanes}")
         if not 0 < self.max_tick_s < FRAME_S <= self.lead_s <= self.fill_lead_s:
             raise OptionsError(
                 f"expected 0 < max_tick_s < {FRAME_S} <= lead_s <= fill_lead_s, got "
@@ -68,12 +74,19 @@ class TickSettings:
     def h200(cls) -> TickSettings:
         """CUDA graphs of 8 to 512 lanes. 1 024 prompt rows are 32 arrivals a tick; with 4, 1 400 listeners queued."""
         sizes = (8, 32, 64, 128, 256, 512)
-        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)))
+        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)), idle_lanes=8)
 
     @classmethod
     def cpu(cls) -> TickSettings:
         """Ticks of any size, up to 24 lanes: operators cost by the call, not by the row, but a frame lasts 80 ms."""
-        return cls(max_lanes=24, max_rows=256, min_rows=16, max_tick_s=0.064, few_lanes=2)
+        return cls(
+            max_lanes=24, max_rows=256, min_rows=16, max_tick_s=0.064, few_lanes=2, idle_lanes=2, whole_prompts=True
+        )
+
+    @classmethod
+    def one(cls) -> TickSettings:
+        """One stream a tick, its prompt in one piece."""
+        return cls(max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True)
 
     def sizes(self) -> list[int]:
         """Lanes that a tick may be run with, ascending, up to `max_lanes`."""
@@ -117,12 +130,17 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(board, able[entering], lead_s[entering], now_s, settings)
-        pieces = _pieces(board, order, budget, max(most - pressed, 1))
+        pieces = _pieces(board, order, budget, max(most - pressed, 1), settings.whole_prompts)
     new = [piece.slot for piece in pieces if piece.last]
 
     count = min(due, most - len(new))
     if not count and not pieces:
-        return Tick(wake_s=_wake_s(board, able, now_s, settings))
+        if not settings.idle_lanes:
+            return Tick(wake_s=_wake_s(board, able, now_s, settings))
+        order = _order(board, able[waiting], lead_s[waiting], now_s, settings)
+        pieces = _pieces(board, order[:1], settings.min_rows, 1, settings.whole_prompts)
+        new = [piece.slot for piece in pieces if piece.last]
+        count = min(settings.idle_lanes, most, len(speaking)) if not pieces else 0
     bucket = settings.bucket(model, len(new) + count, sum(piece.rows for piece in pieces))
     near = int(np.searchsorted(leads_s, settings.fill_lead_s))
     count = max(count, min(near, min(bucket[0], most) - len(new)))
@@ -165,12 +183,15 @@ def _order(board: Board, slots: np.ndarray, lead_s: np.ndarray, now_s: float, se
     return slots[np.argsort(np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s), kind="stable")]
 
 
-def _pieces(board: Board, order: np.ndarray, rows: int, seats: int) -> list[Piece]:
-    """What enters of the prompts in `order`: up to `rows`, and up to `seats` prompts to their end."""
+def _pieces(board: Board, order: np.ndarray, rows: int, seats: int, whole: bool) -> list[Piece]:
+    """What enters of the prompts in `order`: up to `rows`, and up to `seats` prompts to their end. `whole`: none is
+    cut, and one enters always."""
     pieces: list[Piece] = []
     for slot in order.tolist():
         left = int(board.prompt_rows[slot])
         taken = min(left, rows)
+        if whole and taken < left:
+            taken = 0 if pieces else left
         last = taken == left
         if not taken or (last and not seats):
             break

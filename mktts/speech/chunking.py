@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.audio import first_audible_sample
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
-from mktts.speech.options import Chunk, StreamOptions, Timings
+from mktts.speech.options import SCHEDULE, Chunk, StreamOptions, Timings
 
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
@@ -29,11 +29,14 @@ class Chunker:
     host, which its result waits for.
     """
 
-    def __init__(self, decode: Callable[[list[Tensor]], Pending], options: StreamOptions) -> None:
+    def __init__(
+        self, decode: Callable[[list[Tensor]], Pending], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
+    ) -> None:
+        """schedule: where the options leave it open."""
         self._decode = decode
-        self._schedule = options.schedule
+        self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
-        self._undecoded: list[Tensor] = []
+        self.undecoded: list[Tensor] = []
         self._decoding: list[tuple[Pending, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
         self._chunks = 0
@@ -45,7 +48,7 @@ class Chunker:
     @property
     def waiting_frames(self) -> int:
         """Frames that `take` with `flush` would turn into PCM."""
-        return len(self._undecoded) + sum(count for _, count in self._decoding)
+        return len(self.undecoded) + sum(count for _, count in self._decoding)
 
     @property
     def begun(self) -> bool:
@@ -55,7 +58,7 @@ class Chunker:
     @property
     def missing_frames(self) -> int:
         """How many more frames make the next chunk whole."""
-        return self._wanted - len(self._undecoded)
+        return self._wanted - len(self.undecoded)
 
     @property
     def _wanted(self) -> int:
@@ -63,7 +66,7 @@ class Chunker:
 
     def add(self, codes: Tensor) -> None:
         """Takes one frame, (16,) int64 on the host."""
-        self._undecoded.append(codes)
+        self.undecoded.append(codes)
         self.pending_frames += 1
 
     def take(self, started_s: float, flush: bool = False, ahead: bool = False) -> Chunk | None:
@@ -74,9 +77,9 @@ class Chunker:
         """
         begun_s = time.perf_counter()
         taken = len(self._decoding)
-        if len(self._undecoded) >= (1 if flush else self._wanted):
-            self._decoding.append((self._decode(self._undecoded), len(self._undecoded)))
-            self._undecoded = []
+        if len(self.undecoded) >= (1 if flush else self._wanted):
+            self._decoding.append((self._decode(self.undecoded), len(self.undecoded)))
+            self.undecoded = []
             taken += not ahead
         if not taken:
             return None

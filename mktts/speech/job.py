@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from mktts.speech.guard import FinishReason
 from mktts.speech.options import Chunk
 
 WAKE, _END = object(), object()
+EngineName = Literal["single", "batch"]
 
 
 class Work(Protocol):
@@ -31,19 +33,66 @@ class Work(Protocol):
     def close(self) -> None: ...
 
 
-class Job:
-    """One utterance between the worker, which makes it, and its consumer, which takes its chunks."""
+class Bell:
+    """Wakes event loops: those that the worker rang for are woken together, one call a loop."""
 
-    def __init__(self, work: Work, buffer_frames: int, inbox: SimpleQueue[Any]) -> None:
+    def __init__(self) -> None:
+        self._rung: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
+
+    def ring(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+        """Worker: `waiter` is done at the next `sound`."""
+        self._rung[loop].append(waiter)
+
+    def sound(self) -> None:
+        """Worker."""
+        if self._rung:
+            rung, self._rung = self._rung, defaultdict(list)
+            for loop, waiters in rung.items():
+                _wake(loop, waiters)
+
+
+class Tally:
+    """Streams by what became of them, as counted by those that open (under their lock) and by the worker."""
+
+    def __init__(self) -> None:
+        self.opened = self.ended = 0
+
+    @property
+    def open(self) -> int:
+        return self.opened - self.ended
+
+
+class Job:
+    """One utterance between the worker, which makes it, and its consumer, which takes its chunks.
+
+    paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: that makes it.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        buffer_frames: int,
+        inbox: SimpleQueue[Any],
+        bell: Bell | None = None,
+        paced: bool = True,
+        engine: EngineName = "single",
+        tally: Tally | None = None,
+    ) -> None:
+        """bell: None wakes an event loop at once."""
         self.codes = work.codes
         self.cancelled = False
         self.error: BaseException | None = None
+        self.paced = paced
+        self.engine: EngineName = engine
+        self.buffer_frames = buffer_frames
+        self.made_frames = 0  # in chunks; written by the worker
+        self.taken_frames = 0  # written by the consumer
         self._work: Work | None = work  # None once the utterance is over: its caches are free then
-        self._buffer_frames = buffer_frames
         self._inbox = inbox
+        self._bell = bell
+        self._tally = tally or Tally()
+        self._waited_for = False  # the worker has found the buffer full
         self._chunks: SimpleQueue[Any] = SimpleQueue()
-        self._made_frames = 0  # in chunks; written by the worker
-        self._taken_frames = 0  # written by the consumer
         self._reason: FinishReason | None = None
         self._read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
@@ -61,13 +110,13 @@ class Job:
 
     def cancel(self) -> None:
         """Ends the utterance: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self._work is None and self._taken_frames == self._made_frames):
+        if self.cancelled or (self._work is None and self.taken_frames == self.made_frames):
             return
         self.cancelled = True
         work = self._work
         if work is not None:
             work.cancelled = True
-        self._put(_END)
+        self._put(_END, at_once=True)
         self._inbox.put(WAKE)
 
     def check_unread(self) -> None:
@@ -104,8 +153,9 @@ class Job:
             if self.error is not None and not self.cancelled:
                 raise self.error
             return None
-        self._taken_frames += item.frames
-        self._inbox.put(WAKE)
+        self.taken_frames += item.frames
+        if self._waited_for:  # else nobody sleeps over this
+            self._inbox.put(WAKE)
         return item
 
     # ---- worker
@@ -116,7 +166,7 @@ class Job:
         if self.cancelled:
             self.end(None)
             return False
-        if work is None or self._full(work):
+        if work is None or self.full(work.pending_frames):
             return False
         try:
             return work.ready()
@@ -134,7 +184,7 @@ class Job:
                 return
             chunk = make(work)
             if chunk is not None:
-                self._made_frames += chunk.frames
+                self.made_frames += chunk.frames
                 self._put(chunk)
             if work.finish_reason is not None:
                 self.end(work.finish_reason)
@@ -154,6 +204,7 @@ class Job:
             return
         self._reason = reason
         work, self._work = self._work, None
+        self._tally.ended += 1
         work.close()
         self._put(_END)
 
@@ -166,19 +217,34 @@ class Job:
         """What makes the utterance; None once it is over."""
         return self._work
 
-    def _full(self, work: Work) -> bool:
-        waiting = self._made_frames - self._taken_frames
-        return waiting > 0 and waiting + work.pending_frames >= self._buffer_frames
+    def full(self, pending_frames: int) -> bool:
+        """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
+        made, and in no chunk."""
+        for asked_again in (False, True):
+            waiting = self.made_frames - self.taken_frames
+            if not waiting or waiting + pending_frames < self.buffer_frames:
+                self._waited_for = False
+                return False
+            if not asked_again:
+                self._waited_for = True  # what the consumer takes from now on wakes the worker: look once more
+        return True
 
-    def _put(self, item: Any) -> None:
+    def _put(self, item: Any, at_once: bool = False) -> None:
         self._chunks.put(item)
         waiter = self._waiter
         if waiter is not None:
-            loop, future = waiter
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is waiting any more
-                loop.call_soon_threadsafe(_set, future)
+            if self._bell is None or at_once:
+                _wake(waiter[0], [waiter[1]])
+            else:
+                self._bell.ring(*waiter)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is waiting any more
+        loop.call_soon_threadsafe(_set, waiters)
+
+
+def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

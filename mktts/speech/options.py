@@ -13,14 +13,19 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 
 MIN_SEGMENT_CHARS = 20
+# Frames of the first, second, ... chunk; the last entry repeats. For a stream that makes its own frames: small first
+# for a fast start, then larger, because one codec call over eight frames costs less than eight calls.
+SCHEDULE = (1, 1, 2, 4, 8)
+# Of a stream whose frames are decoded as they are made, together with others': larger chunks would only be later.
+TOGETHER_SCHEDULE = (1, 1, 2)
 
 
 @dataclass(frozen=True)
 class StreamOptions:
     """How the frames of one utterance become chunks.
 
-    schedule: frames of the first, second, ... chunk; the last entry repeats. Small first for a fast start, then
-        larger, because one codec call over eight frames costs less than eight calls.
+    schedule: frames of the first, second, ... chunk; the last entry repeats. None takes what suits the engine that
+        serves the stream: SCHEDULE or TOGETHER_SCHEDULE.
     trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
         in practice).
     guard: see `Guard`.
@@ -29,21 +34,22 @@ class StreamOptions:
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
     """
 
-    schedule: tuple[int, ...] = (1, 1, 2, 4, 8)
+    schedule: tuple[int, ...] | None = None
     trim_lead: bool = False
     guard: Guard = field(default_factory=Guard)
     max_chars_per_segment: int | None = None
     buffer_frames: int = 500
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", tuple(self.schedule))
-        if not self.schedule:
-            raise OptionsError("schedule must name at least one chunk size in frames, got ()")
-        for frames in self.schedule:
+        if self.schedule is not None:
+            object.__setattr__(self, "schedule", tuple(self.schedule))
+            if not self.schedule:
+                raise OptionsError("schedule must name at least one chunk size in frames, got ()")
+        for frames in self.schedule or ():
             whole_number("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:
             whole_number("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
-        whole_number("buffer_frames", self.buffer_frames, at_least=max(self.schedule))
+        whole_number("buffer_frames", self.buffer_frames, at_least=max(self.schedule or SCHEDULE))
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class Timings:
 
     ready_ms: from the call (`stream`, or the first `feed` of a session) to this chunk's PCM on the host.
     prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk. On a CUDA device prefill
-    returns before the device is done, and the rest of it shows in talker_ms.
+    returns before the device is done, and the rest of it shows in talker_ms. Where streams are served together, all of
+    a stream's part of their ticks shows in talker_ms.
     """
 
     ready_ms: float

@@ -15,7 +15,7 @@ from torch import Tensor
 from mktts.errors import EngineError, TextError
 from mktts.spec import NUM_CODEBOOKS
 from mktts.speech.guard import FinishReason
-from mktts.speech.job import Job
+from mktts.speech.job import EngineName, Job
 from mktts.speech.options import Chunk
 from mktts.speech.text import check_length, clean_piece
 
@@ -55,6 +55,11 @@ class Stream:
         """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
         frames = list(self._job.codes)
         return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
+
+    @property
+    def engine(self) -> EngineName:
+        """What makes it: "single", one stream a step, or "batch", many together. A stream stays where it began."""
+        return self._job.engine
 
     def cancel(self) -> None:
         """Ends the generation within one frame; no chunk comes after this. Any thread, any number of times."""

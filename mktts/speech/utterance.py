@@ -23,7 +23,7 @@ from mktts.model.sampling import Sampling
 from mktts.spec import FRAME_RATE_HZ
 from mktts.speech.chunking import Chunker, Pending
 from mktts.speech.guard import FinishReason, GuardState
-from mktts.speech.options import Chunk, Plan
+from mktts.speech.options import SCHEDULE, Chunk, Plan
 from mktts.speech.script import Script
 
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
@@ -45,15 +45,22 @@ class Utterance:
     codes: one (16,) int64 tensor a frame so far, of all segments. finish_reason: None while there is more to come.
     """
 
-    def __init__(self, script: Script, plan: Plan, positions: int, decode: Callable[[list[Tensor]], Pending]) -> None:
-        """positions: of the talker, prompt and frames of one segment together. decode: see `Chunker`."""
+    def __init__(
+        self,
+        script: Script,
+        plan: Plan,
+        positions: int,
+        decode: Callable[[list[Tensor]], Pending],
+        schedule: tuple[int, ...] = SCHEDULE,
+    ) -> None:
+        """positions: of the talker, prompt and frames of one segment together. decode, schedule: see `Chunker`."""
         self.codes: list[Tensor] = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False  # set by any thread: no more chunks are wanted
         self._script = script
         self._plan = plan
         self._positions = positions
-        self._chunker = Chunker(decode, plan.options)
+        self._chunker = Chunker(decode, plan.options, schedule)
         self._segments = 0
         self._prompt: Any = None
         self._guard: GuardState | None = None  # of the segment that has begun

@@ -1,91 +1,77 @@
-"""The worker thread that owns the model, and the ticks of the open streams on it.
+"""The worker thread that owns the model, and the executors that make the open streams on it, tick by tick.
 
-A tick makes one frame of as many streams as the model's `Maker` serves at once, in turn. A stream that waits for text
-or for its consumer is passed over; with nothing to do the worker sleeps. A new stream is in the next tick: its first
-frame waits for the present one at most, or for the few frames that a lone stream had asked for ahead. Nothing here
-takes a lock that a garbage-collected stream could need: the worker learns of new streams, cancelled ones and emptied
-buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included.
+Nothing here takes a lock that a garbage-collected stream could need: the worker learns of new streams, cancelled ones
+and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
+nothing to do the worker sleeps.
 
-Threads: `open`, `wake` and `close` may be called from any thread. A job has one consumer at a time. Forks: threads do
-not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make another one.
+Threads: `open`, `add`, `wake` and `close` may be called from any thread. A job has one consumer at a time. Forks:
+threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make another one.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import threading
+import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mktts.errors import EngineError
-from mktts.speech.job import WAKE, Job, Work
-from mktts.speech.options import Chunk
+from mktts.speech.executor import Executor
+from mktts.speech.job import WAKE, Bell, EngineName, Job, Tally, Work
 
 _CLOSE = object()
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 
 
-class Maker(Protocol):
-    """Makes frames: of one utterance a tick, or of many."""
-
-    lanes: int  # utterances that one tick serves
-
-    def tick(self, jobs: Sequence[Job], alone: bool) -> None:
-        """Takes every job, all runnable and at most `lanes`, a frame further (`Job.advance`).
-
-        alone: no other utterance is open.
-        """
-
-
-class OneByOne:
-    """One utterance a tick: it makes its own frame. A lone one may ask for several frames of one launch."""
-
-    lanes = 1
-
-    def tick(self, jobs: Sequence[Job], alone: bool) -> None:
-        def step(work: Any) -> Chunk | None:
-            work.alone = alone
-            return work.step()
-
-        (job,) = jobs
-        job.advance(step)
-
-
 class Engine:
     """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too."""
 
-    def __init__(self, maker: Maker | None = None, name: str = "mktts", cpu_threads: int | None = None) -> None:
-        """maker: None takes `OneByOne`. cpu_threads: for torch's operators on the worker; None leaves torch's
-        choice.
-        """
+    def __init__(self, executors: Sequence[Executor], name: str = "mktts", cpu_threads: int | None = None) -> None:
+        """cpu_threads: for torch's operators on the worker; None leaves torch's choice."""
         self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._bell, self._tally = Bell(), Tally()
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._pid = os.getpid()
+        self._worker = _Worker(self._inbox, list(executors), self._bell)
         self._thread = threading.Thread(
-            target=_work, args=(self._inbox, maker or OneByOne(), cpu_threads), name=f"{name}-worker", daemon=True
+            target=_work, args=(self._worker, cpu_threads), name=f"{name}-worker", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
-    def open(self, work: Work, buffer_frames: int) -> Job:
-        """Gives `work` its turns from now on. Raises EngineError after `close` and in a forked child."""
+    @property
+    def open_streams(self) -> int:
+        """Streams that were opened and are not over."""
+        return self._tally.open
+
+    def open(self, work: Work, buffer_frames: int, on: EngineName = "single", paced: bool = True) -> Job:
+        """Gives `work` its ticks from now on. on: the executor of that name makes it; paced: see Job.
+
+        Raises EngineError after `close` and in a forked child.
+        """
         if os.getpid() != self._pid:
             raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
-        job = Job(work, buffer_frames, self._inbox)
+        job = Job(work, buffer_frames, self._inbox, self._bell, paced, on, self._tally)
         with self._lock:
-            if self._closed:
-                raise EngineError("the synthesizer is closed: load another one")
+            self._check_open()
+            self._tally.opened += 1
             self._jobs.add(job)
             self._inbox.put(job)
         return job
+
+    def add(self, executor: Executor) -> None:
+        """One more executor, whose streams may be opened from now on. Raises EngineError after `close`."""
+        with self._lock:
+            self._check_open()
+            self._inbox.put(executor)
 
     def wake(self) -> None:
         """Says that a stream may have something to do: its text went on."""
@@ -106,58 +92,55 @@ class Engine:
     def closed(self) -> bool:
         return self._closed
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the synthesizer is closed: load another one")
+
 
 class _Worker:
-    def __init__(self, inbox: SimpleQueue[Any], maker: Maker) -> None:
+    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without
+    news."""
+
+    def __init__(self, inbox: SimpleQueue[Any], executors: list[Executor], bell: Bell) -> None:
+        self.sleeps = True
         self._inbox = inbox
-        self._maker = maker
-        self._turns: deque[Job] = deque()  # whose turn is next, first
-        self._idle = True  # the last look at every stream found nothing to do
+        self._executors = executors
+        self._bell = bell
 
     def run(self) -> None:
-        while self._news():
-            self._tick()
-        for job in self._turns:
-            job.cancel()
-            job.end(None)
+        wake_s = math.inf
+        while self._news(wake_s):
+            alone = sum(executor.open_jobs for executor in self._executors) == 1
+            wake_s = min(executor.turn(time.perf_counter(), alone) for executor in self._executors)
+            self._bell.sound()
+            self.sleeps = wake_s == math.inf
+        for executor in self._executors:
+            executor.close()
+        self._bell.sound()
 
-    def _news(self) -> bool:
-        """Takes in what happened outside; sleeps while no stream can go on. False: the engine was closed."""
-        wait = self._idle
-        arrived: list[Job] = []
-        closed = False
-        with contextlib.suppress(Empty):
-            while not closed:
-                item = self._inbox.get(block=wait)
-                wait = False
-                closed = item is _CLOSE
+    def _news(self, wake_s: float) -> bool:
+        """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""
+        wait_s = wake_s - time.perf_counter()
+        try:
+            item = self._inbox.get(wait_s > 0, None if math.isinf(wait_s) else max(wait_s, 0.0))
+            self.sleeps = False
+            while True:
+                if item is _CLOSE:
+                    return False
                 if isinstance(item, Job):
-                    arrived.append(item)
-        self._turns.extendleft(reversed(arrived))
-        return not closed
-
-    def _tick(self) -> None:
-        picked: list[Job] = []
-        for _ in range(len(self._turns)):
-            job = self._turns.popleft()
-            if job.runnable():
-                picked.append(job)
-                if len(picked) == self._maker.lanes:
-                    break
-            elif job.open:
-                self._turns.append(job)
-        self._idle = not picked
-        if picked:
-            self._maker.tick(picked, alone=len(picked) == 1 and not self._turns)
-            self._turns.extend(job for job in picked if job.open)
+                    next(executor for executor in self._executors if executor.name == item.engine).take(item)
+                elif item is not WAKE:
+                    self._executors.append(item)
+                item = self._inbox.get_nowait()
+        except Empty:
+            return True
 
 
-def _work(inbox: SimpleQueue[Any], maker: Maker, cpu_threads: int | None) -> None:
-    # The thread knows inbox and maker only, so that dropping the engine can end it.
+def _work(worker: _Worker, cpu_threads: int | None) -> None:
     if cpu_threads is not None:
         torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
     with torch.inference_mode():
-        _Worker(inbox, maker).run()
+        worker.run()
 
 
 def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:

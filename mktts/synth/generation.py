@@ -6,8 +6,7 @@ Single-threaded: the engine's worker drives it.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,62 +16,42 @@ from torch import Tensor
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import GraphedCodec
 from mktts.codec.pending import Pending
+from mktts.codec.primed import PrimedStates
 from mktts.model.backend import Backend, Frame
-from mktts.model.fed_prompt import FedPrompt
-from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.voice import Voice
 from mktts.speech.options import Chunk, Plan
-from mktts.speech.script import FedScript, Script, WholeScript
+from mktts.speech.script import Script
+from mktts.speech.speaking import Speaker
 from mktts.speech.utterance import Utterance
 
 MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives during it, 6 ms on an H200
-_PRIMED_VOICES = 8
-_PRIMING_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
 
 
-@dataclass
-class StepModel:
-    """A model that makes one frame a step: what the worker owns, shared by all utterances."""
+@dataclass(kw_only=True)
+class StepModel(Speaker):
+    """A model that makes one frame a step: what the worker owns, shared by all utterances.
+
+    overlaps: whether the codec works beside the host, so that waiting for it at once would waste time.
+    """
 
     backend: Backend
-    prompts: PromptBuilder
     codec: CodecDecoder | GraphedCodec
-    positions: int  # of the talker: prompt and frames of one segment together
-    overlaps: bool = False  # whether the codec works beside the host, so that waiting for it at once would waste time
-    fed_prompt: Callable[[PromptBuilder, Request], Any] = FedPrompt  # a prompt whose text comes later
-    _primed: OrderedDict[int, tuple[Tensor, CodecState]] = field(default_factory=OrderedDict)
+    overlaps: bool = False
+    primed: PrimedStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.primed = PrimedStates(self.codec)
 
     @property
     def name(self) -> str:
         return self.backend.name
 
-    def check(self, request: Request) -> Request:
-        """Any thread. Raises PromptError or TextError."""
-        return self.prompts.check(request)
-
-    def speak(self, requests: list[Request], plan: Plan, started_s: float) -> Generation:
-        """An utterance of known text: one checked request a segment."""
-        return Generation(self, WholeScript(requests, self.prompts.of_checked, started_s), plan, requests[0].voice)
-
-    def listen(self, request: Request, max_chars: int, plan: Plan) -> tuple[Generation, FedScript]:
-        """An utterance whose text comes later, and the script that it is fed through. `request`: checked, no text."""
-        script = FedScript(request, lambda empty: self.fed_prompt(self.prompts, empty), max_chars)
-        return Generation(self, script, plan, request.voice), script
+    def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> Generation:
+        return Generation(self, script, plan, voice)
 
     def codec_state(self, reference: Tensor | None) -> CodecState:
-        """A codec state that has heard `reference` (R, 16), whose audio upstream decodes and cuts off."""
-        if reference is None:
-            return self.codec.start()
-        key = id(reference)
-        if key not in self._primed:
-            state = self.codec.start()
-            for codes in reference.split(_PRIMING_FRAMES):
-                self.codec.decode(codes, state)
-            self._primed[key] = (reference, state)  # holding the tensor keeps its id from being reused
-            if len(self._primed) > _PRIMED_VOICES:
-                self._primed.popitem(last=False)
-        self._primed.move_to_end(key)
-        return self._primed[key][1].copy()
+        """A codec state of the caller's own that has heard `reference` (R, 16)."""
+        return self.codec.start() if reference is None else self.primed.of(reference).copy()
 
 
 class Generation(Utterance):

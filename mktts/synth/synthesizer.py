@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import numpy as np
 import torch
 
+from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
-from mktts.codec.graphs import codec_for
-from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError
-from mktts.model.backend import default_dtype, device_named
-from mktts.model.oracle import TorchBackend
-from mktts.model.prompt import Layout, PromptBuilder, Request
+from mktts.errors import OptionsError, PromptError
+from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.speech.guard import FinishReason, Guard
-from mktts.speech.options import Chunk, Plan, StreamOptions, Timings
+from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.generation import StepModel
+from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_models
+from mktts.synth.many import say_many
+from mktts.synth.models import Models
+from mktts.synth.one_by_one import OneByOne
 
 if TYPE_CHECKING:
-    from mktts.model.backend import Backend
+    from mktts.batch.executor import Together
     from mktts.synth.upstream_model import UpstreamModel
 
-__all__ = ["Chunk", "FinishReason", "Guard", "Session", "Stream", "StreamOptions", "Synthesizer", "Timings"]
-
-BackendName = Literal["auto", "torch", "megakernel", "upstream"]
-_WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
+__all__ = [
+    "BatchSettings",
+    "Chunk",
+    "FinishReason",
+    "Guard",
+    "Session",
+    "Stream",
+    "StreamOptions",
+    "Synthesizer",
+    "Timings",
+]
 
 
 class StreamSettings(TypedDict, total=False):
@@ -69,24 +78,26 @@ class Synthesizer:
 
     def __init__(
         self,
-        model: StepModel | UpstreamModel,
+        model: StepModel | UpstreamModel | None,
         sampling: Sampling | None = None,
         checkpoint: Checkpoint | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         cpu_threads: int | None = None,
+        batch: Together | None = None,
     ) -> None:
-        """Puts a made model behind the interface; `load` is the usual way in."""
+        """Puts made models behind the interface; `load` is the usual way in. One of `model` and `batch` may be None."""
         self.checkpoint = checkpoint
-        self.backend_name = model.name
+        self.backend_name = (model or batch.model).name
         self.device = torch.device(device)
         self.dtype = dtype
         self.sampling = sampling or Sampling()
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
-        self._model: StepModel | UpstreamModel | None = model
-        self._engine = Engine(cpu_threads=cpu_threads)
+        self._models = Models(model, None if batch is None else batch.model)
+        executors = [*([] if model is None else [OneByOne()]), *([] if batch is None else [batch])]
+        self._engine = Engine(executors, cpu_threads=cpu_threads)
 
     @classmethod
     def load(
@@ -97,6 +108,9 @@ class Synthesizer:
         device: str = "auto",
         dtype: torch.dtype | None = None,
         cpu_threads: int | None = None,
+        engine: EngineChoice = "auto",
+        deterministic: bool | None = None,
+        batch: BatchSettings | None = None,
     ) -> Synthesizer:
         """Loads a checkpoint (see `mktts.checkpoint.open.open_checkpoint`) onto a device.
 
@@ -106,24 +120,20 @@ class Synthesizer:
         dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
             on the CPU. The codec always computes in float32.
         cpu_threads: that one operator may use; None takes `default_cpu_threads`.
+        engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
+            serves one or two streams singly and further ones together. It keeps to "single" where a backend is named.
+        deterministic: with the batch engine, a stream's codes do not depend on what else is open; None: where that
+            costs little. True takes the batch engine for every stream.
+        batch: how many may be open, and the memory that they take.
 
-        Raises CheckpointError, and BackendUnavailable naming what is missing.
+        Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
-        backend = _backend(backend)
-        where = device_named(device)
-        dtype = default_dtype(where) if dtype is None else dtype
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise BackendUnavailable(f"dtype must be torch.bfloat16, torch.float32 or None, got {dtype!r}")
-        if cpu_threads is not None and cpu_threads < 1:
-            raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
+        wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
+        model, together = load_models(checkpoint, wanted)
         threads = cpu_threads or default_cpu_threads(checkpoint)
-        if backend == "upstream":
-            model = _upstream_model(checkpoint, where, dtype)
-        else:
-            model = _step_model(backend, checkpoint, where, dtype)
-        return cls(model, checkpoint.sampling(), checkpoint, where, dtype, threads)
+        return cls(model, checkpoint.sampling(), checkpoint, wanted.device, wanted.dtype, threads, together)
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
@@ -132,10 +142,7 @@ class Synthesizer:
         later is raised by the stream.
         """
         started_s = time.perf_counter()
-        request, plan = self._checked(clean_text(text), settings)
-        pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
-        work = self._open_model().speak([replace(request, text=piece) for piece in pieces], plan, started_s)
-        return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames), plan.seed)
+        return self._stream(text, settings, started_s, paced=True)
 
     def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
@@ -143,8 +150,24 @@ class Synthesizer:
 
     def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
-        with self.stream(text, **settings) as stream:
+        with self._stream(text, settings, time.perf_counter(), paced=False) as stream:
             return stream.read()
+
+    def say_many(
+        self,
+        texts: Iterable[str],
+        *,
+        on_done: Callable[[int], None] | None = None,
+        at_once: int | None = None,
+        **settings: Unpack[StreamSettings],
+    ) -> Iterator[np.ndarray]:
+        """The PCM of `say` for each text, in order; with the batch engine as many as fit are made at once.
+
+        on_done: called with the number of texts so far, after each. at_once: streams that are open; None: as many as
+        the engine has room for. Every text gets the seed of the settings, or one of its own. Errors as of `stream`,
+        when a text's turn comes to be opened; leaving the iterator ends the streams that are open.
+        """
+        return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._models.room)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:
         """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`.
@@ -155,8 +178,20 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        work, script = self._open_model().listen(request, max_chars, plan)
-        return Session(self._engine, self._engine.open(work, plan.options.buffer_frames), plan.seed, script)
+        model, engine = self._models.pick(self._engine.open_streams, plan.sampling)
+        work, script = model.listen(request, max_chars, plan)
+        job = self._engine.open(work, plan.options.buffer_frames, engine)
+        return Session(self._engine, job, plan.seed, script)
+
+    def _stream(self, text: str, settings: StreamSettings, started_s: float, paced: bool) -> Stream:
+        request, plan = self._checked(clean_text(text), settings)
+        pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
+        model, engine = self._models.pick(self._engine.open_streams, plan.sampling)
+        work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
+        return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames, engine, paced), plan.seed)
+
+    def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
+        return self._stream(text, settings, time.perf_counter(), paced=False)
 
     def warm_up(self) -> None:
         """Runs one short utterance, so that the first request finds everything allocated and compiled.
@@ -164,12 +199,12 @@ class Synthesizer:
         One chunk of every size of the default schedule is made.
         """
         options = StreamOptions(guard=Guard.off())
-        self.say("Ready.", **self._any_voice(), max_frames=sum(options.schedule), seed=0, options=options)
+        self.say("Ready.", **self._any_voice(), max_frames=sum(SCHEDULE), seed=0, options=options)
 
     def close(self) -> None:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
         self._engine.close()
-        self._model = None
+        self._models.let_go()
 
     def __enter__(self) -> Synthesizer:
         return self
@@ -198,70 +233,12 @@ class Synthesizer:
             settings.get("max_frames"),
             StreamOptions() if options is None else options,
         )
-        return self._open_model().check(request), plan
-
-    def _open_model(self) -> StepModel | UpstreamModel:
-        if self._model is None:
-            raise EngineError("the synthesizer is closed: load another one")
-        return self._model
+        return self._models.any().check(request), plan
 
     def _any_voice(self) -> StreamSettings:
         """Whatever this type of checkpoint cannot speak without."""
-        config = self._open_model().prompts.config
+        config = self._models.any().prompts.config
         if config.model_type == "base":
             silent = torch.zeros(config.talker.hidden_size)
             return {"voice": Voice(embedding=silent, codes=None, transcript=None, model_size=config.model_size)}
         return {}
-
-
-def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
-    """1 for small models, None (torch's own choice) for the released sizes.
-
-    A small model's operators take microseconds, and waking a second thread for each costs more than it saves: at 64
-    wide, one frame on the worker took 8.6 ms with one thread and 25 ms with two.
-    """
-    return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
-
-
-def _backend(name: str) -> str:
-    if name not in get_args(BackendName):
-        raise BackendUnavailable(f"backend must be one of {get_args(BackendName)}, got {name!r}")
-    return name
-
-
-def _step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The megakernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
-    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
-        from mktts.kernel.backend import MegakernelBackend
-
-        try:
-            return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
-        except BackendUnavailable as reason:
-            if name == "megakernel":
-                raise
-            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
-    return TorchBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
-
-
-def _step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
-    config, tensors = checkpoint.config, checkpoint.tensors()
-    backend = _step_backend(name, checkpoint, device, dtype)
-    model = StepModel(
-        backend=backend,
-        prompts=PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, dtype),
-        codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
-        positions=config.talker.max_position_embeddings,
-        overlaps=device.type == "cuda",
-    )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
-    return model
-
-
-def _upstream_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> UpstreamModel:
-    from mktts.synth.upstream import load_upstream
-    from mktts.synth.upstream_model import UpstreamModel
-
-    # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
-    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
-    return UpstreamModel(load_upstream(checkpoint, dtype, device), prompts)

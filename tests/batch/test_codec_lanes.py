@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.codec import CodecLanes
+from mktts.batch.plain.codec import CodecLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CapacityError, CodecError

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.draws import LaneChoices, LaneLimits
-from mktts.batch.keys_values import CHUNK_POSITIONS
-from mktts.batch.noise import LaneNoise
-from mktts.batch.talker import TorchLanes
+from mktts.batch.plain.draws import LaneChoices, LaneLimits
+from mktts.batch.plain.keys_values import CHUNK_POSITIONS
+from mktts.batch.plain.noise import LaneNoise
+from mktts.batch.plain.talker import TorchTalker
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import PromptRows
@@ -49,8 +49,8 @@ class Streams:
         self.seeds = [1_000 + i + (7 << 33) for i in range(count)]
         self.oracle = TorchBackend(checkpoint.config, checkpoint.tensors(), "cpu", dtype)
 
-    def lanes(self, **settings) -> TorchLanes:
-        return TorchLanes(self.checkpoint.config, self.checkpoint.tensors(), "cpu", self.dtype, **settings)
+    def lanes(self, **settings) -> TorchTalker:
+        return TorchTalker(self.checkpoint.config, self.checkpoint.tensors(), "cpu", self.dtype, **settings)
 
     def expected(self, i: int) -> list[Tensor | None]:
         """Up to and with the end of speech, which is None."""
@@ -60,7 +60,7 @@ class Streams:
             made.append(self.oracle.step(state, self.row(i, len(made))).codes)
         return made
 
-    def start(self, lanes: TorchLanes, i: int) -> int:
+    def start(self, lanes: TorchTalker, i: int) -> int:
         return lanes.start(self.prompts[i], self.settings[i], self.seeds[i], self.frames)
 
     def row(self, i: int, frame: int) -> Tensor | None:
@@ -74,7 +74,7 @@ def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     )
 
 
-def served(streams: Streams, lanes: TorchLanes, cancelled: dict[int, int], seed: int = 0) -> dict[int, list]:
+def served(streams: Streams, lanes: TorchTalker, cancelled: dict[int, int], seed: int = 0) -> dict[int, list]:
     """What each stream gets where they join at random, skip ticks, and leave: at their end, or when cancelled."""
     chance, waiting = random.Random(seed), list(range(len(streams.prompts)))
     slots: dict[int, int] = {}

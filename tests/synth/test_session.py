@@ -77,7 +77,7 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     stream = speak(synth, seed=1)
     loop, arrived = asyncio.get_running_loop(), threading.Event()
     put = stream._job._put
-    monkeypatch.setattr(stream._job, "_put", lambda item: (put(item), arrived.set()))
+    monkeypatch.setattr(stream._job, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
 
     def while_the_consumer_prepares_to_wait() -> asyncio.Future:
         backend.let(1)

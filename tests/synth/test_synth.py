@@ -20,7 +20,7 @@ from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Stream
 from mktts.speech.text import MAX_TEXT_CHARS, clean_text
 from mktts.synth import Synthesizer
-from mktts.synth.synthesizer import _step_backend
+from mktts.synth.loading import step_backend
 
 OFF = StreamOptions(guard=Guard.off())
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -210,14 +210,14 @@ def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_s
 
     monkeypatch.setattr("mktts.kernel.backend.MegakernelBackend", refuse)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("mktts.synth.synthesizer.TorchBackend", lambda *a: a[2])
-    assert _step_backend("auto", tiny, cuda, torch.bfloat16) == cuda
+    monkeypatch.setattr("mktts.synth.loading.TorchBackend", lambda *a: a[2])
+    assert step_backend("auto", tiny, cuda, torch.bfloat16) == cuda
     assert "no compiler today" in caplog.text
     caplog.clear()
-    assert _step_backend("auto", tiny, cpu, torch.bfloat16) == cpu
-    assert _step_backend("auto", tiny, cuda, torch.float32) == cuda and not caplog.text
+    assert step_backend("auto", tiny, cpu, torch.bfloat16) == cpu
+    assert step_backend("auto", tiny, cuda, torch.float32) == cuda and not caplog.text
     with pytest.raises(BackendUnavailable, match="no compiler today"):
-        _step_backend("megakernel", tiny, cuda, torch.bfloat16)
+        step_backend("megakernel", tiny, cuda, torch.bfloat16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -36,7 +36,7 @@ from mktts.measure.parity.upstream import (
     standard_requests,
     upstream_codes,
 )
-from mktts.speech.options import StreamOptions
+from mktts.speech.options import SCHEDULE
 from mktts.synth.upstream import decode_codes, load_upstream
 
 CODES_FRAMES = 24  # of one request
@@ -141,7 +141,7 @@ def codec_section(checkpoint: Checkpoint, upstream: Upstream, device: str, budge
     """Seeded random codes: every entry of every codebook is as likely as any other."""
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     ours, whole = codec_for(config, tensors, device), CodecDecoder(config, tensors)
-    schedule = StreamOptions().schedule
+    schedule = SCHEDULE
     codes = random_codes(CODEC_FRAMES, SEED, config.codebook_size)
     begun_s = time.perf_counter()
     whole.decode_all(codes[:_CODEC_LEAST_FRAMES])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.lane_stack import LaneStack
+from mktts.batch.plain.lane_stack import LaneStack
 
 CHUNK_POSITIONS = 64  # that a stream's memory grows by
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.lane_stack import LaneStack, Rotary
+from mktts.batch.plain.lane_stack import LaneStack, Rotary
 from mktts.spec import NUM_CODEBOOKS
 
 _Place = tuple[Tensor, Tensor, Tensor]  # where a position's keys and values go, all keys so far, all values so far

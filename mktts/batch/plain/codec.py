@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.codec_lanes import Conv, Last, Workspace, lane_layers, transformer_row
+from mktts.batch.plain.codec_lanes import Conv, Last, Workspace, lane_layers, transformer_row
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.state import CodecState
 from mktts.errors import CapacityError, CodecError

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.draws import LaneChoices, LaneLimits
-from mktts.batch.keys_values import KeysValues, advance
-from mktts.batch.lane_stack import LaneStack
-from mktts.batch.noise import LaneNoise
-from mktts.batch.predictor import LanePredictor
+from mktts.batch.plain.draws import LaneChoices, LaneLimits
+from mktts.batch.plain.keys_values import KeysValues, advance
+from mktts.batch.plain.lane_stack import LaneStack
+from mktts.batch.plain.noise import LaneNoise
+from mktts.batch.plain.predictor import LanePredictor
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import check_start
 from mktts.model.qwen3 import Qwen3Stack
@@ -46,7 +46,7 @@ class _Slot:
     ended: bool = False
 
 
-class TorchLanes:
+class TorchTalker:
     """One checkpoint's model, and streams in slots. One thread at a time. `tensors` carries the Hub's names.
 
     embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.

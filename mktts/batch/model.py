@@ -1,0 +1,26 @@
+"""What opens utterances that are made together with others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mktts.batch.lanes import Lanes
+from mktts.batch.utterance import LaneUtterance
+from mktts.model.voice import Voice
+from mktts.speech.options import Plan
+from mktts.speech.script import Script
+from mktts.speech.speaking import Speaker
+
+
+@dataclass(kw_only=True)
+class LaneModel(Speaker):
+    """The model behind `lanes`, whose utterances the executor enters into its slots."""
+
+    lanes: Lanes
+
+    @property
+    def name(self) -> str:
+        return self.lanes.name
+
+    def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> LaneUtterance:
+        return LaneUtterance(script, plan, self.positions, voice)

@@ -1,0 +1,93 @@
+"""An utterance whose frames come from ticks, one launched before the last is read, and whose PCM comes with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.codec.pending import Pending
+from mktts.model.backend import Frame
+from mktts.model.voice import Voice
+from mktts.speech.options import TOGETHER_SCHEDULE, Chunk, Plan
+from mktts.speech.script import Script
+from mktts.speech.utterance import Segment, Utterance
+
+
+class LaneUtterance(Utterance):
+    """See the module. The executor enters it into a slot and drives it.
+
+    reference: codes (R, 16) that the codec hears first, None for none. segment: that is being made, None before the
+    first and between two. number: of that segment, from 0. launched: frames of it in ticks that were launched. row: the
+    text row (H,) of the frame after those, None where it is not known. on_close: called once, when the utterance ends.
+    """
+
+    def __init__(self, script: Script, plan: Plan, positions: int, voice: Voice | None) -> None:
+        super().__init__(script, plan, positions, self._decode, TOGETHER_SCHEDULE)
+        self.reference = None if voice is None else voice.codes
+        self.segment: Segment | None = None
+        self.number = -1
+        self.launched = 0
+        self.row: Tensor | None = None
+        self.on_close: Callable[[], None] | None = None
+        self._pcm: deque[np.ndarray] = deque()
+
+    def input_known(self) -> bool:
+        """As `Utterance.input_known`, of the frame after those launched."""
+        if self.segment is None:
+            return super().input_known()
+        self._script.update()
+        self._fetch_row()
+        return self.row is not None
+
+    def next_segment(self) -> bool:
+        """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
+        if self.segment is None and super().input_known():
+            self.segment = self.begin()
+            self.number += 1
+            self.launched, self.row = 0, None
+        return self.segment is not None
+
+    def went(self) -> None:
+        """A tick with a frame of the segment was launched."""
+        self.launched += 1
+        self._fetch_row()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the segment may have another frame, as far as is known before those launched are read."""
+        return self.segment is not None and self.launched < self.segment.max_frames
+
+    @property
+    def unread(self) -> bool:
+        """Whether frames of the segment were launched whose codes are not known yet."""
+        return self._guard is not None and self.launched > self._guard.frames
+
+    @property
+    def next_chunk_frames(self) -> int:
+        """How many frames the chunk has that is being made."""
+        return len(self._chunker.undecoded) + self._chunker.missing_frames
+
+    def made(self, codes: Tensor | None, pcm: np.ndarray, tick_ms: float) -> Chunk | None:
+        """Books a frame of the segment: codes (16,), None at end of speech, and PCM (1920,), which is copied."""
+        if codes is None:
+            self.segment = None
+        else:
+            self._pcm.append(pcm.copy())
+        return self.took(Frame(codes, tick_ms, 0.0))
+
+    def close(self) -> None:
+        """See Utterance."""
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
+
+    def _fetch_row(self) -> None:
+        self.row = self._prompt.row(self.launched - 1) if self.launched else None
+
+    def _decode(self, frames: list[Tensor]) -> Pending:
+        pcm = [self._pcm.popleft() for _ in frames]
+        return Pending(torch.from_numpy(pcm[0] if len(pcm) == 1 else np.concatenate(pcm)))

@@ -1,0 +1,27 @@
+"""What makes the frames of the streams that it is given. The engine's worker thread owns it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mktts.speech.job import EngineName, Job
+
+
+class Executor(Protocol):
+    """Makes streams, tick by tick."""
+
+    name: EngineName
+    open_jobs: int  # given to it, and not over
+
+    def take(self, job: Job) -> None:
+        """A new stream."""
+
+    def turn(self, now_s: float, alone: bool) -> float:
+        """Does what is due: a tick, at most. alone: no other stream is open, on any executor.
+
+        Returns when it wants its next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for
+        never. An error of one stream is that stream's alone.
+        """
+
+    def close(self) -> None:
+        """Ends every stream as cancelled."""

@@ -1,0 +1,164 @@
+"""From a checkpoint to the models that serve it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from mktts.batch.admission import AdmissionSettings
+from mktts.batch.log import TickLog
+from mktts.batch.model import LaneModel
+from mktts.batch.settings import BatchSettings
+from mktts.checkpoint import Checkpoint
+from mktts.codec.decoder import CodecDecoder
+from mktts.codec.graphs import codec_for
+from mktts.errors import BackendUnavailable, OptionsError
+from mktts.model.backend import default_dtype, device_named
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import PromptBuilder
+from mktts.synth.generation import StepModel
+
+if TYPE_CHECKING:
+    from mktts.batch.executor import Together
+    from mktts.model.backend import Backend
+    from mktts.synth.upstream_model import UpstreamModel
+
+BackendName = Literal["auto", "torch", "megakernel", "upstream"]
+EngineChoice = Literal["auto", "single", "batch"]
+_WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
+_CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Checked arguments of `Synthesizer.load`."""
+
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+    single: bool
+    together: bool
+    deterministic: bool | None
+    batch: BatchSettings
+
+    @classmethod
+    def checked(
+        cls,
+        backend: str,
+        device: str,
+        dtype: torch.dtype | None,
+        cpu_threads: int | None,
+        engine: str,
+        deterministic: bool | None,
+        batch: BatchSettings | None,
+    ) -> Loading:
+        """Raises BackendUnavailable and OptionsError, see `Synthesizer.load`."""
+        if backend not in get_args(BackendName):
+            raise BackendUnavailable(f"backend must be one of {get_args(BackendName)}, got {backend!r}")
+        if engine not in get_args(EngineChoice):
+            raise OptionsError(f"engine must be one of {get_args(EngineChoice)}, got {engine!r}")
+        where = device_named(device)
+        dtype = default_dtype(where) if dtype is None else dtype
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise BackendUnavailable(f"dtype must be torch.bfloat16, torch.float32 or None, got {dtype!r}")
+        if cpu_threads is not None and cpu_threads < 1:
+            raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
+        if deterministic and engine == "single":
+            raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
+        if engine == "batch" and backend not in ("auto", "torch"):
+            raise BackendUnavailable(f"engine='batch' does not run on backend {backend!r}: leave the backend out")
+        both = engine == "auto" and backend == "auto"
+        together = engine == "batch" or bool(deterministic) or both
+        single = engine == "single" or (engine == "auto" and not deterministic)
+        return cls(backend, where, dtype, single, together, deterministic, batch or BatchSettings())
+
+
+def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
+    """1 for small models, None (torch's own choice) for the released sizes.
+
+    A small model's operators take microseconds, and waking a second thread for each costs more than it saves: at 64
+    wide, one frame on the worker took 8.6 ms with one thread and 25 ms with two.
+    """
+    return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
+
+
+def load_models(checkpoint: Checkpoint, wanted: Loading) -> tuple[StepModel | UpstreamModel | None, Together | None]:
+    """The model that makes one stream a step, and the executor that makes many together; one of them may be None."""
+    if wanted.backend == "upstream":
+        return _upstream_model(checkpoint, wanted), None
+    single = _step_model(checkpoint, wanted) if wanted.single else None
+    # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
+    slow = wanted.device.type == "cpu" and checkpoint.config.talker.hidden_size >= _WIDE
+    together = _together(checkpoint, wanted, single) if wanted.together and not (slow and single) else None
+    if wanted.device.type == "cuda":
+        torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
+    return single, together
+
+
+def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The megakernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
+    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
+        from mktts.kernel.backend import MegakernelBackend
+
+        try:
+            return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+        except BackendUnavailable as reason:
+            if name == "megakernel":
+                raise
+            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+
+
+def _step_model(checkpoint: Checkpoint, wanted: Loading) -> StepModel:
+    config, tensors, device = checkpoint.config, checkpoint.tensors(), wanted.device
+    backend = step_backend(wanted.backend, checkpoint, device, wanted.dtype)
+    return StepModel(
+        prompts=PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, wanted.dtype),
+        positions=config.talker.max_position_embeddings,
+        backend=backend,
+        codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
+        overlaps=device.type == "cuda",
+    )
+
+
+def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None) -> Together:
+    from mktts.batch.executor import Together
+
+    config, tensors, settings = checkpoint.config, checkpoint.tensors(), wanted.batch
+    if wanted.device.type == "cuda":
+        from mktts.batch.cuda_loading import cuda_lanes
+
+        lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, single)
+        admission = AdmissionSettings.h200()
+    else:
+        from mktts.batch.plain.lanes import TorchLanes
+
+        lanes = TorchLanes(
+            config,
+            tensors,
+            CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors()) if single is None else single.codec,
+            settings.max_streams or _CPU_STREAMS,
+            settings.positions,
+            settings.memory_bytes or _CPU_BYTES,
+            wanted.dtype,
+        )
+        admission = AdmissionSettings.cpu()
+    prompts = (
+        single.prompts
+        if single
+        else PromptBuilder(config, {**tensors, **lanes.embeddings}, checkpoint.tokenizer(), wanted.device, wanted.dtype)
+    )
+    model = LaneModel(prompts=prompts, positions=lanes.pages.rows_per_slot, lanes=lanes)
+    return Together(model, admission, TickLog())
+
+
+def _upstream_model(checkpoint: Checkpoint, wanted: Loading) -> UpstreamModel:
+    from mktts.synth.upstream import load_upstream
+    from mktts.synth.upstream_model import UpstreamModel
+
+    # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
+    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    return UpstreamModel(load_upstream(checkpoint, wanted.dtype, wanted.device), prompts)

@@ -1,0 +1,85 @@
+"""The executor of a model that makes one frame of one stream a step: a tick has one lane."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from mktts.batch.board import Board
+from mktts.batch.scheduler import TickSettings, next_tick
+from mktts.batch.tick_model import TickModel
+from mktts.speech.job import EngineName, Job
+from mktts.speech.options import Chunk
+
+_SLOTS = 1_024  # streams that take turns; more wait for one of them to end
+_TICKS = TickSettings.one()
+_TICK_MODEL = TickModel(constant_s=1.0, lane_s=0.0, row_s=0.0, attention_s=0.0)  # nothing depends on it: one size
+
+
+class OneByOne:
+    """One stream a tick: new ones first, then who has least ahead of its listener. Each makes its own frame (`step`);
+    a lone one may ask for several frames of one launch."""
+
+    name: EngineName = "single"
+
+    def __init__(self) -> None:
+        self._board = Board(_SLOTS)
+        self._free = list(range(_SLOTS - 1, -1, -1))
+        self._jobs: dict[int, Job] = {}
+        self._outside: deque[Job] = deque()
+
+    @property
+    def open_jobs(self) -> int:
+        """See Executor."""
+        return len(self._jobs) + len(self._outside)
+
+    def take(self, job: Job) -> None:
+        """See Executor."""
+        self._outside.append(job)
+
+    def turn(self, now_s: float, alone: bool) -> float:
+        """See Executor."""
+        while self._outside and self._free:
+            self._enter(self._outside.popleft(), now_s)
+        board = self._board
+        for slot, job in list(self._jobs.items()):
+            board.text_known[slot] = job.runnable()
+            board.frames_taken[slot] = job.taken_frames
+            if not job.open:
+                self._leave(slot)
+        tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
+        if tick.empty:
+            return tick.wake_s
+        slot = int(tick.lanes[0])
+        job = self._jobs[slot]
+
+        def step(work: Any) -> Chunk | None:
+            work.alone = alone
+            return work.step()
+
+        board.begin(tick)
+        job.advance(step)
+        board.frames_made[slot] = len(job.codes)
+        board.chunk(slot, job.made_frames, len(job.codes) + 1)  # its listener has what is in chunks
+        board.finish(tick, time.perf_counter())
+        if not job.open:
+            self._leave(slot)
+        return float("-inf")
+
+    def close(self) -> None:
+        """See Executor."""
+        for job in (*self._jobs.values(), *self._outside):
+            job.cancel()
+            job.end(None)
+
+    def _enter(self, job: Job, now_s: float) -> None:
+        slot = self._free.pop()
+        self._jobs[slot] = job
+        self._board.enter(slot, now_s, job.paced)
+        self._board.prompt(slot, 1)  # it enters with the first frame, however long it is
+
+    def _leave(self, slot: int) -> None:
+        del self._jobs[slot]
+        self._board.leave(slot)
+        self._free.append(slot)
