@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
     )
+    parser.add_argument(
+        "--engine",
+        default="auto",
+        choices=("auto", "single", "batch"),
+        help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-streams", type=int, default=_DEFAULTS.max_streams, help="at once (default: %(default)s)")
     limits.add_argument("--max-chars", type=int, default=_DEFAULTS.max_chars, help="of one text (default: %(default)s)")
@@ -73,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
-        with Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer:
+        with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
             studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
             synthesizer.warm_up()
             server = Server(studio, key, arguments.allow_origin)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -85,17 +87,27 @@ def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
     return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
 
 
-def load_models(checkpoint: Checkpoint, wanted: Loading) -> tuple[StepModel | UpstreamModel | None, Together | None]:
-    """The model that makes one stream a step, and the executor that makes many together; one of them may be None."""
+def load_models(
+    checkpoint: Checkpoint, wanted: Loading
+) -> tuple[StepModel | UpstreamModel | None, Together | None, Callable[[], Together] | None]:
+    """The model that makes one stream a step, the executor that makes many together, and what makes that one later.
+
+    Where both engines are wanted, a GPU gets the second when it is needed: it takes most of the memory, and seconds.
+    """
     if wanted.backend == "upstream":
-        return _upstream_model(checkpoint, wanted), None
+        return _upstream_model(checkpoint, wanted), None, None
     single = _step_model(checkpoint, wanted) if wanted.single else None
-    # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
-    slow = wanted.device.type == "cpu" and checkpoint.config.talker.hidden_size >= _WIDE
-    together = _together(checkpoint, wanted, single) if wanted.together and not (slow and single) else None
-    if wanted.device.type == "cuda":
+    together = later = None
+    cuda = wanted.device.type == "cuda"
+    if wanted.together and (single is None or not cuda):
+        # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
+        slow = single is not None and checkpoint.config.talker.hidden_size >= _WIDE
+        together = None if slow else _together(checkpoint, wanted, single)
+    elif wanted.together:
+        later = partial(_together, checkpoint, wanted, single)
+    if cuda:
         torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
-    return single, together
+    return single, together, later
 
 
 def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:

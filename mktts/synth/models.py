@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import torch
 
 from mktts.errors import EngineError
 from mktts.model.sampling import Sampling
 from mktts.speech.job import EngineName
 
 if TYPE_CHECKING:
+    from mktts.batch.executor import Together
     from mktts.batch.model import LaneModel
     from mktts.synth.generation import StepModel
     from mktts.synth.upstream_model import UpstreamModel
@@ -19,15 +25,23 @@ SINGLE_STREAMS = 2
 
 
 class Models:
-    """`single`, `batch`, or both."""
+    """`single`, `batch`, or both. The second may come later: made beside the first when more streams are open than are
+    served singly; until then those take turns."""
 
-    def __init__(self, single: StepModel | UpstreamModel | None, batch: LaneModel | None) -> None:
+    def __init__(
+        self,
+        single: StepModel | UpstreamModel | None,
+        batch: LaneModel | None = None,
+        later: Callable[[], Together] | None = None,
+    ) -> None:
         self._single, self._batch = single, batch
+        self._later = later
+        self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
     def room(self) -> int:
         """Streams that are made at once."""
-        return 1 if self._batch is None else self._batch.lanes.slots
+        return SINGLE_STREAMS if self._batch is None else self._batch.lanes.slots
 
     def any(self) -> StepModel | UpstreamModel | LaneModel:
         """One of them, to check requests with. Raises EngineError after `let_go`."""
@@ -39,13 +53,32 @@ class Models:
     def pick(self, open_streams: int, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
         """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`."""
         model = self.any()
-        if self._batch is None:
-            return model, "single"
         if self._single is None:
             return self._batch, "batch"
-        few = open_streams < SINGLE_STREAMS
-        return (self._single, "single") if few or sampling.rng == "torch" else (self._batch, "batch")
+        if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
+            return self._single, "single"
+        if self._batch is None:
+            self._begin()
+            return model, "single"
+        return self._batch, "batch"
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""
-        self._single = self._batch = None
+        self._single = self._batch = self._later = None
+
+    def _begin(self) -> None:
+        """Makes the second model in a thread of its own, once."""
+        later, self._later = self._later, None
+        if later is not None:
+            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=True).start()
+
+    def _make(self, later: Callable[[], Together]) -> None:
+        try:
+            with torch.inference_mode():
+                executor = later()
+            self.on_made(executor)
+        except Exception as reason:
+            logging.getLogger(__name__).warning("streams go on taking turns, the batch engine cannot run: %s", reason)
+        else:
+            if self._single is not None:
+                self._batch = executor.model

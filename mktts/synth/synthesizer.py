@@ -85,8 +85,12 @@ class Synthesizer:
         dtype: torch.dtype = torch.float32,
         cpu_threads: int | None = None,
         batch: Together | None = None,
+        later: Callable[[], Together] | None = None,
     ) -> None:
-        """Puts made models behind the interface; `load` is the usual way in. One of `model` and `batch` may be None."""
+        """Puts made models behind the interface; `load` is the usual way in. One of `model` and `batch` may be None.
+
+        later: makes `batch` when it is needed.
+        """
         self.checkpoint = checkpoint
         self.backend_name = (model or batch.model).name
         self.device = torch.device(device)
@@ -95,9 +99,10 @@ class Synthesizer:
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
-        self._models = Models(model, None if batch is None else batch.model)
+        self._models = Models(model, None if batch is None else batch.model, later)
         executors = [*([] if model is None else [OneByOne()]), *([] if batch is None else [batch])]
         self._engine = Engine(executors, cpu_threads=cpu_threads)
+        self._models.on_made = self._engine.add
 
     @classmethod
     def load(
@@ -131,9 +136,9 @@ class Synthesizer:
         wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
-        model, together = load_models(checkpoint, wanted)
         threads = cpu_threads or default_cpu_threads(checkpoint)
-        return cls(model, checkpoint.sampling(), checkpoint, wanted.device, wanted.dtype, threads, together)
+        models = load_models(checkpoint, wanted)
+        return cls(models[0], checkpoint.sampling(), checkpoint, wanted.device, wanted.dtype, threads, *models[1:])
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.

@@ -236,7 +236,7 @@ def test_duration_limit_ends_a_request_that_names_none(synthesizer):
 
 def test_a_failing_generation_is_a_500_before_the_first_byte_and_a_broken_body_after_it(synthesizer, monkeypatch):
     with served(synthesizer) as server:
-        decode, calls = synthesizer._model.codec.decode, []
+        decode, calls = synthesizer._models.any().codec.decode, []
 
         def breaks_at(call: int) -> None:
             def broken(*arguments):
@@ -246,7 +246,7 @@ def test_a_failing_generation_is_a_500_before_the_first_byte_and_a_broken_body_a
                 return decode(*arguments)
 
             calls.clear()
-            monkeypatch.setattr(synthesizer._model.codec, "decode", broken)
+            monkeypatch.setattr(synthesizer._models.any().codec, "decode", broken)
 
         breaks_at(1)
         answer = post(server, text="Hello there.", max_frames=20)
