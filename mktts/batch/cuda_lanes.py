@@ -85,7 +85,7 @@ class CudaLanes:
         codec: of slots + 1 slots; None: PCM is silence. primed: the codec's state after codes (R, 16). embeddings: the
         codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
         `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
-        Raises CapacityError where not even one stream could open.
+        Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
         self.settings, self.model = settings or tick_settings(), TickModel.h200()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mktts.batch.kernels import pages as kernels
 from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
+from mktts.errors import CapacityError
 from mktts.spec import StackConfig
 
 
@@ -20,8 +22,16 @@ class PagedMemory:
     """
 
     def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises CapacityError where the device has no room for `pages`."""
         shape = (pages, talker.num_hidden_layers, talker.num_key_value_heads, 2, PAGE_ROWS, talker.head_dim)
-        self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise CapacityError(
+                f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
+                "(see LaneMemory), or end what else runs on the device"
+            ) from error
         self.table = torch.full(book.table.shape, NOBODY, dtype=torch.int32, device=device)
         self._book, self._device = book, device
         self._waves: list[list[Copy]] = []

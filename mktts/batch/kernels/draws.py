@@ -108,7 +108,7 @@ def _best_kept(scores, seed_low, seed_high, frame, book, top_k, top_p, SIZE: tl.
     return best
 
 
-@triton.jit(do_not_specialize=["book", "row_stride", "eos", "suppressed_from", "min_frames", "nobody"])
+@triton.jit(do_not_specialize=["book", "eos", "suppressed_from", "min_frames", "nobody"])
 def draw(
     lanes, logits, settings, frames, ended, seen, codes, ended_out, codec_slots, table, embedding_sum,
     x_out, h_out, norm_weight, eps, book, row_stride, eos, suppressed_from, min_frames, nobody,
