@@ -9,6 +9,7 @@ import pytest
 import torch
 from lane_player import CountingCodec, Player, differences, random_segments
 
+from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import open_checkpoint
@@ -132,3 +133,19 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
         lanes.collect(waiting[1])
     found = [lanes.collect(one).codes[0].tolist() for one in waiting]
     assert found == [codes.tolist() for codes in segment.of_oracle(oracle_of(tiny))[:2]]
+
+
+def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
+    from mktts.batch.device.paged import PagedMemory
+
+    pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
+    memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)
+    memory.memory.normal_()
+    expected = memory.memory.cpu()
+    for _ in range(5):
+        for source, target, rows in zip(*rng.integers(0, pages, (2, 9)), rng.integers(1, 65, 9), strict=True):
+            if source != target:
+                memory.copy([Copy(int(source), int(target), int(rows))])
+                expected[target, ..., :rows, :] = expected[source, ..., :rows, :]
+        memory.push()
+    assert torch.equal(memory.memory.cpu(), expected)
