@@ -1,38 +1,65 @@
-"""Many utterances on a CUDA device at once: one frame each a tick, one CUDA graph of the smallest bucket that fits."""
+"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into.
+
+Implements `mktts.batch.lanes.Lanes`. All work is queued on one CUDA stream of its own, in the order of the calls, so a
+slot or a page that changes hands while ticks still run does so behind them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.frame import PAGE_ROWS, Frame
+from mktts.batch.device.block import SETTINGS, BlockLayout, Entering, packed
+from mktts.batch.device.paged import PagedMemory
+from mktts.batch.device.stage import Stage
+from mktts.batch.device.workspace import Workspace
+from mktts.batch.frame import Frame, SlotCodec
+from mktts.batch.lanes import Made
+from mktts.batch.pages import Copy, Pages
+from mktts.batch.scheduler import TickSettings
 from mktts.batch.slots import Slots
+from mktts.batch.tick import Tick
+from mktts.batch.tick_model import TickModel
 from mktts.batch.weights import FrameWeights
-from mktts.errors import CapacityError, SamplingError
+from mktts.codec.state import CodecState
+from mktts.common import announced
+from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
 from mktts.model.sampling import Sampling, checked_seed
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.spec import ModelConfig
 
-LANES = (8, 32, 64, 128, 256, 512)
-PROMPT_ROWS = (0, 64, 256, 1024)
+_LANES = (8, 32, 64, 128, 256, 512, 1024)
+_PROMPT_ROWS = {1024: (0, 256, 1024)}
+_USUAL_ROWS = (0, 64, 256, 1024)
+_MOST_WAITING = 2  # launched ticks
+_STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 
 
-@dataclass
-class _Open:
-    """A slot in use. prompt: (L, H) until its first frame."""
+def tick_settings(most_lanes: int = _LANES[-1]) -> TickSettings:
+    """Ticks in buckets of 8 to `most_lanes` (one of 8, 32, 64, 128, 256, 512, 1024) lanes and 0 to 1024 prompt rows."""
+    sizes = [lanes for lanes in _LANES if lanes <= most_lanes]
+    buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
+    return replace(TickSettings.h200(), buckets=buckets, max_lanes=sizes[-1])
 
-    prompt: Tensor | None
-    pages: list[int]
-    max_frames: int
-    frames: int = 0
+
+@dataclass(frozen=True)
+class _Bucket:
+    """padded (words,) int64: the block of a tick without lanes."""
+
+    layout: BlockLayout
+    frame: Frame
+    padded: np.ndarray
 
 
 class CudaLanes:
-    """Talker, predictor and draws of many utterances. Not thread-safe: one thread owns it."""
+    """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it."""
 
     name = "batch"
 
@@ -42,115 +69,193 @@ class CudaLanes:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
-        max_streams: int,
+        *,
+        slots: int,
         positions: int,
         pages: int,
+        codec: SlotCodec | None = None,
+        primed: Callable[[Tensor], CodecState] | None = None,
         embeddings: list[Tensor] | None = None,
+        settings: TickSettings | None = None,
         graphs: bool = True,
     ) -> None:
-        """positions: of the longest stream, prompt and frames. pages: of PAGE_ROWS positions, shared by all streams."""
-        self.config, self.device = config, device
-        self._weights = FrameWeights.load(config, tensors, device, dtype, positions, embeddings)
-        self._slots = Slots.make(config, max_streams + 1, -(-positions // PAGE_ROWS), device)
-        c = config.talker
-        shape = (pages + 1, c.num_hidden_layers, c.num_key_value_heads, 2, PAGE_ROWS, c.head_dim)
-        self._pages = torch.zeros(shape, dtype=dtype, device=device)
-        self._free_pages = list(range(pages, 0, -1))  # page 0 is nobody's
-        self._free_slots = list(range(max_streams - 1, -1, -1))
-        self._open: dict[int, _Open] = {}
-        self._graphs = graphs
-        self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-        self._buckets: dict[tuple[int, int], tuple[Frame, object]] = {}
-        self._codes = torch.zeros(LANES[-1], NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
+        """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
+        page 0; see `device.memory.LaneMemory` for what all that takes.
 
-    def start(self, prompt: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> int:
-        """A slot for an utterance of `prompt` (L, H) and up to `max_frames` frames, whose memory is reserved.
-
-        Raises CapacityError where no slot or page is free, SamplingError for rng="torch".
+        codec: of slots + 1 slots; None: PCM is silence. primed: the codec's state after codes (R, 16). embeddings: the
+        codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
+        `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
+        Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
+        self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
+        self.settings, self.model = settings or tick_settings(), TickModel.h200()
+        self.pages = Pages(pages, slots, positions)
+        self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
+        weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
+        self._codec, self._primed = codec, primed
+        state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
+        layouts = [BlockLayout(*size) for size in self.settings.buckets]
+        words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
+        self._block = torch.zeros(words, dtype=torch.int64, device=device)
+        self._buckets = {
+            (layout.lanes, layout.prompt_rows): _Bucket(
+                layout,
+                Frame(config, weights, state, self._memory, layout, self._block, workspace, codec),
+                layout.padded(state.nobody),
+            )
+            for layout in layouts
+        }
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._pool = torch.cuda.graph_pool_handle() if cuda and graphs else None
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._settings = np.zeros((slots, SETTINGS), np.int32)
+        self._prompts: dict[int, Tensor] = {}
+        self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
+        self._waiting: deque[Stage] = deque()
+        self._kept: list[Any] = []  # until the next tick is over
+        self._after_caller()
+
+    # ---- buckets
+
+    def prepare(self, announce: Callable[[str], AbstractContextManager[None]] = announced) -> None:
+        """Records the CUDA graphs of all buckets, the largest first, whose memory the others then share. Takes some
+        seconds, and more where kernels are compiled; `announce` says so. Without graphs there is nothing to do."""
+        if self._pool is None:
+            return
+        with announce(f"mktts: recording {len(self._buckets)} CUDA graphs of the batch engine"):
+            for size in sorted(self._buckets, reverse=True):
+                self.record(size)
+
+    def record(self, size: tuple[int, int]) -> None:
+        """Records the CUDA graph of the bucket `size`, (lanes, prompt rows), once; it runs on padding for that. Raises
+        EngineError for a size that is no bucket."""
+        bucket = self._bucket(size)
+        if size in self._replays or self._pool is None:
+            return
+        with torch.cuda.stream(self._stream):
+            self._block[: bucket.layout.words].copy_(torch.from_numpy(bucket.padded))
+        self._replays[size] = record(bucket.frame.run, self._pool, self._stream).replay
+
+    def _bucket(self, size: tuple[int, int]) -> _Bucket:
+        if size not in self._buckets:
+            raise EngineError(f"{size} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
+        return self._buckets[size]
+
+    # ---- streams
+
+    def enter(self, slot: int, reference: Tensor | None) -> None:
+        """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
+        if self._codec is None:
+            return
+        if reference is not None and self._primed is None:
+            raise EngineError("these lanes cannot hear a reference: make them with primed=")
+        state = None if reference is None else self._primed(reference)
+        self._after_caller()
+        with torch.cuda.stream(self._stream):
+            self._codec.enter(slot, state)
+        self._kept += [reference, state]
+
+    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+        """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
+        width, most = self.config.talker.hidden_size, self._memory.positions
+        if prompt.dim() != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
+            raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         if sampling.rng != "philox":
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
-        rows = len(prompt) + max_frames
-        needed = -(-rows // PAGE_ROWS)
-        if len(prompt) > PROMPT_ROWS[-1]:
-            raise CapacityError(f"a prompt may have {PROMPT_ROWS[-1]} rows, got {len(prompt)}")
-        if not self._free_slots or needed > len(self._free_pages) or needed > self._slots.table.shape[1]:
-            raise CapacityError(
-                f"a stream of {rows} rows needs a slot and {needed} pages; free are {len(self._free_slots)} slots and "
-                f"{len(self._free_pages)} pages: wait for a stream to end, or lower max_frames"
-            )
-        slot = self._free_slots.pop()
-        pages = [self._free_pages.pop() for _ in range(needed)]
-        self._slots.set(slot, sampling, checked_seed(seed), np.array(pages, dtype=np.int32))
-        self._open[slot] = _Open(prompt, pages, max_frames)
-        return slot
+        self._settings[slot] = packed(sampling, checked_seed(seed))
+        self._prompts[slot] = prompt.to(self.device, self.dtype).contiguous()
+        self._after_caller()
+        self._memory.copy(copies)
 
-    def free(self, slot: int) -> None:
-        """Gives the slot and its pages back."""
-        self._free_pages += self._open.pop(slot).pages
-        self._free_slots.append(slot)
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """See `Lanes.copy`."""
+        self._memory.copy(copies)
 
-    def tick(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """One frame of each slot: codes (16,) int64 on the host, or None at end-of-speech.
+    def leave(self, slot: int) -> None:
+        """See `Lanes.leave`."""
+        self._prompts.pop(slot, None)
 
-        rows: the text row (H,) added to the previous frame's codes, None exactly at a slot's first frame.
+    # ---- ticks
+
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Stage:
+        """See `Lanes.launch`. Raises EngineError for a tick that does not fit its bucket or what has begun, or a third
+        one that waits, PromptError for a row too many, too few or of another shape; then nothing is changed.
         """
-        prompts = [self._open[slot].prompt for slot in slots]
-        frame, replay = self._bucket(len(slots), sum(len(p) for p in prompts if p is not None))
-        self._place(frame, slots, rows, prompts)
-        replay()
-        codes = self._codes[: len(slots)]
-        codes.copy_(self._slots.codes[frame.lanes[: len(slots)].long()], non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        found: list[Tensor | None] = []
-        for slot, row in zip(slots, codes.long(), strict=True):
-            state = self._open[slot]
-            state.prompt = None
-            state.frames += 1
-            found.append(None if int(row[0]) == self._weights.eos else row)
-        return found
+        bucket = self._bucket(tick.bucket)
+        if len(self._waiting) == _MOST_WAITING:
+            raise EngineError(f"{_MOST_WAITING} launched ticks wait already: collect one first")
+        entering, prompts = self._enter_prompts(bucket.layout, tick)
+        text, made_here = self._addresses(tick, rows)
+        self.record(tick.bucket)
+        stage, words = self._stages.popleft(), bucket.layout.words
+        stage.numbers[:words] = bucket.padded
+        bucket.layout.fill(stage.numbers, tick, text, self._settings, entering)
+        stage.kept = [*self._kept, *prompts, *rows, *made_here]
+        self._kept = []
+        self._after_caller()
+        with torch.cuda.stream(self._stream):
+            stage.begin()
+            self._memory.push()
+            self._block[:words].copy_(stage.block[:words], non_blocking=True)
+            self._replays.get(tick.bucket, bucket.frame.run)()
+            space = bucket.frame.space
+            stage.end(space.made, None if self._codec is None else space.pcm, len(tick.lanes))
+        for piece in tick.pieces:
+            if piece.last:
+                del self._prompts[piece.slot]
+        self._waiting.append(stage)
+        return stage
 
-    def _place(
-        self, frame: Frame, slots: Sequence[int], rows: Sequence[Tensor | None], prompts: Sequence[Tensor | None]
-    ) -> None:
-        """Writes what the bucket's work reads: one block of numbers, the text rows, the prompts' rows."""
-        count, padded = len(slots), frame.lane_count
-        block = np.zeros((4, padded), dtype=np.int32)
-        block[0], block[1] = self._slots.nobody, 1
-        block[0, :count] = slots
-        block[1, :count] = [p is not None for p in prompts]
-        block[2, :count] = [0 if p is None else len(p) for p in prompts]
-        block[3] = np.arange(padded)
-        prompt_slot = np.full(frame.prompt_rows, self._slots.nobody, dtype=np.int32)
-        prompt_pos = np.zeros(frame.prompt_rows, dtype=np.int32)
-        at = 0
-        for lane, prompt in enumerate(prompts):
-            if prompt is not None:
-                end = at + len(prompt)
-                frame.prompt[at:end] = prompt
-                prompt_slot[at:end] = slots[lane]
-                prompt_pos[at:end] = np.arange(len(prompt))
-                block[3, lane] = padded + end - 1
-                at = end
-        device = torch.from_numpy(block).pin_memory().to(self.device, non_blocking=True)
-        frame.lanes.copy_(device[0])
-        frame.fresh.copy_(device[1])
-        frame.start_rows.copy_(device[2])
-        frame.selected.copy_(device[3])
-        if frame.prompt_rows:
-            frame.prompt_slot.copy_(torch.from_numpy(prompt_slot))
-            frame.prompt_pos.copy_(torch.from_numpy(prompt_pos))
-        lanes = [lane for lane, row in enumerate(rows) if row is not None]
-        if lanes:
-            frame.text[torch.tensor(lanes, device=self.device)] = torch.stack([rows[lane] for lane in lanes])
+    def collect(self, launched: Stage) -> Made:
+        """See `Lanes.collect`. Raises EngineError for any but the oldest launched tick."""
+        if not self._waiting or self._waiting[0] is not launched:
+            raise EngineError("ticks are collected once each, in the order in which they were launched")
+        made = launched.collect()
+        self._stages.append(self._waiting.popleft())
+        return made
 
-    def _bucket(self, lanes: int, prompt_rows: int) -> tuple[Frame, object]:
-        size = (
-            next(size for size in LANES if size >= lanes),
-            next(size for size in PROMPT_ROWS if size >= prompt_rows),
-        )
-        if size not in self._buckets:
-            frame = Frame(self._weights, self._slots, self._pages, *size)
-            run = record(frame.run, self._pool, self._side).replay if self._graphs else frame.run
-            self._buckets[size] = (frame, run)
-        return self._buckets[size]
+    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[Tensor]]:
+        """Where the rows of the tick's pieces lie, and the prompts that they are of."""
+        entering, prompts = [], []
+        for piece in tick.pieces:
+            prompt = self._prompts.get(piece.slot)
+            end = piece.start + piece.rows
+            if prompt is None or piece.rows < 1 or end > len(prompt) or piece.last != (end == len(prompt)):
+                of = "no prompt" if prompt is None else f"a prompt of {len(prompt)} rows"
+                raise EngineError(f"{piece} does not fit slot {piece.slot}, which has {of} to enter")
+            entering.append(Entering(piece, prompt.data_ptr(), prompt.stride(0) * prompt.element_size()))
+            prompts.append(prompt)
+        new = [piece.slot for piece in tick.pieces if piece.last]
+        if (
+            len(tick.lanes) > layout.lanes
+            or tick.rows > layout.prompt_rows
+            or tick.lanes[: tick.new_lanes].tolist() != new
+        ):
+            raise EngineError(
+                f"a tick of {len(tick.lanes)} lanes, the first {tick.new_lanes} of them new, and {tick.rows} prompt "
+                f"rows, which end the prompts of slots {new}, does not fit a bucket of {layout}"
+            )
+        return entering, prompts
+
+    def _addresses(self, tick: Tick, rows: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
+        """Where the text rows of all but the new lanes lie, and those of them that were made for this tick."""
+        new, width, dtype = tick.new_lanes, self.config.talker.hidden_size, self.dtype
+        if len(rows) != len(tick.lanes) or any(row is not None for row in rows[:new]):
+            raise PromptError(f"expected {len(tick.lanes)} rows, None for the first {new} of them, got {len(rows)}")
+        index = self._block.get_device()
+        addresses, made = [], []
+        for lane, row in enumerate(rows[new:], new):
+            if row is None or row.numel() != width:
+                found = None if row is None else tuple(row.shape)
+                raise PromptError(f"slot {tick.lanes[lane]}: a text row must be ({width},), got {found}")
+            if row.dtype is not dtype or row.get_device() != index or not row.is_contiguous():
+                row = row.to(self.device, dtype).contiguous()
+                made.append(row)
+            addresses.append(row.data_ptr())
+        return addresses, made
+
+    def _after_caller(self) -> None:
+        """What is queued from now on sees what the caller's CUDA stream has made."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))

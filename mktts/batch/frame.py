@@ -1,4 +1,4 @@
-"""One frame of many streams: a talker step over the rows of lanes and prompts together, then sixteen draws.
+"""One frame of many streams: a talker step over the rows of lanes and prompts together, sixteen draws, and the codec.
 
 A `Frame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a CUDA
 graph. Padded lanes and rows work on the slot that is nobody's.
@@ -7,118 +7,126 @@ graph. Padded lanes and rows work on the slot that is nobody's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.kernels import draws, rows
+from mktts.batch.device.block import PENALTY, SETTINGS, BlockLayout
+from mktts.batch.device.paged import PagedMemory
+from mktts.batch.device.workspace import Workspace, space_shapes
+from mktts.batch.kernels import draws, inputs, rows
+from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.slots import Slots
 from mktts.batch.weights import FrameWeights, StackWeights
-from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
+from mktts.codec.state import CodecState
+from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
-PAGE_ROWS = 64  # positions of a page
 _BUSY_PROGRAMS = 264  # attention is split until so many programs run: two for each multiprocessor of a large card
 _MOST_SPLITS = 8
 _QUERIES = 16  # the least that a matrix product takes
 _SILU_BLOCK = 1024
 
 
-class Frame:
-    """`run` makes one frame for the lanes in `lanes`; see the module.
+class SlotCodec(Protocol):
+    """The codec of many streams by slot, one slot more than the engine's: the last is nobody's."""
 
-    Inputs, all on the device: lanes (B,) int32, the slot of each lane; fresh (B,) int32, 1 at a slot's first frame;
-    start_rows (B,) int32, rows of a fresh lane's prompt; selected (B,) int64, the row whose hidden state counts, a
-    lane's own or the last of its prompt; prompt_slot, prompt_pos (P,) int32; text (B, H), the row that is added to the
-    codes' embeddings; prompt (P, H).
+    state_bytes: int  # of one slot
+
+    def enter(self, slot: int, primed: CodecState | None) -> None:
+        """The slot begins with silence, or goes on from `primed`. Queued on the current CUDA stream."""
+
+    def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
+        """codes (B, 16) int32 of slots `lanes` (B,) int32 -> pcm (B, 1920) float32 in [-1, 1]."""
+
+
+class Frame:
+    """`run` makes one frame for the lanes that stand in `block`, and takes the prompt rows in it along.
+
+    block (words,) int64 on the device: see `BlockLayout`. `space`: where it works, and what it made: `made` and `pcm`
+    of `workspace.Space`, until the next tick.
     """
 
-    def __init__(self, weights: FrameWeights, slots: Slots, pages: Tensor, lanes: int, prompt_rows: int) -> None:
-        self._weights, self._slots, self._pages = weights, slots, pages
-        self.lane_count, self.prompt_rows = lanes, prompt_rows
-        talker, predictor = weights.talker.config, weights.predictor.config
-        device, dtype = weights.talker.norm.device, weights.talker.norm.dtype
-        count = lanes + prompt_rows
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.lanes = torch.full((lanes,), slots.nobody, dtype=torch.int32, device=device)
-        self.fresh = torch.ones(lanes, dtype=torch.int32, device=device)
-        self.start_rows = empty(lanes, dtype=torch.int32)
-        self.selected = torch.arange(lanes, device=device)
-        self.row_slot = torch.full((count,), slots.nobody, dtype=torch.int32, device=device)
-        self.row_pos = empty(count, dtype=torch.int32)
-        self.text = empty(lanes, talker.hidden_size)
-        self.prompt = empty(prompt_rows, talker.hidden_size)
-        self.prompt_slot, self.prompt_pos = self.row_slot[lanes:], self.row_pos[lanes:]
-        self._x, self._h = empty(count, talker.hidden_size), empty(count, talker.hidden_size)
-        width = talker.num_attention_heads * talker.head_dim
-        self._queries, self._attended = empty(count, width), empty(count, width)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: FrameWeights,
+        slots: Slots,
+        pages: PagedMemory,
+        layout: BlockLayout,
+        block: Tensor,
+        workspace: Workspace,
+        codec: SlotCodec | None = None,
+    ) -> None:
+        self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
+        self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
+        self._numbers, self._workspace = layout.parts(block), workspace
         self._splits = 1
-        while self._splits < _MOST_SPLITS and lanes * talker.num_key_value_heads * self._splits < _BUSY_PROGRAMS:
+        while (
+            self._splits < _MOST_SPLITS
+            and self.lane_count * config.talker.num_key_value_heads * self._splits < _BUSY_PROGRAMS
+        ):
             self._splits *= 2
-        heads = (count, talker.num_attention_heads, self._splits)
-        self._part = empty(*heads, talker.head_dim, dtype=torch.float32)
-        self._bounds = empty(*heads, 2, dtype=torch.float32)
-        self._hidden = empty(lanes, talker.hidden_size)
-        self._px, self._ph = empty(2 * lanes, talker.hidden_size), empty(2 * lanes, predictor.hidden_size)
-        kv = (lanes, predictor.num_key_value_heads, 2, NUM_CODEBOOKS, predictor.head_dim)
-        self._cache = empty(predictor.num_hidden_layers, *kv)
+        dtype = weights.talker.norm.dtype
+        self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._splits)
+        workspace.reserve(self._shapes)
 
     def run(self) -> None:
-        """Codes go to `Slots.codes`. Queues kernels only: nothing waits for the device."""
+        """Queues kernels only: nothing waits for the device."""
+        self.space = self._workspace.views(self._shapes)
         self._talk()
         self._predict()
+        if self._codec is not None:
+            codes = self.space.made[: NUM_CODEBOOKS * self.lane_count].view(-1, NUM_CODEBOOKS)
+            self.space.pcm.copy_(self._codec.decode(codes, self.space.codec_slots))
 
     # ---- talker
 
     def _talk(self) -> None:
-        stack, slots, eps = self._weights.talker, self._slots, self._weights.talker.config.rms_norm_eps
-        width = stack.config.hidden_size
-        draws.next_input[(self.lane_count,)](
-            self.lanes, self.fresh, self.start_rows, slots.positions, slots.frames, slots.seen, self.row_slot,
-            self.row_pos, slots.nobody, slots.embedding_sum, self.text, self._x, self._h, stack.input_norm[0], eps,
-            H=width, V=slots.seen.shape[1], SIZE=_power_of_two(slots.seen.shape[1]),
+        stack, slots, space, of = self._weights.talker, self._slots, self.space, self._numbers
+        width, vocabulary = stack.config.hidden_size, slots.seen.shape[1]
+        inputs.inputs[(len(space.x),)](
+            of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
+            slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
+            stack.input_norm[0], stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
+            H=width, V=vocabulary, SIZE=_power_of_two(vocabulary),
         )  # fmt: skip
-        if self.prompt_rows:
-            x, h = self._x[self.lane_count :], self._h[self.lane_count :]
-            x.copy_(self.prompt)
-            self._normed(x, None, stack.input_norm[0], h, eps)
         for index in range(stack.config.num_hidden_layers):
-            self._layer(stack, index, self._x, self._h, lambda qkv, index=index: self._attend(index, qkv))
-        torch.index_select(self._h, 0, self.selected, out=self._hidden)
+            self._layer(stack, index, space.x, space.h, lambda qkv, index=index: self._attend(index, qkv))
+        torch.index_select(space.h, 0, of.selected, out=space.hidden)
 
     def _attend(self, layer: int, qkv: Tensor) -> Tensor:
-        stack, slots, c = self._weights.talker, self._slots, self._weights.talker.config
+        stack, space, c = self._weights.talker, self.space, self._weights.talker.config
+        table, pages = self._pages.table, self._pages.memory
         shape = {"HEADS": c.num_attention_heads, "KV_HEADS": c.num_key_value_heads, "D": c.head_dim, "PAGE": PAGE_ROWS}
-        count, stride = len(qkv), slots.table.shape[1]
+        count, stride = len(qkv), table.shape[1]
         rows.place_heads[(count, c.num_key_value_heads)](
-            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self.row_slot, self.row_pos,
-            slots.table, self._pages, self._queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers,
-            **shape, num_warps=1,
+            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, space.row_slot, space.row_pos,
+            table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, num_warps=1,
         )  # fmt: skip
         rows.attend[(count, c.num_key_value_heads, self._splits)](
-            self._queries, self.row_slot, self.row_pos, slots.table, self._pages, self._attended, self._part,
-            self._bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5,
+            space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
+            space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5,
             **shape, SPLITS=self._splits, QUERIES=_QUERIES, num_warps=4, num_stages=3,
         )  # fmt: skip
         if self._splits > 1:
             rows.combine[(count * c.num_attention_heads,)](
-                self._part, self._bounds, self._attended, D=c.head_dim, SPLITS=self._splits, num_warps=1
+                space.part, space.bounds, space.attended, D=c.head_dim, SPLITS=self._splits, num_warps=1
             )
-        return self._attended
+        return space.attended
 
     # ---- predictor
 
     def _predict(self) -> None:
         weights, stack, c = self._weights, self._weights.predictor, self._weights.predictor.config
-        logits = F.linear(self._hidden, weights.heads[0])
-        self._px.view(self.lane_count, 2, -1)[:, 0].copy_(self._hidden)
+        space = self.space
+        logits = F.linear(space.hidden, weights.heads[0])
+        space.px.view(self.lane_count, 2, -1)[:, 0].copy_(space.hidden)
         self._draw(logits, 0)
         for book in range(1, NUM_CODEBOOKS):
             new = 2 if book == 1 else 1  # the first pass takes the hidden state and the embedding of code 0
-            x, h = self._px[: self.lane_count * new], self._ph[: self.lane_count * new]
+            x, h = space.px[: self.lane_count * new], space.ph[: self.lane_count * new]
             if weights.projection is not None:
                 x = F.linear(x, *weights.projection)
             if weights.projection is not None or new == 2:
@@ -132,23 +140,24 @@ class Frame:
         stack, c = self._weights.predictor, self._weights.predictor.config
         out = qkv.new_empty(len(qkv), c.num_attention_heads * c.head_dim)
         rows.attend_predictor[(self.lane_count, c.num_key_value_heads)](
-            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self._cache[layer], out,
+            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self.space.cache[layer], out,
             c.rms_norm_eps, c.head_dim**-0.5, start, HEADS=c.num_attention_heads, KV_HEADS=c.num_key_value_heads,
             D=c.head_dim, POSITIONS=NUM_CODEBOOKS, NEW=new, num_warps=1,
         )  # fmt: skip
         return out
 
     def _draw(self, logits: Tensor, book: int) -> None:
-        weights, slots, first = self._weights, self._slots, book == 0
-        which, vocabulary = 0 if first else 1, logits.shape[1]
+        weights, slots, space, first = self._weights, self._slots, self.space, book == 0
+        vocabulary = logits.shape[1]
         draws.draw[(self.lane_count,)](
-            self.lanes, logits, slots.seeds, slots.frames, slots.greedy[which], slots.temperature[which],
-            slots.top_k[which], slots.top_p[which], slots.penalty, slots.seen, slots.codes, weights.embeddings[book],
-            slots.embedding_sum, self._px, self._ph, weights.predictor.input_norm[0],
+            self._numbers.slots, logits, self._numbers.settings, slots.frames, slots.ended, slots.seen, space.made,
+            space.made[NUM_CODEBOOKS * self.lane_count :], space.codec_slots, weights.embeddings[book],
+            slots.embedding_sum, space.px, space.ph, weights.predictor.input_norm[0],
             weights.predictor.config.rms_norm_eps, book, logits.stride(0), weights.eos,
-            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, V=vocabulary, SIZE=_power_of_two(vocabulary),
-            H=weights.talker.config.hidden_size, FIRST=first, LAST=book == NUM_CODEBOOKS - 1,
-            NORM=weights.projection is None, num_warps=8, enable_fp_fusion=False,
+            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, slots.nobody, V=vocabulary,
+            SIZE=_power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
+            LAST=book == NUM_CODEBOOKS - 1, NORM=weights.projection is None, SETTINGS=SETTINGS, PENALTY=PENALTY,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
     # ---- what both stacks share

@@ -1,4 +1,4 @@
-"""Many utterances in one tick against the oracle, one by one: random joins, skipped ticks, early ends, used slots."""
+"""Many utterances in one tick against the oracle, one by one, as an engine plays them: see `lane_player`."""
 
 from __future__ import annotations
 
@@ -7,67 +7,145 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lane_player import CountingCodec, Player, differences, random_segments
 
-from mktts.model.backend import PromptRows
+from mktts.batch.pages import Copy, Pages
+from mktts.batch.scheduler import TickSettings
+from mktts.batch.tick import Piece, Tick
+from mktts.checkpoint import open_checkpoint
+from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Choice, Sampling
+from mktts.model.sampling import Sampling
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CHOICES = (
-    Choice(do_sample=False),
-    Choice(temperature=2.0, top_k=10),
-    Choice(temperature=2.0, top_k=20, top_p=0.8),
-    Choice(temperature=1.5, top_k=0),
+SETTINGS = TickSettings(
+    buckets=((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4
 )
-FRAMES, STREAMS, SLOTS = 10, 24, 12
+FRAMES, SLOTS = 10, 12
 
 
-@pytest.mark.parametrize("checkpoint", ["tiny_margin", "tiny_projected"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_codes_are_the_oracles_under_random_joins_skips_and_ends(request, checkpoint, graphs):
+def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS, sounds: bool = True):
     from mktts.batch.cuda_lanes import CudaLanes
 
-    opened = request.getfixturevalue(checkpoint)
-    config, tensors, device = opened.config, opened.tensors(), torch.device("cuda")
-    oracle = TorchBackend(config, tensors, device, torch.float32)
-    lanes = CudaLanes(config, tensors, device, torch.float32, SLOTS, 256, 4 * SLOTS, graphs=graphs)
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-
-    def random_rows(count: int) -> torch.Tensor:
-        return 0.5 * torch.randn(count, config.talker.hidden_size, generator=generator).to(device)
-
-    prompts = [random_rows(int(rng.integers(2, 90))) for _ in range(STREAMS)]
-    texts = [random_rows(FRAMES) for _ in range(STREAMS)]
-    settings = [replace(Sampling(), talker=CHOICES[i % 4], predictor=CHOICES[i % 4]) for i in range(STREAMS)]
-    seeds = [1_000 + i + (7 << 33) for i in range(STREAMS)]
-    length = [int(rng.integers(3, FRAMES + 1)) for _ in range(STREAMS)]
-    wanted = [of_the_oracle(oracle, *of) for of in zip(prompts, settings, seeds, texts, length, strict=True)]
-
-    todo, slot_of, got = list(range(STREAMS)), {}, [[] for _ in range(STREAMS)]
-    while todo or slot_of:
-        while todo and len(slot_of) < SLOTS and rng.random() < 0.5:
-            i = todo.pop(0)
-            slot_of[i] = lanes.start(prompts[i], settings[i], seeds[i], FRAMES)
-        going = [i for i in slot_of if rng.random() < 0.7]
-        rng.shuffle(going)
-        if not going:
-            continue
-        rows = [texts[i][len(got[i]) - 1] if got[i] else None for i in going]
-        for i, codes in zip(going, lanes.tick([slot_of[i] for i in going], rows), strict=True):
-            got[i].append(codes)
-            if codes is None or len(got[i]) == length[i]:
-                lanes.free(slot_of.pop(i))
-    for i in range(STREAMS):
-        assert len(got[i]) == len(wanted[i]), i
-        for mine, theirs in zip(got[i], wanted[i], strict=True):
-            assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs)), i
+    device = torch.device("cuda")
+    return CudaLanes(
+        checkpoint.config, checkpoint.tensors(), device, torch.float32, slots=slots, positions=256, pages=6 * slots,
+        codec=CountingCodec(slots + 1, device) if sounds else None, primed=len, settings=SETTINGS, graphs=graphs,
+    )  # fmt: skip
 
 
-def of_the_oracle(oracle, prompt, sampling, seed, text, length):
-    state, found = oracle.start(PromptRows(prompt), sampling, seed, length), []
-    while len(found) < length and not state.ended:
-        found.append(oracle.step(state, text[len(found) - 1] if found else None).codes)
-    return found
+def oracle_of(checkpoint) -> TorchBackend:
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), torch.device("cuda"), torch.float32)
+
+
+def segments_of(checkpoint, count: int, **settings):
+    return random_segments(checkpoint.config, torch.device("cuda"), count, FRAMES, **settings)
+
+
+@pytest.mark.parametrize("name", ["random:tiny:margin:eos5", "random:tiny-projected:margin:eos5"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_codes_are_the_oracles_under_joins_skips_ends_cuts_and_kept_prefixes(name, graphs):
+    opened = open_checkpoint(name)
+    ends = opened.tensors()["talker.model.codec_embedding.weight"].float()
+    segments = segments_of(opened, 36, ends_after=ends)
+    streams = [segments[i : i + 1 + i % 2] for i in range(0, 36, 2)] + [[s] for s in segments[1::4]]
+    player = Player(lanes_of(opened, graphs), streams, cancelled={3: 1, 8: 2})
+    player.lanes.prepare()
+    player.play()
+    assert differences(player, oracle_of(opened)) == []
+    assert min(player.cut, player.kept, player.wasted) > 0
+
+
+def test_ticks_without_a_codec_are_silent(tiny):
+    player = Player(lanes_of(tiny, sounds=False), [[s] for s in segments_of(tiny, 4)], sounds=False)
+    player.play()
+    assert differences(player, oracle_of(tiny)) == []
+
+
+def test_a_lane_of_nan_harms_no_other(tiny):
+    segments = segments_of(tiny, 6)
+    broken = replace(segments[3], prompt=torch.full_like(segments[3].prompt, torch.nan))
+    choices = [Sampling(talker=s.sampling.talker, predictor=s.sampling.talker) for s in segments]  # also with filters
+    broken = [[replace(broken, sampling=sampling)] for sampling in choices]
+    player = Player(lanes_of(tiny), [[s] for s in segments] + broken, hurry=1.0)
+    player.play()
+    assert [one for one in differences(player, oracle_of(tiny)) if int(one.split()[1].strip(",")) < 6] == []
+
+
+def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
+    """A stream that goes on beyond its pages, and beyond the table, as a tick launched too far ahead may."""
+    segments = segments_of(tiny, 3)
+    lanes = lanes_of(tiny)
+    others = [[replace(s, texts=s.texts[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
+    long = segments[2].prompt[:1].expand(250, -1).contiguous()
+    lanes.pages.open(SLOTS - 1, 250)
+    lanes.enter(SLOTS - 1, None)
+    lanes.begin(SLOTS - 1, long, Sampling().greedy(), 1)
+    lane = np.array([SLOTS - 1], np.int32)
+    lanes.collect(lanes.launch(Tick((16, 256), lane, 1, pieces=(Piece(SLOTS - 1, 0, 250, True),)), [None]))
+    player = Player(lanes, others)
+    player.free.remove(SLOTS - 1)
+    for frame in range(12):
+        lanes.collect(lanes.launch(Tick((4, 0), lane), [long[0]]))
+        if frame == 3:
+            player.play()
+    assert differences(player, oracle_of(tiny)) == []
+
+
+def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
+    lanes, (segment, *_) = lanes_of(tiny), segments_of(tiny, 1)
+    prompt, width = segment.prompt, segment.prompt.shape[1]
+    with pytest.raises(PromptError, match=f"256, {width}"):
+        lanes.begin(0, prompt[:, 1:], Sampling(), 0)
+    with pytest.raises(PromptError, match=f"256, {width}"):
+        lanes.begin(0, prompt[:1].expand(257, -1), Sampling(), 0)
+    with pytest.raises(SamplingError, match="rng='torch'"):
+        lanes.begin(0, prompt, Sampling(rng="torch"), 0)
+    with pytest.raises(SamplingError, match="seed"):
+        lanes.begin(0, prompt, Sampling(), -1)
+    lanes.pages.open(0, len(prompt) + 10)
+    lanes.enter(0, None)
+    lanes.begin(0, prompt, segment.sampling, segment.seed)
+    lane, rows = np.array([0], np.int32), len(prompt)
+    first = Tick((16, 256), lane, 1, pieces=(Piece(0, 0, rows, True),))
+    for wrong, text, error in (
+        (replace(first, bucket=(4, 32)), [None], EngineError),
+        (replace(first, bucket=(4, 0)), [None], EngineError),
+        (replace(first, pieces=(Piece(1, 0, rows, True),)), [None], EngineError),
+        (replace(first, pieces=(Piece(0, 1, rows, True),)), [None], EngineError),
+        (replace(first, pieces=(Piece(0, 0, rows, False),)), [None], EngineError),
+        (replace(first, new_lanes=0), [prompt[0]], EngineError),
+        (first, [prompt[0]], PromptError),
+        (first, [], PromptError),
+        (Tick((4, 0), lane), [None], PromptError),
+        (Tick((4, 0), lane), [prompt[0, 1:]], PromptError),
+    ):
+        with pytest.raises(error):
+            lanes.launch(wrong, text)
+    waiting = [lanes.launch(first, [None])]
+    waiting.append(lanes.launch(Tick((4, 0), lane), [segment.texts[0].cpu().double()]))
+    with pytest.raises(EngineError, match="collect one"):
+        lanes.launch(Tick((4, 0), lane), [prompt[0]])
+    with pytest.raises(EngineError, match="order"):
+        lanes.collect(waiting[1])
+    found = [lanes.collect(one).codes[0].tolist() for one in waiting]
+    assert found == [codes.tolist() for codes in segment.of_oracle(oracle_of(tiny))[:2]]
+
+
+def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
+    from mktts.batch.device.paged import PagedMemory
+
+    pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
+    memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)
+    memory.memory.normal_()
+    expected = memory.memory.cpu()
+    for _ in range(5):
+        for source, target, rows in zip(*rng.integers(0, pages, (2, 9)), rng.integers(1, 65, 9), strict=True):
+            if source != target:
+                memory.copy([Copy(int(source), int(target), int(rows))])
+                expected[target, ..., :rows, :] = expected[source, ..., :rows, :]
+        memory.push()
+    assert torch.equal(memory.memory.cpu(), expected)

@@ -76,9 +76,9 @@ def _best_kept(scores, seed_low, seed_high, frame, book, top_k, top_p, SIZE: tl.
     i = tl.arange(0, SIZE)
     noisy = tl.where(scores > _NEVER, scores + _noise(seed_low, seed_high, frame, book, SIZE), _NEVER)
     best = tl.argmax(noisy, 0, tie_break_left=True)
-    if (top_k > 0) | (top_p < 1.0):
+    most = tl.max(scores, 0)
+    if ((top_k > 0) | (top_p < 1.0)) & (most > _NEVER):  # else nothing may be drawn, and the search would not end
         won = tl.max(tl.where(i == best, scores, _NEVER), 0)
-        most = tl.max(scores, 0)
         limit = 3.0e38
         if top_p < 1.0:
             # The k-th largest score by bisection of its bits in the order of floats; without top-k, all count.
@@ -108,44 +108,55 @@ def _best_kept(scores, seed_low, seed_high, frame, book, top_k, top_p, SIZE: tl.
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["book", "eos", "suppressed_from", "min_frames", "nobody"])
 def draw(
-    lanes, logits, seeds, frames, greedy, temperature, top_k, top_p, penalty, seen, codes, table, embedding_sum,
-    x_out, h_out, norm_weight, eps, book, row_stride, eos, suppressed_from, min_frames,
+    lanes, logits, settings, frames, ended, seen, codes, ended_out, codec_slots, table, embedding_sum,
+    x_out, h_out, norm_weight, eps, book, row_stride, eos, suppressed_from, min_frames, nobody,
     V: tl.constexpr, SIZE: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, NORM: tl.constexpr,
+    SETTINGS: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
     """Program (lane): chooses code `book` of the lane's slot, and makes the predictor's next input of its embedding.
 
-    logits: the lane's row, at a stride of `row_stride`, V of them. By slot: seeds (slots, 2) int32, frames, the
-    settings of this choice, seen (slots, V) uint8 of code 0, codes (slots, 16) int32, embedding_sum (slots, H) fp32.
-    x_out gets the embedding (behind the talker's hidden state where FIRST), h_out its norm where NORM.
+    By lane: lanes int64, its slot; logits at a stride of `row_stride`, V of them; settings (B, SETTINGS) int32, see
+    `mktts.batch.device.block.packed`; codes (B, 16) int32; ended_out int32; codec_slots int32, the slot whose codec
+    goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen (slots, V) uint8 of code 0,
+    embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden state where FIRST), h_out its
+    norm where NORM. A score that is no number, or infinite, is as one that may not be drawn.
     """
     T: tl.constexpr = logits.dtype.element_ty
     lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(lanes + lane).to(tl.int64)
+    slot = tl.load(lanes + lane)
     i = tl.arange(0, SIZE)
     inside = i < V
     scores = tl.load(logits + lane * row_stride + i, mask=inside, other=_NEVER).to(tl.float32)
+    scores = tl.where((scores > _NEVER) & (scores < -_NEVER), scores, _NEVER)
     frame = tl.load(frames + slot)
+    mine = settings + lane * SETTINGS
     if FIRST:
-        by = tl.load(penalty + slot)
+        by = tl.load(mine + PENALTY).to(tl.float32, bitcast=True)
         was = tl.load(seen + slot * V + i, mask=inside, other=0) != 0
         scores = tl.where(was, tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + by), scores * by), scores)
         never = ((i >= suppressed_from) & (i != eos)) | ((i == eos) & (frame < min_frames)) | (i >= V)
         scores = tl.where(never, _NEVER, scores)
-    if tl.load(greedy + slot) != 0:
+    choice = mine + (2 if FIRST else 6)
+    if tl.load(choice) != 0:
         best = tl.argmax(scores, 0, tie_break_left=True)
     else:
-        warmth = tl.load(temperature + slot)
+        warmth = tl.load(choice + 1).to(tl.float32, bitcast=True)
         scores = tl.where(scores > _NEVER, tl.div_rn(scores, tl.zeros_like(scores) + warmth), _NEVER)
         best = _best_kept(
-            scores, tl.load(seeds + 2 * slot), tl.load(seeds + 2 * slot + 1), frame,
-            tl.full((), 0, tl.int32) + book, tl.load(top_k + slot), tl.load(top_p + slot), SIZE,
+            scores, tl.load(mine), tl.load(mine + 1), frame, tl.full((), 0, tl.int32) + book,
+            tl.load(choice + 2), tl.load(choice + 3).to(tl.float32, bitcast=True), SIZE,
         )  # fmt: skip
-    tl.store(codes + slot * 16 + book, best)
+    best = tl.minimum(best, V - 1)  # whatever the scores were, a row of the table
+    tl.store(codes + lane * 16 + book, best)
     c = tl.arange(0, H)
     row = tl.load(table + best.to(tl.int64) * H + c).to(tl.float32)
     if FIRST:
+        over = (tl.load(ended + slot) != 0) | (best == eos)
+        tl.store(ended + slot, over.to(tl.int32))
+        tl.store(ended_out + lane, over.to(tl.int32))
+        tl.store(codec_slots + lane, tl.where(over, nobody, slot.to(tl.int32)))
         tl.store(seen + slot * V + best, 1)
         tl.store(embedding_sum + slot * H + c, row)
     else:
@@ -157,35 +168,3 @@ def draw(
         tl.store(x_out + at * H + c, row.to(T))
         if NORM:
             tl.store(h_out + at * H + c, rms(row, tl.load(norm_weight + c).to(tl.float32), eps, T, H))
-
-
-@triton.jit
-def next_input(
-    lanes, fresh, start_rows, positions, frames, seen, row_slot, row_pos, nobody, embedding_sum, text, x, h,
-    norm_weight, eps, H: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Program (lane): the talker's next input, x = round(sum of the frame's embeddings) + text row, and its norm h.
-
-    A lane at its first frame (`fresh`) has no such row: its place goes to the slot that is nobody's, its prompt of
-    `start_rows` rows rides behind, and its slot begins anew: no frames, no code seen. Others take their slot's next
-    position. text (lanes, H).
-    """
-    T: tl.constexpr = x.dtype.element_ty
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(lanes + lane).to(tl.int64)
-    first = tl.load(fresh + lane) != 0
-    position = tl.load(positions + slot)
-    tl.store(row_slot + lane, tl.where(first, nobody, slot.to(tl.int32)))
-    tl.store(row_pos + lane, tl.where(first, 0, position))
-    if first:
-        tl.store(positions + slot, tl.load(start_rows + lane))
-        tl.store(frames + slot, 0)
-        i = tl.arange(0, SIZE)
-        tl.store(seen + slot * V + i, tl.zeros((SIZE,), tl.uint8), mask=i < V)
-    else:
-        tl.store(positions + slot, position + 1)
-    c = tl.arange(0, H)
-    value = tl.load(embedding_sum + slot * H + c).to(T).to(tl.float32) + tl.load(text + lane * H + c).to(tl.float32)
-    value = value.to(T).to(tl.float32)
-    tl.store(x + lane * H + c, value.to(T))
-    tl.store(h + lane * H + c, rms(value, tl.load(norm_weight + c).to(tl.float32), eps, T, H))

@@ -59,7 +59,7 @@ def norm_rope(head, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
     return first, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "layer", "layers"])
 def place_heads(
     qkv, q_norm, k_norm, cos, sin, row_slot, row_pos, table, pages, q_out, eps, table_stride, layer, layers,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -92,7 +92,7 @@ def place_heads(
     tl.store(key + PAGE * D + HALF + d, tl.load(value + HALF + d))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "layer", "layers"])
 def attend(
     q, row_slot, row_pos, table, pages, out, part, bounds, table_stride, layer, layers, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
@@ -159,7 +159,7 @@ def combine(part, bounds, out, D: tl.constexpr, SPLITS: tl.constexpr):
     tl.store(out + head * D + d, (tl.sum(sums * fade[:, None], 0) / tl.sum(total * fade, 0)).to(T))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def attend_predictor(
     qkv, q_norm, k_norm, cos, sin, cache, out, eps, scale, start,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, POSITIONS: tl.constexpr, NEW: tl.constexpr,

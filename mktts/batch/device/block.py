@@ -1,0 +1,121 @@
+"""What the host says to one tick: one block of 64-bit words, of which every kernel reads its part.
+
+Rows of text and of prompts stand in it by address, so that none is copied before a kernel reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.batch.tick import Piece, Tick
+from mktts.model.sampling import Sampling
+
+SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`
+PENALTY = 10
+_CHOICES = (2, 6)  # where the talker's and the predictor's settings begin
+_LANE_WORDS = 5 + SETTINGS // 2
+_ROW_WORDS = 3
+_MOST_TOP_K = 2**31 - 1
+
+
+class Parts(NamedTuple):
+    """Views of a block of B lanes and P prompt rows, int64 where not named otherwise.
+
+    Of lanes (B,): slots; fresh, 1 at the first frame behind a prompt; ends, rows of that prompt; selected, the row of
+    the talker whose hidden state counts: a lane's own (its number) or, B further, the last of its prompt; text, the
+    address of the text row, 0 for none. settings (B, 12) int32: `packed`. Of prompt rows (P,): row_slots,
+    row_positions, row_addresses (0: a row that only fills the bucket).
+    """
+
+    slots: Any
+    fresh: Any
+    ends: Any
+    selected: Any
+    text: Any
+    settings: Any
+    row_slots: Any
+    row_positions: Any
+    row_addresses: Any
+
+
+class Entering(NamedTuple):
+    """A piece of a prompt that enters, the address of the prompt's first row, and the bytes from row to row."""
+
+    piece: Piece
+    address: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The block of one bucket: lanes x prompt rows."""
+
+    lanes: int
+    prompt_rows: int
+
+    @property
+    def words(self) -> int:
+        """Of 64 bits."""
+        return _LANE_WORDS * self.lanes + _ROW_WORDS * self.prompt_rows
+
+    def parts(self, block: np.ndarray | Tensor) -> Parts:
+        """Views of `block` (at least `words`,) int64, on the host or on the device."""
+        lanes, rows = self.lanes, self.prompt_rows
+        of_lanes = [block[i * lanes : (i + 1) * lanes] for i in range(5)]
+        start = _LANE_WORDS * lanes
+        words = block[5 * lanes : start]
+        settings = words.view(torch.int32) if isinstance(words, Tensor) else words.view(np.int32)
+        of_rows = [block[start + i * rows : start + (i + 1) * rows] for i in range(_ROW_WORDS)]
+        return Parts(*of_lanes, settings.reshape(lanes, SETTINGS), *of_rows)
+
+    def padded(self, nobody: int) -> np.ndarray:
+        """The block (words,) of a tick without lanes: all of them work on the slot `nobody`, at a first frame."""
+        block = np.zeros(self.words, np.int64)
+        parts = self.parts(block)
+        parts.slots[:] = parts.row_slots[:] = nobody
+        parts.fresh[:] = 1
+        parts.selected[:] = np.arange(self.lanes)
+        parts.settings[:] = packed(Sampling().greedy(), 0)
+        return block
+
+    def fill(
+        self, block: np.ndarray, tick: Tick, text: Sequence[int], settings: np.ndarray, entering: Sequence[Entering]
+    ) -> None:
+        """Writes `tick` into `block`, which is `padded`. text: addresses of the text rows of all but the new lanes.
+        settings (slots, 12) int32. entering: the tick's pieces."""
+        parts, count, new = self.parts(block), len(tick.lanes), tick.new_lanes
+        parts.slots[:count] = tick.lanes
+        parts.settings[:count] = settings[tick.lanes]
+        parts.fresh[new:count] = 0
+        parts.text[new:count] = text
+        at = lane = 0
+        for piece, address, stride in entering:
+            end = at + piece.rows
+            positions = np.arange(piece.start, piece.start + piece.rows)
+            parts.row_slots[at:end] = piece.slot
+            parts.row_positions[at:end] = positions
+            parts.row_addresses[at:end] = address + stride * positions
+            if piece.last:
+                parts.ends[lane] = piece.start + piece.rows
+                parts.selected[lane] = self.lanes + end - 1
+                lane += 1
+            at = end
+
+
+def packed(sampling: Sampling, seed: int) -> np.ndarray:
+    """The settings of a lane (12,) int32: the seed's low and high word; greedy, temperature, top-k and top-p of the
+    talker and of the predictor; the repetition penalty; 0. Floats by their bits."""
+    row = np.zeros(SETTINGS, np.int32)
+    floats = row.view(np.float32)
+    row[:2] = np.array((seed & 0xFFFFFFFF, seed >> 32), np.uint32).view(np.int32)
+    for at, choice in zip(_CHOICES, (sampling.talker, sampling.predictor), strict=True):
+        row[at], row[at + 2] = not choice.do_sample, min(choice.top_k, _MOST_TOP_K)
+        floats[at + 1], floats[at + 3] = choice.temperature, choice.top_p
+    floats[PENALTY] = sampling.repetition_penalty
+    return row

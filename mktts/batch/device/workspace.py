@@ -1,0 +1,101 @@
+"""The memory in which ticks work: one for all buckets, as large as the largest needs, because they run one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mktts.errors import EngineError
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What one bucket of B lanes and P prompt rows works in; R = B + P rows of the talker. T: dtype of activations.
+
+    row_slot, row_pos (R,) int32: slot and position of every row. x, h (R, H) T: the residual stream and its norm.
+    queries, attended (R, heads * D) T. part (R, heads, splits, D), bounds (R, heads, splits, 2) fp32: see
+    `kernels.rows.attend`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T: the
+    predictor's input and its norm. cache (layers, B, kv heads, 2, 16, D) T: the predictor's keys and values. made
+    (17 B,) int32: codes (B, 16), then 1 for lanes that have ended. codec_slots (B,) int32: the slot whose codec state
+    goes on. pcm (B, 1920) fp32.
+    """
+
+    row_slot: Tensor
+    row_pos: Tensor
+    x: Tensor
+    h: Tensor
+    queries: Tensor
+    attended: Tensor
+    part: Tensor
+    bounds: Tensor
+    hidden: Tensor
+    px: Tensor
+    ph: Tensor
+    cache: Tensor
+    made: Tensor
+    codec_slots: Tensor
+    pcm: Tensor
+
+
+def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, splits: int) -> Shapes:
+    """Shapes and dtypes of a bucket's `Space`."""
+    talker, predictor, rows = config.talker, config.predictor, lanes + prompt_rows
+    width, heads = talker.hidden_size, talker.num_attention_heads
+    cache = (predictor.num_hidden_layers, lanes, predictor.num_key_value_heads, 2, NUM_CODEBOOKS, predictor.head_dim)
+    return {
+        "row_slot": ((rows,), torch.int32),
+        "row_pos": ((rows,), torch.int32),
+        "x": ((rows, width), dtype),
+        "h": ((rows, width), dtype),
+        "queries": ((rows, heads * talker.head_dim), dtype),
+        "attended": ((rows, heads * talker.head_dim), dtype),
+        "part": ((rows, heads, splits, talker.head_dim), torch.float32),
+        "bounds": ((rows, heads, splits, 2), torch.float32),
+        "hidden": ((lanes, width), dtype),
+        "px": ((2 * lanes, width), dtype),
+        "ph": ((2 * lanes, predictor.hidden_size), dtype),
+        "cache": (cache, dtype),
+        "made": (((NUM_CODEBOOKS + 1) * lanes,), torch.int32),
+        "codec_slots": ((lanes,), torch.int32),
+        "pcm": ((lanes, SAMPLES_PER_FRAME), torch.float32),
+    }
+
+
+def space_bytes(shapes: Shapes) -> int:
+    """Bytes of all tensors."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+class Workspace:
+    """Memory by name. Every bucket names its shapes first; then all get views of the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sizes: dict[str, int] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    def reserve(self, shapes: Shapes) -> None:
+        """A bucket will need this. Raises EngineError once memory was taken."""
+        if self._memory:
+            raise EngineError("the memory of ticks is laid out already: make every bucket before the first one runs")
+        for name, (shape, dtype) in shapes.items():
+            self._sizes[name] = max(self._sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+
+    def views(self, shapes: Shapes) -> Space:
+        """The memory in a bucket's shapes, which were reserved; it is zeros at first."""
+        if not self._memory:
+            self._memory = {
+                name: torch.zeros(size, dtype=torch.uint8, device=self._device) for name, size in self._sizes.items()
+            }
+
+        def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return self._memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+        return Space(**{name: view(name, *of) for name, of in shapes.items()})
