@@ -28,7 +28,7 @@ class Attendance:
     """What a crowd met. Times are of time.perf_counter.
 
     listeners: in the order of the visits. begin, end: the held time; None where the run did not come so far. closed_s:
-    when all that was open was cancelled. opened_late_s: of each arrival in order, the call after the plan. lag_ms:
+    when all that was open was cancelled. lag_ms:
     chunks by whole ms from their PCM on the host to the listener. beat_late_s: of each beat of the loop's pulse.
     gc_s: pauses by the garbage collector. hung: streams that did not end when they were cancelled. kept: (visit,
     codes (T, 16), finish reason).
@@ -39,7 +39,6 @@ class Attendance:
     begin: Mark | None = None
     end: Mark | None = None
     closed_s: float = 0.0
-    opened_late_s: list[float] = field(default_factory=list)
     lag_ms: list[int] = field(default_factory=lambda: [0] * LAG_BUCKETS)
     beat_late_s: list[float] = field(default_factory=list)
     gc_s: list[float] = field(default_factory=list)

@@ -53,15 +53,20 @@ def read(path: Path) -> dict[str, Any]:
 def merge(
     path: Path,
     beside: dict[str, Any],
+    gpu: bool,
     points: Iterable[dict[str, Any]] = (),
     figures: dict[str, dict[str, Any]] | None = None,
     reports: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Puts points, figures and reports (name -> what a section has to say besides) into the file; returns all of it.
 
-    beside: `provenance`, with the command. Raises MetricsError for a point that was not held or lacks a name, and for a
-    file of another device: nothing is written then.
+    beside: `provenance`, with the command. gpu: which rule `carried` has. Raises MetricsError for a point that was
+    not held or lacks a name, for a figure or report of a run that was not held, and for a file of another device:
+    nothing is written then.
     """
+    for name, value in {**(figures or {}), **(reports or {})}.items():
+        if value.get("held") is False:
+            raise MetricsError(f"{name} is of a run that was not held for its whole time: it cannot be reported")
     document = read(path)
     if document.get("device", beside["device"]) != beside["device"]:
         raise MetricsError(
@@ -73,7 +78,7 @@ def merge(
         kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
     kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
     given = {name: {**value, **beside} for name, value in (figures or {}).items()}
-    derived = carried(kept, gpu=beside["driver"] is not None)
+    derived = carried(kept, gpu)
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
     document |= {
         **{name: beside[name] for name in ("device", "driver", "torch")},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from mktts.common import require_writable
 from mktts.errors import MetricsError
 from mktts.measure.bench.load import book
 from mktts.measure.bench.load.point import clean
-from mktts.measure.bench.load.sections import SECTIONS, Numbers, Subject
+from mktts.measure.bench.load.sections import SECTIONS, Numbers, Result, Subject
 from mktts.measure.bench.load.settings import HELD_S, LoadSettings, of_file
 from mktts.measure.environment import head
 from mktts.measure.tables import cell
@@ -108,11 +110,11 @@ def _run(
 ) -> tuple[dict[str, Any], str]:
     document: dict[str, Any] = {**head(settings.device), "settings": of_file(settings)}
     document |= {"points": [], "figures": {}, "reports": {}, "missing": {}}
-    subject = Subject(settings)
+    subject, gpu = Subject(settings), settings.device.startswith("cuda")
     document["settings"]["random_weights"] = subject.checkpoint.is_random
     try:
         for name in sections:
-            for result in SECTIONS[name](subject, numbers):
+            for result in _results(name, subject, numbers, document, alone=len(sections) == 1):
                 document["points"] += result.points
                 document["figures"] |= result.figures
                 document["reports"] |= result.reports
@@ -120,13 +122,23 @@ def _run(
                 if into is not None:
                     command = settings.command(name, **result.numbers)
                     beside = book.provenance(settings.device) | {"command": command}
-                    merged = book.merge(into, beside, result.points, result.figures, result.reports)
-                    document["figures"] |= {
-                        key: merged["figures"][key] for key in book.DERIVED & merged["figures"].keys()
-                    }
+                    merged = book.merge(into, beside, gpu, result.points, result.figures, result.reports)
+                    derived = [key for key in book.DERIVED if key in merged["figures"]]
+                    document["figures"] |= {key: merged["figures"][key] for key in derived}
     finally:
         subject.close()
     return document, table(document)
+
+
+def _results(name: str, subject: Subject, numbers: Numbers, document: dict[str, Any], alone: bool) -> Iterator[Result]:
+    """Of one section. Where it is not alone, what fails in it stands under `missing`, and the others go on."""
+    try:
+        yield from SECTIONS[name](subject, numbers)
+    except Exception as error:
+        if alone:
+            raise
+        traceback.print_exc()
+        document["missing"][name] = f"{type(error).__name__}: {error}"
 
 
 def table(document: dict[str, Any]) -> str:

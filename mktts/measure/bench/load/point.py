@@ -83,7 +83,7 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
         "listeners_with_underruns": sum(map(bool, gaps)),
         "late_max_ms": 1e3 * max((late for dry in gaps for _, late in dry), default=0.0),
         **_made(seen, duration_s),
-        "generator": _generator(seen, duration_s),
+        "generator": _generator(seen, came, duration_s),
     }
 
 
@@ -165,11 +165,11 @@ def _made(seen: Attendance, duration_s: float) -> dict[str, Any]:
     }
 
 
-def _generator(seen: Attendance, duration_s: float) -> dict[str, float | None]:
+def _generator(seen: Attendance, came: Sequence[Listener], duration_s: float) -> dict[str, float | None]:
     lags = np.repeat(np.arange(len(seen.lag_ms)), seen.lag_ms)  # ms, rounded down
     loop_s = seen.end.loop_s - seen.begin.loop_s if seen.begin and seen.end else math.nan
     return {
-        "opened_late_max_ms": 1e3 * max(seen.opened_late_s, default=0.0),
+        "opened_late_max_ms": 1e3 * max((one.opened_s - one.planned_s for one in came), default=0.0),
         "loop_late_p99_ms": 1e3 * percentile(seen.beat_late_s, 99) if seen.beat_late_s else None,
         "loop_late_max_ms": 1e3 * max(seen.beat_late_s, default=0.0),
         "delivery_p99_ms": float(np.percentile(lags, 99)) if len(lags) else None,

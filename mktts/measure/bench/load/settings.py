@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,9 +115,10 @@ def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
     given: dict[str, Any] = {"backend": settings.backend, "device": settings.device}
     given["dtype"] = getattr(torch, settings.dtype) if settings.dtype else None
     codec, deterministic = "full", False  # one stream's codec, and nothing promised
+    parameters = inspect.signature(Synthesizer.load).parameters
     if settings.engine is not None:
         given["engine"] = settings.engine
-    if settings.engine in ("auto", "batch"):
+    if given.get("engine", parameters["engine"].default if "engine" in parameters else "single") != "single":
         asked = {name: getattr(settings, name) for name in ("codec", "deterministic", "max_streams")}
         batch = _batch_settings({name: value for name, value in asked.items() if value is not None})
         codec, deterministic = getattr(batch, "codec", None), getattr(batch, "deterministic", None)
@@ -128,10 +130,9 @@ def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
         given["batch"] = batch
     elif settings.deterministic is not None:
         given["deterministic"] = deterministic = settings.deterministic
-    try:
-        synthesizer = Synthesizer.load(checkpoint, **given)
-    except TypeError as error:
-        raise BackendUnavailable(f"this version's Synthesizer.load has no such engine: {error}") from None
+    if unknown := given.keys() - parameters.keys():
+        raise BackendUnavailable(f"this version's Synthesizer.load takes no {', '.join(sorted(unknown))}")
+    synthesizer = Synthesizer.load(checkpoint, **given)
     synthesizer.warm_up()
     return Loaded(synthesizer, checkpoint, codec, deterministic)
 

@@ -56,7 +56,7 @@ def run(settings: LoadSettings, loaded: Loaded, said: Said, listeners: int) -> d
         "nothing_hangs": not seen.hung and _still_speaks(loaded, said),
         "device_memory_flat": growth["device_mib"] <= _FLAT_DEVICE_MIB,
         "host_memory_flat": growth["host_mib"] <= _FLAT_HOST_MIB,
-        "codes_equal_quiet_runs": equal == compared or not loaded.deterministic,
+        "codes_equal_quiet_runs": 0 < compared == equal or not loaded.deterministic,
     }
     kinds = {kind: sum(visit.kind == kind for visit in plan) for kind in ("reads", "leaves", "never reads", "feeds")}
     return point | {

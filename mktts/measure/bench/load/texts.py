@@ -15,7 +15,7 @@ Random weights have no end of their own: `max_frames` is the length, and the gua
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,18 +78,26 @@ def said(checkpoint: Checkpoint, rows: int | None, kind: ContextKind = "auto") -
         mean = [build(Request(_spoken(index, frames))) for index in range(4) for frames in (25, 87, 150)]
         return Said(kind, round(sum(mean) / len(mean)), _spoken, {"options": StreamOptions(guard=Guard.off())})
     rows = SHORT_ROWS if rows is None else rows
-    plain = Request("", layout="whole", **base)
+    encode = checkpoint.tokenizer().encode
+
+    def whole(rows: int) -> str:
+        constant = build(Request(WORDS, layout="whole", **base)) - len(encode(WORDS))  # rows that are no text's
+        if rows <= constant:
+            raise MetricsError(f"a prompt of this checkpoint has more than {constant} rows, got {rows}")
+        return _words_of(rows - constant, lambda text: len(encode(text)))
+
     if kind == "text":
-        text, found = _text_of_rows(build, plain, rows)
+        text = whole(rows)
+        found = build(Request(text, layout="whole", **base))
         settings = {**base, "layout": "whole", "options": guard_off}
         return Said(kind, found, lambda index, frames: text, settings)
-    text, short = _text_of_rows(build, plain, SHORT_ROWS)
+    text = whole(SHORT_ROWS)
     if kind == "instruct":
         if not config.takes_instruct:
             raise MetricsError(f"this {config.model_type} checkpoint takes no instruction: choose another context")
-        instruct = WORDS
-        while (found := build(Request(text, layout="whole", instruct=instruct, **base))) < rows:
-            instruct += " " + WORDS
+        constant = build(Request(text, layout="whole", instruct=WORDS, **base)) - len(encode(WORDS))
+        instruct = _words_of(rows - constant, lambda text: len(encode(text)))
+        found = build(Request(text, layout="whole", instruct=instruct, **base))
         settings = {"instruct": instruct, "layout": "whole", "options": guard_off}
         return Said(kind, found, lambda index, frames: text, settings)
     if config.model_type != "base":
@@ -111,22 +119,15 @@ def _builder(checkpoint: Checkpoint) -> Callable[[Request], int]:
     return lambda request: len(builder.build(request).embeds)
 
 
-def _text_of_rows(build: Callable[[Request], int], request: Request, rows: int) -> tuple[str, int]:
-    """A text whose prompt has `rows` rows, or the next more where none has exactly those, and how many it has."""
-    constant = build(replace(request, text="a")) - 1  # of the rest: "a" is one token
-    if rows <= constant:
-        raise MetricsError(f"a prompt of this checkpoint has more than {constant} rows, got {rows}")
+def _words_of(tokens: int, count: Callable[[str], int]) -> str:
+    """Words of `tokens` tokens, or of the next more where none have exactly those. count: the tokens of a text."""
     words = WORDS.split()
-    text = " ".join(words[i % len(words)] for i in range(max(1, (rows - constant) // 2)))
-    count = len(text.split())
-    while (found := build(replace(request, text=text))) < rows:
-        text, count = f"{text} {words[count % len(words)]}", count + 1
-    while found > rows and (shorter := text[:-1].rstrip()):  # a word of several tokens went beyond
-        length = build(replace(request, text=shorter))
-        if length < rows:
-            break
-        text, found = shorter, length
-    return text, found
+    text, used = words[0], 1
+    while count(text) < tokens:
+        text, used = f"{text} {words[used % len(words)]}", used + 1
+    while (shorter := text[:-1].rstrip()) and count(shorter) >= tokens:  # a word of several tokens went beyond
+        text = shorter
+    return text
 
 
 def _spoken(index: int, frames: int) -> str:
