@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SHORT_ROWS = 32
 _SHORT_TEXT_ROWS = 64  # up to here a text alone fills the prompt
 _CHARS_A_FRAME = 18 / FRAME_RATE_HZ  # more than is spoken in a frame, so that max_frames is what ends
+_MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _ONE_SEGMENT = 100_000  # characters: no text here is cut
 _SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. ",
@@ -125,9 +126,10 @@ def _words_of(tokens: int, count: Callable[[str], int]) -> str:
     text, used = words[0], 1
     while count(text) < tokens:
         text, used = f"{text} {words[used % len(words)]}", used + 1
-    while (shorter := text[:-1].rstrip()) and count(shorter) >= tokens:  # a word of several tokens went beyond
-        text = shorter
-    return text
+    text += " " + WORDS[:_MARGIN_CHARS]
+    ends = range(len(text), max(0, len(text) - 3 * _MARGIN_CHARS), -1)  # also within words: letters have tokens too
+    found = {piece: number for end in ends if (number := count(piece := text[:end].rstrip())) >= tokens}
+    return min(found, key=lambda piece: (found[piece], len(piece)))
 
 
 def _spoken(index: int, frames: int) -> str:
