@@ -1,6 +1,7 @@
 # mktts needs Python 3.11 to 3.14 and make; everything else is installed into .venv by the first target you run.
 # Settings: CPU=1 (PyTorch without CUDA, which saves gigabytes), TORCH_INDEX=URL (another PyTorch wheel index, for
-# another CUDA version), PYTHON=python3.12 (which Python), RUN_ARGS / BENCH_ARGS / PYTEST_ARGS (passed on), VENV=folder.
+# another CUDA version), PYTHON=python3.12 (which Python), RUN_ARGS / BENCH_ARGS / LOAD_ARGS / PYTEST_ARGS (passed on),
+# VENV=folder.
 
 # A system's python3 may be older, or so new that packages have no wheels for it: any other that fits is taken then.
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -10,6 +11,7 @@ CPU ?=
 TORCH_INDEX ?= $(if $(filter 1,$(CPU)),https://download.pytorch.org/whl/cpu)
 RUN_ARGS ?=
 BENCH_ARGS ?=
+LOAD_ARGS ?= --listeners 1,2,3,4
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lab lint format docs bench clean-nb reference
+.PHONY: help setup run test test-slow lab lint format docs bench load clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
@@ -57,6 +59,9 @@ test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab notebooks
+
+load: $(STAMP) ## real-time listeners of the voice in the box on this CPU, into outputs/reference/load_cpu.json
+	$(BIN)/python -m mktts bench --load --checkpoint small --device cpu --into outputs/reference/load_cpu.json $(LOAD_ARGS)
 
 bench: $(STAMP) ## timings: a table, then one JSON line
 	$(BIN)/python -m mktts bench $(BENCH_ARGS)

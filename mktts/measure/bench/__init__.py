@@ -4,4 +4,5 @@
 * here: one checkpoint on this machine; codec: the codec by itself
 * runner: every section as a process of its own; sections, peer_sections: what each measures; frames, settings: what
   they share; peers: the other programs; graph_oracle: PyTorch's operators as CUDA graphs
+* load: how many real-time listeners are carried
 """

@@ -1,7 +1,7 @@
 """`python -m mktts bench`: timings for people as a table, then for programs as one line of JSON.
 
-Without --peers: this checkpoint on this machine (mktts.measure.bench.here). With it: ours beside other programs on one
-card (mktts.measure.bench.runner).
+This checkpoint on this machine (mktts.measure.bench.here); with --peers ours beside other programs on one card
+(mktts.measure.bench.runner); with --load the real-time listeners that are carried (mktts.measure.bench.load).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.common import write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench import here, runner
+from mktts.measure.bench.load import command as load
 from mktts.measure.bench.settings import BenchSettings
 from mktts.spec import FRAME_MS
 
@@ -24,6 +25,8 @@ EXAMPLES = """examples:
   python -m mktts bench --codec full --repeats 10
   python -m mktts bench --checkpoint random:0.6b --load-only
   python -m mktts bench --peers --output bench.json
+  python -m mktts bench --load --listeners 2,4 --seconds 10
+  python -m mktts bench --load --engine batch --listeners 512,1024 --context 332 --into load.json
   python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json"""
 
 
@@ -65,11 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="of a section (default: %(default)s)",
     )
+    load.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a table, then the document. 0 where no expected figure is missing, else 1."""
-    document, table = _beside_peers(arguments) if arguments.peers else _here(arguments)
+    if arguments.load and arguments.peers:
+        raise MetricsError("--load and --peers are two measurements: name one")
+    measure = load.measure if arguments.load else _beside_peers if arguments.peers else _here
+    document, table = measure(arguments)
     if not arguments.json_only:
         print(table)
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))

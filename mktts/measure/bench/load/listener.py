@@ -1,0 +1,69 @@
+"""One listener: takes chunks as they come, plays them in real time from the first on. Times are given; no clock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mktts.audio import first_audible_sample
+from mktts.spec import SAMPLE_RATE_HZ
+
+
+class Gap(NamedTuple):
+    """The player ran dry at dry_s and went on late_s later."""
+
+    dry_s: float
+    late_s: float
+
+
+class Listener:
+    """What came to one listener and when; seconds of one clock, None for what did not happen.
+
+    planned_s: the arrival that the plan names. opened_s: `stream` was called. first_s: the first PCM was consumed.
+    audible_s: the first audible 10 ms sounds. dry_s: all PCM so far has been played. ended_s: the stream was over, for
+    whatever reason. refused: by CapacityError before any PCM. error: what else ended the stream. timed: it counts in
+    the figures; one that takes no chunks, or whose text comes late, does not. left: it went by itself before the end.
+    """
+
+    __slots__ = (
+        "planned_s", "opened_s", "first_s", "audible_s", "dry_s", "ended_s", "frames", "gaps", "refused", "error",
+        "engine", "timed", "left",
+    )  # fmt: skip
+
+    def __init__(self, planned_s: float, timed: bool = True) -> None:
+        self.planned_s = planned_s
+        self.opened_s: float | None = None
+        self.first_s: float | None = None
+        self.audible_s: float | None = None
+        self.dry_s: float | None = None
+        self.ended_s: float | None = None
+        self.frames = 0
+        self.gaps: tuple[Gap, ...] = ()
+        self.refused = False
+        self.error: str | None = None
+        self.engine: str | None = None
+        self.timed = timed
+        self.left = False
+
+    def hear(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
+        """A chunk was consumed at `now_s`: `pcm` (S,) float32 of so many frames. Without a sample it changes nothing
+        but the frames."""
+        self.frames += frames
+        if not len(pcm):
+            return
+        if self.dry_s is None:
+            self.first_s = starts_s = now_s
+        elif now_s > self.dry_s:
+            self.gaps += (Gap(self.dry_s, now_s - self.dry_s),)
+            starts_s = now_s
+        else:
+            starts_s = self.dry_s
+        self.dry_s = starts_s + len(pcm) / SAMPLE_RATE_HZ
+        if self.audible_s is None and (sample := first_audible_sample(pcm)) is not None:
+            self.audible_s = starts_s + sample / SAMPLE_RATE_HZ
+
+    def waits_since(self, now_s: float) -> float | None:
+        """When the player ran dry that still waits at `now_s`; None where it plays, never began, or is over."""
+        dry = self.dry_s is not None and self.ended_s is None and self.timed and self.dry_s < now_s
+        return self.dry_s if dry else None

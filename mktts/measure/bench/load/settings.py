@@ -1,0 +1,150 @@
+"""What all sections of the load measure alike, and how the synthesizer is loaded for it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shlex
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from mktts.checkpoint import Checkpoint
+from mktts.errors import BackendUnavailable, OptionsError
+from mktts.spec import FRAME_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.synth import Synthesizer
+
+HELD_S = 60.0  # a point is held for at least so long, or it is none
+EngineName = Literal["auto", "single", "batch"]
+ContextKind = Literal["auto", "text", "instruct", "voice", "natural"]
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """checkpoint, revision, backend, device, dtype: as for Synthesizer.load. engine: None leaves its default.
+
+    codec: the precision of the batch engine's codec, "full" or "fast"; deterministic, max_streams: of the batch
+    engine. None leaves each default. context_rows: of every prompt; None takes 32, and of trained weights what a text
+    as long as the utterance takes. context: what fills it, see mktts.measure.bench.load.texts. seconds: that a load
+    is held. warm_s: before, in which it builds up; tail_s: after, in which it goes on, so that the last of the held
+    time meet what the others met. frames: the least and the most of an utterance. seed: of the arrivals; utterance i
+    is drawn with seed i.
+    Raises OptionsError for values out of range.
+    """
+
+    checkpoint: str
+    revision: str | None = None
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str | None = None
+    engine: EngineName | None = None
+    codec: Literal["full", "fast"] | None = None
+    deterministic: bool | None = None
+    max_streams: int | None = None
+    context_rows: int | None = None
+    context: ContextKind = "auto"
+    seconds: float = HELD_S
+    warm_s: float = 8.0
+    tail_s: float = 2.0
+    frames: tuple[int, int] = (round(2 * FRAME_RATE_HZ), round(12 * FRAME_RATE_HZ))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frames", tuple(self.frames))
+        if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:
+            raise OptionsError(
+                f"expected seconds and warm_s above 0 and tail_s at least 0, got {self.seconds}, {self.warm_s} and "
+                f"{self.tail_s}"
+            )
+        if not 2 <= self.frames[0] <= self.frames[1]:
+            raise OptionsError(f"expected 2 <= least frames <= most frames, got {self.frames}")
+        if self.engine != "batch" and self.engine != "auto" and (self.codec, self.max_streams) != (None, None):
+            raise OptionsError("codec precision and max_streams belong to the batch engine: name it, engine='batch'")
+
+    @property
+    def reportable(self) -> bool:
+        """Whether a point with these settings may stand in a file."""
+        return self.seconds >= HELD_S
+
+    def command(self, section: str, **numbers: object) -> str:
+        """The words that measure `section` again with these settings."""
+        words = ["python", "-m", "mktts", "bench", "--load", "--section", section]
+        for name, value in numbers.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        flags = {
+            "codec": "--codec-precision",
+            "context_rows": "--context",
+            "context": "--context-kind",
+            "warm_s": "--warm-seconds",
+        }
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or (field.name != "checkpoint" and value == field.default):
+                continue
+            flag = flags.get(field.name, f"--{field.name.replace('_', '-')}")
+            if isinstance(value, bool):
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+            elif isinstance(value, tuple):
+                words += [flag, ",".join(map(str, value))]
+            elif field.name != "tail_s":
+                words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A synthesizer, with what a point must name. codec: "full" or "fast"."""
+
+    synthesizer: Synthesizer
+    checkpoint: Checkpoint
+    codec: str
+    deterministic: bool
+
+
+def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
+    """Loads and warms up what is measured.
+
+    The engine's own defaults are asked for by leaving them out, and then read off its settings. Raises
+    BackendUnavailable where this version has no such engine, and what Synthesizer.load raises.
+    """
+    import torch
+
+    from mktts.synth import Synthesizer
+
+    given: dict[str, Any] = {"backend": settings.backend, "device": settings.device}
+    given["dtype"] = getattr(torch, settings.dtype) if settings.dtype else None
+    codec, deterministic = "full", False  # one stream's codec, and nothing promised
+    parameters = inspect.signature(Synthesizer.load).parameters
+    if settings.engine is not None:
+        given["engine"] = settings.engine
+    if given.get("engine", parameters["engine"].default if "engine" in parameters else "single") != "single":
+        asked = {name: getattr(settings, name) for name in ("codec", "deterministic", "max_streams")}
+        batch = _batch_settings({name: value for name, value in asked.items() if value is not None})
+        codec, deterministic = getattr(batch, "codec", None), getattr(batch, "deterministic", None)
+        if codec not in ("full", "fast") or not isinstance(deterministic, bool):
+            raise OptionsError(
+                "a point names its codec precision and whether it is deterministic: give --codec-precision and "
+                f"--deterministic or --no-deterministic (the defaults say {codec!r} and {deterministic!r})"
+            )
+        given["batch"] = batch
+    elif settings.deterministic is not None:
+        given["deterministic"] = deterministic = settings.deterministic
+    if unknown := given.keys() - parameters.keys():
+        raise BackendUnavailable(f"this version's Synthesizer.load takes no {', '.join(sorted(unknown))}")
+    synthesizer = Synthesizer.load(checkpoint, **given)
+    synthesizer.warm_up()
+    return Loaded(synthesizer, checkpoint, codec, deterministic)
+
+
+def _batch_settings(given: dict[str, Any]) -> Any:
+    """The batch engine's settings, by the class that Synthesizer.load takes."""
+    kind = getattr(importlib.import_module("mktts.synth.synthesizer"), "BatchSettings", None)
+    if kind is None:
+        raise BackendUnavailable("this version has no batch engine: leave --engine out, or say --engine single")
+    return kind(**given)
+
+
+def of_file(settings: LoadSettings) -> dict[str, Any]:
+    """The settings as a document holds them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
