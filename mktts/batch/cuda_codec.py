@@ -7,13 +7,14 @@ on its place among them, or on what they hold. Every sum has one order; see `mkt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from mktts.batch.kernels.launching import compiling, launch
 from mktts.batch.memory.states import PIECE_VALUES, RingStates
 from mktts.batch.memory.work import UNIT, Rows, RowsShape, Work
 from mktts.codec.decoder import CodecDecoder
@@ -52,7 +53,7 @@ class CudaCodec:
         self.name = "fused-fast" if fast else "fused"
         self.config, self.device, self._books = decoder.config, decoder.device, decoder.books
         self._products, self._rows = kernels or _triton_kernels(self.device)
-        self._split, self._dtype = not fast, torch.float16 if fast else torch.float32
+        self._split, self._raw_dtype = not fast, torch.float16 if fast else torch.float32
         self._weights = _prepared(CodecWeights.pack(decoder, fast))
         front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks: theirs is always split
         self._inputs = [
@@ -61,7 +62,7 @@ class CudaCodec:
                 zip(decoder.layout.history, rows_per_frame(decoder), strict=True)
             )
         ]
-        self._states = RingStates(slots, decoder.layout, self._inputs, self._dtype, self.device)
+        self._states = RingStates(slots, decoder.layout, self._inputs, self._raw_dtype, self.device)
         self._work = Work(self.device)
         self._pieces: dict[int, Tensor] = {}
 
@@ -83,6 +84,17 @@ class CudaCodec:
         state of another decoder.
         """
         self._states.enter(slot, primed)
+
+    @torch.inference_mode()
+    def compile(self, counts: Iterable[int], threads: int = 8) -> None:
+        """Compiles the kernels of `decode` for these numbers of lanes, and takes its working memory. Runs nothing.
+
+        Optional: `decode` compiles what it lacks, one kernel after the other.
+        """
+        with compiling(threads):
+            for count in sorted(counts, reverse=True):
+                nobody = torch.full((count,), self._states.nobody, dtype=torch.int32, device=self.device)
+                self.decode(nobody.new_zeros(count, NUM_CODEBOOKS), nobody)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
@@ -114,7 +126,7 @@ class CudaCodec:
         pieces = self._pieces[count]
         grid = len(pieces), count
         moved = memory, pieces, lanes, states.positions, states.nobody, states.words // UNIT
-        rows.move[grid](states.histories, *moved, SAVE=False, WORDS=PIECE_VALUES)
+        launch(rows.move, grid, states.histories, *moved, SAVE=False, WORDS=PIECE_VALUES)
         queue = iter(inputs)
         x = self._transform(codes, lanes, next(queue))
         source = self._upsample(x, queue)
@@ -124,12 +136,13 @@ class CudaCodec:
         for block, following in zip(weights.blocks, snakes[1:], strict=True):
             target = self._block(block, target, queue, following)
         taps, channels = weights.last_taps.shape
-        rows.waveform[(-(-count * target.new // _WAVEFORM_ROWS),)](
+        launch(
+            rows.waveform, (-(-count * target.new // _WAVEFORM_ROWS),),
             target.memory, weights.last_taps, weights.last_bias, pcm, count * target.new, target.new,
             target.lane // UNIT, target.plane // UNIT, SPLIT=target.split, CHANNELS=channels, TAPS=taps,
             ROWS=_WAVEFORM_ROWS, BLOCK=_power_of_two(channels), enable_fp_fusion=False,
         )  # fmt: skip
-        rows.move[grid](states.histories, *moved, SAVE=True, WORDS=PIECE_VALUES)
+        launch(rows.move, grid, states.histories, *moved, SAVE=True, WORDS=PIECE_VALUES)
 
     def _transform(self, codes: Tensor, lanes: Tensor, first: Rows) -> Rows:
         """The codebooks, the convolution before the transformer, whose input is `first`, and the transformer."""
@@ -137,7 +150,8 @@ class CudaCodec:
         half = self.config.head_dim // 2
         quantized = self._fresh("quantized", count, 1, 2 * width)
         turns = self._work.tensor("turns", count, 2, half)
-        self._rows.begin[(count,)](
+        launch(
+            self._rows.begin, (count,),
             codes, self._books, lanes, self._states.positions, weights.inverse_frequency, quantized.memory, turns,
             ENTRIES=len(self._books) // NUM_CODEBOOKS, GROUPS=NUM_CODEBOOKS, WIDTH=width, HALF=half,
             enable_fp_fusion=False,
@@ -159,7 +173,8 @@ class CudaCodec:
         qkv = self._work.tensor("qkv", count, len(layer.qkv.high))
         attended = self._fresh("attended", count, 1, c.num_attention_heads * c.head_dim)
         self._product(self._normed(x), layer.qkv, raw=qkv)
-        self._rows.attend[(c.num_attention_heads, count)](
+        launch(
+            self._rows.attend, (c.num_attention_heads, count),
             qkv, turns, lanes, states.positions, states.keys, states.values, attended.memory, index,
             c.num_hidden_layers, c.head_dim**-0.5, HALF=c.head_dim // 2, WINDOW=states.window,
             PLACES=_power_of_two(states.window), enable_fp_fusion=False,
@@ -172,9 +187,10 @@ class CudaCodec:
     def _normed(self, x: Tensor) -> Rows:
         count, width = x.shape
         normed = self._fresh("normed", count, 1, width)
-        self._rows.norm[(count,)](
-            x, normed.memory, self.config.rms_norm_eps, WIDTH=width, BLOCK=_power_of_two(width), enable_fp_fusion=False
-        )
+        launch(
+            self._rows.norm, (count,), x, normed.memory, self.config.rms_norm_eps,
+            WIDTH=width, BLOCK=_power_of_two(width), enable_fp_fusion=False,
+        )  # fmt: skip
         return normed
 
     def _upsample(self, x: Rows, queue: Iterator[Rows]) -> Rows:
@@ -186,7 +202,8 @@ class CudaCodec:
             raw = self._work.tensor("raw", count * new, channels)
             self._product(x, block.up, raw=raw, act=source)
             normed = self._fresh("normed rows", count, new, channels)
-            self._rows.depthwise_norm[(count * new,)](
+            launch(
+                self._rows.depthwise_norm, (count * new,),
                 source.memory, block.taps, block.bias, *block.norm, normed.memory, new, source.lane // UNIT,
                 source.plane // UNIT, normed.lane // UNIT, normed.plane // UNIT, CONVNEXT_EPS,
                 CHANNELS=channels, TAPS=taps, BLOCK=_power_of_two(channels), enable_fp_fusion=False,
@@ -206,7 +223,7 @@ class CudaCodec:
         """
         count, target = len(source.memory) // source.lane, next(queue)
         new = target.new
-        raw = self._work.tensor("raw", count * new, block.channels, dtype=self._dtype, least=count * self._widest)
+        raw = self._work.tensor("raw", count * new, block.channels, dtype=self._raw_dtype, least=count * self._widest)
         self._product(source, block.up, raw=raw, snake=block.units[0].first, act=target)
         snakes = [*(unit.first for unit in block.units[1:]), following]
         for unit, snake in zip(block.units, snakes, strict=True):

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mktts.batch.kernels.codec_tiles import ProductTile, product_tile
+from mktts.batch.kernels.launching import launch
 from mktts.batch.memory.work import Rows
 from mktts.codec.fused_pack import LOW_SCALE as _LOW
 from mktts.codec.fused_pack import Packed
@@ -217,8 +218,8 @@ def run_product(
     tile = tile or product_tile(rows, outs, depth, channels, weight.low is not None, shared_bytes(x.memory.device))
     grid = (triton.cdiv(outs, tile.outs + tile.extra), triton.cdiv(rows, tile.rows))
     turns, magnitude = (snake.frequency, snake.magnitude) if snake else (None, None)
-    product[grid](
-        x.memory, weight.high, weight.low, weight.bias, scale, residual, turns, magnitude, raw,
+    launch(
+        product, grid, x.memory, weight.high, weight.low, weight.bias, scale, residual, turns, magnitude, raw,
         None if act is None else act.newest, rows, x.new, weight.dilation, x.lane // 8, x.plane // 8,
         0 if act is None else act.lane // 8, 0 if act is None else act.plane // 8,
         OUTS=outs, DEPTH=depth, CHANNELS=channels, SNAKES=outs if snake is None else len(snake.frequency),

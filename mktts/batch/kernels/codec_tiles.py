@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 _PROGRAMS = 132  # that fill a large GPU once: the multiprocessors of an H100 or H200
 _LEAST_ROWS = 64  # of Hopper's matrix instructions: with fewer, another instruction would run, and round otherwise
+_SHORT_DEPTH = 768  # terms
 _PLANE_BYTES = 2  # of an fp16 value
 
 
@@ -44,18 +45,12 @@ MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] 
 def product_tile(rows: int, outs: int, depth: int, channels: int, split: bool, shared_bytes: int) -> ProductTile:
     """The tile of a product (rows, depth) @ (depth, outs) over `channels` a tap, on a device whose programs have
     `shared_bytes` of shared memory."""
-    step = step_depth(channels)
     measured = MEASURED.get((outs, depth, channels, split), ())
     tile = next((tile for most, tile in measured if rows <= most), measured[-1][1] if measured else None)
     if tile is None:
-        tile = next(
-            (
-                c
-                for c in candidates(outs, step, split)
-                if -(-rows // c.rows) * -(-outs // (c.outs + c.extra)) >= _PROGRAMS
-            ),
-            _smallest(outs, step),
-        )
+        tiles = candidates(outs, depth, channels, split)
+        enough = (tile for tile in tiles if tile.programs(rows, outs) >= _PROGRAMS)
+        tile = next(enough, _smallest(outs, step_depth(channels)))
     return fitted(tile, split, shared_bytes)
 
 
@@ -64,21 +59,26 @@ def step_depth(channels: int) -> int:
     return next((depth for depth in (64, 32, 16) if channels % depth == 0), 16)
 
 
-def candidates(outs: int, step: int, split: bool) -> Iterator[ProductTile]:
-    """Tiles worth a try, the largest first. Sums take 128 registers of a thread at most."""
-    warm = 4 if step < 64 else 3
+def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[ProductTile]:
+    """Tiles for a product that was not measured, the largest first. Sums take 128 registers of a thread at most.
+
+    Short sums take small tiles: while some programs store, others on the same multiprocessor compute.
+    """
+    step = step_depth(channels)
+    stages = 4 if step < 64 else 3
+    short = depth <= _SHORT_DEPTH
     if outs % 96 == 0 and outs % 64:
-        yield ProductTile(128, 64, step, 8, warm, extra=32)
-        yield ProductTile(64, 64, step, 4, warm, extra=32)
-    if outs == 192:
-        yield ProductTile(128, 128, step, 8, warm, extra=64)
-    if outs % 256 == 0 and not split:
-        yield ProductTile(128, 256, step, 8, warm)
-    if outs % 128 == 0:
-        yield ProductTile(128, 128, step, 8, warm)
+        yield ProductTile(128, 64, step, 8, stages, extra=32)
+        yield ProductTile(64, 64, step, 4, stages, extra=32)
+    if outs == 192 and not short and not split:
+        yield ProductTile(128, 128, step, 8, stages, extra=64)
+    if outs % 256 == 0 and not short and not split:
+        yield ProductTile(128, 256, step, 8, stages)
+    if outs % 128 == 0 and not short:
+        yield ProductTile(128, 128, step, 8, stages)
     if outs % 64 == 0:
-        yield ProductTile(128, 64, step, 4 if not split else 8, warm + 1)
-        yield ProductTile(64, 64, step, 4, warm + 1)
+        yield ProductTile(128, 64, step, 8 if split else 4, stages)
+        yield ProductTile(64, 64, step, 4, stages)
     yield _smallest(outs, step)
 
 
