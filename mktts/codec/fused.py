@@ -17,61 +17,15 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.fused_pack import Packed, copies, pack, pack_conv
-from mktts.codec.layers import CONVNEXT_EPS, Linear, SnakeBeta, Upsampling
+from mktts.codec.fused_pack import Packed, copies
+from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
+from mktts.codec.packed_weights import CodecWeights, PackedBlock, rows_per_frame
 from mktts.codec.state import CodecState
 from mktts.codec.streaming import StreamingCodec
-from mktts.codec.transformer import CodecTransformer
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.spec import SAMPLES_PER_FRAME
 
 _ALIGNMENT_WORDS = 4  # 16 bytes: the widest load
 MAX_FUSED_FRAMES = 8  # of one fused pass; more frames are decoded by plain operators
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer of the transformer."""
-
-    qkv: Packed
-    out: Packed
-    attention_scale: Tensor
-    gate_up: Packed
-    down: Packed
-    mlp_scale: Tensor
-
-
-@dataclass(frozen=True)
-class _ConvNeXt:
-    """A transposed convolution and the ConvNeXt block behind it."""
-
-    up: Packed
-    taps: Tensor
-    bias: Tensor
-    norm: tuple[Tensor, Tensor]
-    expand: Packed
-    shrink: Packed
-    gamma: Tensor
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A residual unit: its dilated convolution and its mix, each behind a SnakeBeta."""
-
-    first: SnakeBeta
-    conv: Packed
-    second: SnakeBeta
-    mix: Packed
-
-
-@dataclass(frozen=True)
-class _Block:
-    """SnakeBeta, a transposed convolution and residual units."""
-
-    first: SnakeBeta
-    up: Packed
-    channels: int  # that it makes
-    units: list[_Unit]
 
 
 @dataclass(frozen=True)
@@ -113,13 +67,8 @@ class FusedCodec(StreamingCodec):
         self._make_plain: Callable[[], CodecDecoder] = plain
         self._plain: CodecDecoder | None = None
         self._kernels = kernels or _triton_kernels(self.device)
-        first, rest = decoder.book_out
-        quantizer = Linear(torch.cat((first.weight, rest.weight)), None)
-        self._quantizer = pack(quantizer, 2 * self.books.shape[1], split=True)
-        self._entry = pack_conv(decoder.pre_conv, split=True)
-        self._pack_transformer(decoder.transformer)
-        self._pack_waveform(decoder, split=not fast)
-        new_rows = list(_rows_per_frame(decoder))
+        self._weights = CodecWeights.pack(decoder, fast)
+        new_rows = list(rows_per_frame(decoder))
         self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
@@ -134,7 +83,7 @@ class FusedCodec(StreamingCodec):
         inputs = [work[start:][: rows * channels].view(rows, channels) for start, (rows, channels) in plan.extended]
         quantized = torch.empty(frames, 2 * self.books.shape[1], device=self.device)
         run.gather(codes, self.books, quantized)
-        run.product(quantized, self._quantizer, frames, raw=_newest(inputs[0], frames))
+        run.product(quantized, self._weights.quantizer, frames, raw=_newest(inputs[0], frames))
         x = self._attend(inputs[0], work, plan, state.position, frames)
         pcm = self._waveform(x, iter(inputs[1:]))
         run.move(work, flat, plan.save, state.position, frames)
@@ -153,81 +102,36 @@ class FusedCodec(StreamingCodec):
         shape = c.num_hidden_layers, c.num_attention_heads, places, c.head_dim
         count = shape[0] * shape[1] * shape[2] * shape[3]
         keys, values = (work[start:][:count].view(shape) for start in (plan.keys, plan.values))
-        latent = self._product(first, self._entry, frames)
-        x = self._product(latent, self._enter, frames)
+        latent = self._product(first, self._weights.entry, frames)
+        x = self._product(latent, self._weights.enter, frames)
         eps = c.rms_norm_eps
-        for layer, layer_keys, layer_values in zip(self._layers, keys, values, strict=True):
+        for layer, layer_keys, layer_values in zip(self._weights.layers, keys, values, strict=True):
             qkv = self._product(x, layer.qkv, frames, norm_eps=eps)
             attended = torch.empty(frames, qkv.shape[1] // 3, device=self.device)
-            run.attention(qkv, layer_keys, layer_values, attended, position, self._inverse_frequency)
+            run.attention(qkv, layer_keys, layer_values, attended, position, self._weights.inverse_frequency)
             run.product(attended, layer.out, frames, scale=layer.attention_scale, residual=x, raw=x)
             gate_up = self._product(x, layer.gate_up, frames, norm_eps=eps)
             run.product(gate_up, layer.down, frames, swiglu=True, scale=layer.mlp_scale, residual=x, raw=x)
-        return self._product(x, self._leave, frames, norm_eps=eps)
-
-    def _pack_transformer(self, stack: CodecTransformer) -> None:
-        self._enter = pack(stack.input, len(stack.input.weight), split=True)
-        self._leave = pack(stack.output, len(stack.output.weight), split=True, norm=stack.norm)
-        self._layers = [
-            _Layer(
-                qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
-                out=pack(layer.out, len(layer.out.weight), split=True),
-                attention_scale=layer.attention_scale,
-                gate_up=pack(layer.gate_up, len(layer.gate_up.weight), split=True, norm=layer.post_norm),
-                down=pack(layer.down, len(layer.down.weight), split=True),
-                mlp_scale=layer.mlp_scale,
-            )
-            for layer in stack.layers
-        ]
-        self._inverse_frequency = stack.inverse_frequency
-
-    def _pack_waveform(self, decoder: CodecDecoder, split: bool) -> None:
-        """Packs the stages after the transformer; `split` is about the waveform blocks alone."""
-        stages = decoder.stages
-        count, size = 2 * len(self.config.upsampling_ratios), 2 + len(self.config.dilations)
-        self._convnexts = [
-            _ConvNeXt(
-                up=pack(up.linear, up.c_in, split=True),
-                taps=block.taps,
-                bias=block.bias,
-                norm=block.norm,
-                expand=pack(block.expand, len(block.expand.weight), split=True),
-                shrink=pack(block.shrink, len(block.shrink.weight), split=True),
-                gamma=block.gamma,
-            )
-            for up, block in zip(stages[:count:2], stages[1:count:2], strict=True)
-        ]
-        self._widen = pack_conv(stages[count], split=True)
-        self._blocks = []
-        for i in range(count + 1, len(stages), size):
-            snake, up, *units = stages[i : i + size]
-            packed = [
-                _Unit(unit.first, pack_conv(unit.conv, split), unit.second, pack(unit.mix, up.c_out, split))
-                for unit in units
-            ]
-            self._blocks.append(_Block(snake, pack(up.linear, up.c_in, split), up.c_out, packed))
-        self._last_snake, last = decoder.last_snake, decoder.last_conv.taps
-        self._last_taps = last.weight.view(-1, len(self._last_snake.frequency))  # one output channel
-        self._last_bias = last.bias
+        return self._product(x, self._weights.leave, frames, norm_eps=eps)
 
     def _waveform(self, x: Tensor, inputs: Iterator[Tensor]) -> Tensor:
         """Upsampling to samples (S,). `x` (n, latent); `inputs`: (history + new, channels) of every layer, in order."""
         run = self._kernels
         source, rows = self._upsample(x, inputs)
-        snakes = [*(block.first for block in self._blocks), self._last_snake]  # each block's, then the last
+        snakes = self._weights.snakes
         target = next(inputs)
-        run.product(source, self._widen, rows, snake=snakes[0], act=_newest(target, rows))
-        for block, following in zip(self._blocks, snakes[1:], strict=True):
+        run.product(source, self._weights.widen, rows, snake=snakes[0], act=_newest(target, rows))
+        for block, following in zip(self._weights.blocks, snakes[1:], strict=True):
             target, rows = self._run_block(block, target, rows, inputs, following)
         pcm = torch.empty(rows, device=self.device)
-        run.waveform(target, self._last_taps, self._last_bias, pcm)
+        run.waveform(target, self._weights.last_taps, self._weights.last_bias, pcm)
         return pcm
 
     def _upsample(self, x: Tensor, inputs: Iterator[Tensor]) -> tuple[Tensor, int]:
         """The ConvNeXt stages: the input of the convolution behind them, whose newest rows they fill, and how many."""
         run, rows = self._kernels, len(x)
         source = next(inputs)
-        for i, block in enumerate(self._convnexts, start=1):
+        for i, block in enumerate(self._weights.convnexts, start=1):
             rows = len(x) * len(block.up.high) // x.shape[1]
             new = _newest(source, rows)
             run.product(x, block.up, len(x), raw=new)
@@ -235,12 +139,12 @@ class FusedCodec(StreamingCodec):
             run.depthwise_norm(source, block.taps, block.bias, block.norm, CONVNEXT_EPS, normed)
             wide = self._product(normed, block.expand, rows, gelu=True)
             source = next(inputs)
-            x = torch.empty_like(new) if i < len(self._convnexts) else _newest(source, rows)
+            x = torch.empty_like(new) if i < len(self._weights.convnexts) else _newest(source, rows)
             run.product(wide, block.shrink, rows, scale=block.gamma, residual=new, raw=x)
         return source, rows
 
     def _run_block(
-        self, block: _Block, source: Tensor, count: int, inputs: Iterator[Tensor], following: SnakeBeta
+        self, block: PackedBlock, source: Tensor, count: int, inputs: Iterator[Tensor], following: SnakeBeta
     ) -> tuple[Tensor, int]:
         """One waveform block, from the `count` newest rows of `source`, which are through its SnakeBeta already.
 
@@ -267,7 +171,7 @@ class FusedCodec(StreamingCodec):
         return y
 
     def _plan(self, frames: int, new_rows: Sequence[int]) -> _Buffers:
-        """`new_rows`: of every layer that looks back, what a frame brings (`_rows_per_frame`)."""
+        """`new_rows`: of every layer that looks back, what a frame brings (`rows_per_frame`)."""
         c, layout = self.config, self.layout
         heads, cached = c.num_hidden_layers * c.num_attention_heads, (c.sliding_window - 1) * c.head_dim
         grown = cached + frames * c.head_dim
@@ -286,19 +190,6 @@ class FusedCodec(StreamingCodec):
             save.append((start + (rows - past) * channels, place, past * channels))
         tables = (copies(table, self.device) for table in (load, save))
         return _Buffers(words, keys, values, tuple(zip(starts, shapes, strict=True)), *tables)
-
-
-def _rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
-    """Of every layer that looks back, in the order of the state: rows of its input that a frame brings."""
-    rows = 1
-    yield rows  # the convolution before the transformer
-    for layer in decoder.stages:
-        if not isinstance(layer, SnakeBeta) and layer.history_shapes:
-            yield rows
-        if isinstance(layer, Upsampling):
-            rows *= layer.linear.weight.shape[1] // layer.c_out
-    assert rows == SAMPLES_PER_FRAME
-    yield rows
 
 
 def _newest(extended: Tensor, rows: int) -> Tensor:

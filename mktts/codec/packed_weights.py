@@ -1,0 +1,153 @@
+"""The codec decoder's weights as fused kernels take them, of one stream and of many: packed once, by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mktts.codec.decoder import CodecDecoder
+from mktts.codec.fused_pack import Packed, pack, pack_conv
+from mktts.codec.layers import Linear, SnakeBeta, Upsampling
+from mktts.codec.transformer import CodecTransformer
+from mktts.spec import SAMPLES_PER_FRAME
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer of the transformer."""
+
+    qkv: Packed
+    out: Packed
+    attention_scale: Tensor
+    gate_up: Packed
+    down: Packed
+    mlp_scale: Tensor
+
+
+@dataclass(frozen=True)
+class PackedConvNeXt:
+    """A transposed convolution and the ConvNeXt block behind it."""
+
+    up: Packed
+    taps: Tensor
+    bias: Tensor
+    norm: tuple[Tensor, Tensor]
+    expand: Packed
+    shrink: Packed
+    gamma: Tensor
+
+
+@dataclass(frozen=True)
+class PackedUnit:
+    """A residual unit: its dilated convolution and its mix, each behind a SnakeBeta."""
+
+    first: SnakeBeta
+    conv: Packed
+    second: SnakeBeta
+    mix: Packed
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """SnakeBeta, a transposed convolution and residual units."""
+
+    first: SnakeBeta
+    up: Packed
+    channels: int  # that it makes
+    units: tuple[PackedUnit, ...]
+
+
+@dataclass(frozen=True)
+class CodecWeights:
+    """All weights of a decoder behind its codebooks, in the order of the pass."""
+
+    quantizer: Packed
+    entry: Packed  # the convolution before the transformer
+    enter: Packed
+    layers: tuple[PackedLayer, ...]
+    inverse_frequency: Tensor
+    leave: Packed
+    convnexts: tuple[PackedConvNeXt, ...]
+    widen: Packed
+    blocks: tuple[PackedBlock, ...]
+    last_snake: SnakeBeta
+    last_taps: Tensor  # (k, channels): the convolution to one channel
+    last_bias: Tensor
+
+    @classmethod
+    def pack(cls, decoder: CodecDecoder, fast: bool) -> CodecWeights:
+        """Copies of the weights of `decoder`, an fp32 one. `fast`: one fp16 number each in the waveform blocks."""
+        first, rest = decoder.book_out
+        stack, stages, split = decoder.transformer, decoder.stages, not fast
+        count, size = 2 * len(decoder.config.upsampling_ratios), 2 + len(decoder.config.dilations)
+        last = decoder.last_conv.taps  # one output channel
+        quantizer = Linear(torch.cat((first.weight, rest.weight)), None)
+        return cls(
+            quantizer=pack(quantizer, 2 * decoder.books.shape[1], split=True),
+            entry=pack_conv(decoder.pre_conv, split=True),
+            enter=pack(stack.input, len(stack.input.weight), split=True),
+            layers=tuple(_layers(stack)),
+            inverse_frequency=stack.inverse_frequency,
+            leave=pack(stack.output, len(stack.output.weight), split=True, norm=stack.norm),
+            convnexts=tuple(_convnexts(stages[:count])),
+            widen=pack_conv(stages[count], split=True),
+            blocks=tuple(_block(stages[i : i + size], split) for i in range(count + 1, len(stages), size)),
+            last_snake=decoder.last_snake,
+            last_taps=last.weight.view(-1, len(decoder.last_snake.frequency)),
+            last_bias=last.bias,
+        )
+
+    @property
+    def snakes(self) -> list[SnakeBeta]:
+        """That of each block, then the last: what stands behind the layer before each."""
+        return [*(block.first for block in self.blocks), self.last_snake]
+
+
+def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
+    """Of every layer that looks back, in the order of the state: rows of its input that a frame brings."""
+    rows = 1
+    yield rows  # the convolution before the transformer
+    for layer in decoder.stages:
+        if not isinstance(layer, SnakeBeta) and layer.history_shapes:
+            yield rows
+        if isinstance(layer, Upsampling):
+            rows *= layer.linear.weight.shape[1] // layer.c_out
+    assert rows == SAMPLES_PER_FRAME
+    yield rows
+
+
+def _layers(stack: CodecTransformer) -> Iterator[PackedLayer]:
+    for layer in stack.layers:
+        yield PackedLayer(
+            qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
+            out=pack(layer.out, len(layer.out.weight), split=True),
+            attention_scale=layer.attention_scale,
+            gate_up=pack(layer.gate_up, len(layer.gate_up.weight), split=True, norm=layer.post_norm),
+            down=pack(layer.down, len(layer.down.weight), split=True),
+            mlp_scale=layer.mlp_scale,
+        )
+
+
+def _convnexts(stages: list) -> Iterator[PackedConvNeXt]:
+    for up, block in zip(stages[::2], stages[1::2], strict=True):
+        yield PackedConvNeXt(
+            up=pack(up.linear, up.c_in, split=True),
+            taps=block.taps,
+            bias=block.bias,
+            norm=block.norm,
+            expand=pack(block.expand, len(block.expand.weight), split=True),
+            shrink=pack(block.shrink, len(block.shrink.weight), split=True),
+            gamma=block.gamma,
+        )
+
+
+def _block(stages: list, split: bool) -> PackedBlock:
+    snake, up, *units = stages
+    packed = [
+        PackedUnit(unit.first, pack_conv(unit.conv, split), unit.second, pack(unit.mix, up.c_out, split))
+        for unit in units
+    ]
+    return PackedBlock(snake, pack(up.linear, up.c_in, split), up.c_out, tuple(packed))
