@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.frame import PAGE_ROWS, Frame
+from mktts.batch.products import products_for
 from mktts.batch.slots import Slots
 from mktts.batch.weights import FrameWeights
 from mktts.errors import CapacityError, SamplingError
@@ -47,8 +48,12 @@ class CudaLanes:
         pages: int,
         embeddings: list[Tensor] | None = None,
         graphs: bool = True,
+        deterministic: bool = False,
     ) -> None:
-        """positions: of the longest stream, prompt and frames. pages: of PAGE_ROWS positions, shared by all streams."""
+        """positions: of the longest stream, prompt and frames. pages: of PAGE_ROWS positions, shared by all streams.
+
+        deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
+        """
         self.config, self.device = config, device
         self._weights = FrameWeights.load(config, tensors, device, dtype, positions, embeddings)
         self._slots = Slots.make(config, max_streams + 1, -(-positions // PAGE_ROWS), device)
@@ -59,6 +64,7 @@ class CudaLanes:
         self._free_slots = list(range(max_streams - 1, -1, -1))
         self._open: dict[int, _Open] = {}
         self._graphs = graphs
+        self._products = products_for(device, dtype, deterministic)
         self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self._buckets: dict[tuple[int, int], tuple[Frame, object]] = {}
         self._codes = torch.zeros(LANES[-1], NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
@@ -150,7 +156,7 @@ class CudaLanes:
             next(size for size in PROMPT_ROWS if size >= prompt_rows),
         )
         if size not in self._buckets:
-            frame = Frame(self._weights, self._slots, self._pages, *size)
+            frame = Frame(self._weights, self._slots, self._pages, *size, self._products)
             run = record(frame.run, self._pool, self._side).replay if self._graphs else frame.run
             self._buckets[size] = (frame, run)
         return self._buckets[size]

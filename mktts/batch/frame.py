@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.kernels import draws, rows
+from mktts.batch.kernels import attention, draws, rows
+from mktts.batch.products import Products
 from mktts.batch.slots import Slots
 from mktts.batch.weights import FrameWeights, StackWeights
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
 
 PAGE_ROWS = 64  # positions of a page
-_BUSY_PROGRAMS = 264  # attention is split until so many programs run: two for each multiprocessor of a large card
-_MOST_SPLITS = 8
+_BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
+_PARTS = 8  # of a row's positions at most; its length alone decides them, see mktts.batch.kernels.attention
 _QUERIES = 16  # the least that a matrix product takes
-_SILU_BLOCK = 1024
 
 
 class Frame:
@@ -33,7 +32,10 @@ class Frame:
     codes' embeddings; prompt (P, H).
     """
 
-    def __init__(self, weights: FrameWeights, slots: Slots, pages: Tensor, lanes: int, prompt_rows: int) -> None:
+    def __init__(
+        self, weights: FrameWeights, slots: Slots, pages: Tensor, lanes: int, prompt_rows: int, products: Products
+    ) -> None:
+        self._products = products
         self._weights, self._slots, self._pages = weights, slots, pages
         self.lane_count, self.prompt_rows = lanes, prompt_rows
         talker, predictor = weights.talker.config, weights.predictor.config
@@ -55,10 +57,8 @@ class Frame:
         self._x, self._h = empty(count, talker.hidden_size), empty(count, talker.hidden_size)
         width = talker.num_attention_heads * talker.head_dim
         self._queries, self._attended = empty(count, width), empty(count, width)
-        self._splits = 1
-        while self._splits < _MOST_SPLITS and lanes * talker.num_key_value_heads * self._splits < _BUSY_PROGRAMS:
-            self._splits *= 2
-        heads = (count, talker.num_attention_heads, self._splits)
+        self._programs = _PARTS if lanes * talker.num_key_value_heads < _BUSY_PROGRAMS else 1
+        heads = (count if self._programs > 1 else 1, talker.num_attention_heads, _PARTS)
         self._part = empty(*heads, talker.head_dim, dtype=torch.float32)
         self._bounds = empty(*heads, 2, dtype=torch.float32)
         self._hidden = empty(lanes, talker.hidden_size)
@@ -84,7 +84,7 @@ class Frame:
         if self.prompt_rows:
             x, h = self._x[self.lane_count :], self._h[self.lane_count :]
             x.copy_(self.prompt)
-            self._normed(x, None, stack.input_norm[0], h, eps)
+            self._normed(x, stack.input_norm[0], h, eps)
         for index in range(stack.config.num_hidden_layers):
             self._layer(stack, index, self._x, self._h, lambda qkv, index=index: self._attend(index, qkv))
         torch.index_select(self._h, 0, self.selected, out=self._hidden)
@@ -98,35 +98,36 @@ class Frame:
             slots.table, self._pages, self._queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers,
             **shape, num_warps=1,
         )  # fmt: skip
-        rows.attend[(count, c.num_key_value_heads, self._splits)](
+        attention.attend[(count, c.num_key_value_heads, self._programs)](
             self._queries, self.row_slot, self.row_pos, slots.table, self._pages, self._attended, self._part,
-            self._bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5,
-            **shape, SPLITS=self._splits, QUERIES=_QUERIES, num_warps=4, num_stages=3,
+            self._bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
+            **shape, PARTS=_PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
-        if self._splits > 1:
-            rows.combine[(count * c.num_attention_heads,)](
-                self._part, self._bounds, self._attended, D=c.head_dim, SPLITS=self._splits, num_warps=1
-            )
+        if self._programs > 1:
+            attention.combine[(count, c.num_attention_heads)](
+                self.row_pos, self._part, self._bounds, self._attended, HEADS=c.num_attention_heads, D=c.head_dim,
+                PAGE=PAGE_ROWS, PARTS=_PARTS, num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
         return self._attended
 
     # ---- predictor
 
     def _predict(self) -> None:
         weights, stack, c = self._weights, self._weights.predictor, self._weights.predictor.config
-        logits = F.linear(self._hidden, weights.heads[0])
+        logits = self._products.linear(self._hidden, weights.heads[0])
         self._px.view(self.lane_count, 2, -1)[:, 0].copy_(self._hidden)
         self._draw(logits, 0)
         for book in range(1, NUM_CODEBOOKS):
             new = 2 if book == 1 else 1  # the first pass takes the hidden state and the embedding of code 0
             x, h = self._px[: self.lane_count * new], self._ph[: self.lane_count * new]
             if weights.projection is not None:
-                x = F.linear(x, *weights.projection)
+                x = self._products.linear(x, *weights.projection)
             if weights.projection is not None or new == 2:
-                self._normed(x, None, stack.input_norm[0], h, c.rms_norm_eps)
+                self._normed(x, stack.input_norm[0], h, c.rms_norm_eps)
             for index in range(c.num_hidden_layers):
                 start = 0 if new == 2 else book
                 self._layer(stack, index, x, h, lambda qkv, i=index, s=start, n=new: self._attend_few(i, qkv, s, n))
-            self._draw(F.linear(h.view(self.lane_count, new, -1)[:, -1], weights.heads[book]), book)
+            self._draw(self._products.linear(h.view(self.lane_count, new, -1)[:, -1], weights.heads[book]), book)
 
     def _attend_few(self, layer: int, qkv: Tensor, start: int, new: int) -> Tensor:
         stack, c = self._weights.predictor, self._weights.predictor.config
@@ -156,19 +157,14 @@ class Frame:
     def _layer(self, stack: StackWeights, index: int, x: Tensor, h: Tensor, attend: Callable[[Tensor], Tensor]) -> None:
         """x (R, H), the residual stream, is updated; h (R, H), its norm for this layer, becomes that for the next."""
         eps, last = stack.config.rms_norm_eps, index + 1 == stack.config.num_hidden_layers
-        attended = attend(F.linear(h, stack.qkv[index]))
-        self._normed(x, F.linear(attended, stack.o[index]), stack.post_norm[index], h, eps)
-        gate_up = F.linear(h, stack.gate_up[index])
-        inner = gate_up.shape[1] // 2
-        act = gate_up.new_empty(len(x), inner)
-        rows.silu_mul[(len(x), -(-inner // _SILU_BLOCK))](gate_up, act, N=inner, BLOCK=_SILU_BLOCK)
+        products = self._products
+        attended = attend(products.linear(h, stack.qkv[index]))
+        products.add_norm(x, attended, stack.o[index], stack.post_norm[index], h, eps)
         following = stack.norm if last else stack.input_norm[index + 1]
-        self._normed(x, F.linear(act, stack.down[index]), following, h, eps)
+        products.add_norm(x, products.gated(h, stack.gate_up[index]), stack.down[index], following, h, eps)
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
-        rows.add_norm[(len(x),)](
-            x, x if delta is None else delta, weight, out, eps, N=x.shape[1], ADDS=delta is not None, num_warps=4
-        )
+    def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+        rows.add_norm[(len(x),)](x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
 
 
 def _power_of_two(count: int) -> int:
