@@ -23,6 +23,7 @@ from mktts.batch.device.workspace import Workspace
 from mktts.batch.frame import Frame, SlotCodec
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
+from mktts.batch.products import products_for
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.slots import Slots
 from mktts.batch.tick import Tick
@@ -62,6 +63,7 @@ class CudaLanes:
     """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it."""
 
     name = "batch"
+    overlaps = True
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class CudaLanes:
         embeddings: list[Tensor] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,
+        deterministic: bool = False,
     ) -> None:
         """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
         page 0; see `device.memory.LaneMemory` for what all that takes.
@@ -85,6 +88,7 @@ class CudaLanes:
         codec: of slots + 1 slots; None: PCM is silence. primed: the codec's state after codes (R, 16). embeddings: the
         codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
         `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
+        deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
         Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
@@ -94,13 +98,14 @@ class CudaLanes:
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
         self._codec, self._primed = codec, primed
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
+        products = products_for(device, dtype, deterministic)
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
         self._buckets = {
             (layout.lanes, layout.prompt_rows): _Bucket(
                 layout,
-                Frame(config, weights, state, self._memory, layout, self._block, workspace, codec),
+                Frame(config, weights, state, self._memory, layout, self._block, workspace, products, codec),
                 layout.padded(state.nobody),
             )
             for layout in layouts

@@ -10,23 +10,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.batch.device.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.device.paged import PagedMemory
 from mktts.batch.device.workspace import Workspace, space_shapes
-from mktts.batch.kernels import draws, inputs, rows
+from mktts.batch.kernels import attention, draws, inputs, rows
 from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.products import Products
 from mktts.batch.slots import Slots
 from mktts.batch.weights import FrameWeights, StackWeights
 from mktts.codec.state import CodecState
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
-_BUSY_PROGRAMS = 264  # attention is split until so many programs run: two for each multiprocessor of a large card
-_MOST_SPLITS = 8
+_BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
+PARTS = 8  # of a row's positions at most; its length alone decides them, see mktts.batch.kernels.attention
 _QUERIES = 16  # the least that a matrix product takes
-_SILU_BLOCK = 1024
 
 
 class SlotCodec(Protocol):
@@ -57,19 +56,16 @@ class Frame:
         layout: BlockLayout,
         block: Tensor,
         workspace: Workspace,
+        products: Products,
         codec: SlotCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
+        self._products = products
         self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
         self._numbers, self._workspace = layout.parts(block), workspace
-        self._splits = 1
-        while (
-            self._splits < _MOST_SPLITS
-            and self.lane_count * config.talker.num_key_value_heads * self._splits < _BUSY_PROGRAMS
-        ):
-            self._splits *= 2
+        self._programs = PARTS if self.lane_count * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
         dtype = weights.talker.norm.dtype
-        self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._splits)
+        self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._programs)
         workspace.reserve(self._shapes)
 
     def run(self) -> None:
@@ -105,15 +101,16 @@ class Frame:
             qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, space.row_slot, space.row_pos,
             table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, num_warps=1,
         )  # fmt: skip
-        rows.attend[(count, c.num_key_value_heads, self._splits)](
+        attention.attend[(count, c.num_key_value_heads, self._programs)](
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
-            space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5,
-            **shape, SPLITS=self._splits, QUERIES=_QUERIES, num_warps=4, num_stages=3,
+            space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
+            **shape, PARTS=PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
-        if self._splits > 1:
-            rows.combine[(count * c.num_attention_heads,)](
-                space.part, space.bounds, space.attended, D=c.head_dim, SPLITS=self._splits, num_warps=1
-            )
+        if self._programs > 1:
+            attention.combine[(count, c.num_attention_heads)](
+                space.row_pos, space.part, space.bounds, space.attended, HEADS=c.num_attention_heads, D=c.head_dim,
+                PAGE=PAGE_ROWS, PARTS=PARTS, num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
         return space.attended
 
     # ---- predictor
@@ -121,20 +118,20 @@ class Frame:
     def _predict(self) -> None:
         weights, stack, c = self._weights, self._weights.predictor, self._weights.predictor.config
         space = self.space
-        logits = F.linear(space.hidden, weights.heads[0])
+        logits = self._products.linear(space.hidden, weights.heads[0])
         space.px.view(self.lane_count, 2, -1)[:, 0].copy_(space.hidden)
         self._draw(logits, 0)
         for book in range(1, NUM_CODEBOOKS):
             new = 2 if book == 1 else 1  # the first pass takes the hidden state and the embedding of code 0
             x, h = space.px[: self.lane_count * new], space.ph[: self.lane_count * new]
             if weights.projection is not None:
-                x = F.linear(x, *weights.projection)
+                x = self._products.linear(x, *weights.projection)
             if weights.projection is not None or new == 2:
-                self._normed(x, None, stack.input_norm[0], h, c.rms_norm_eps)
+                self._normed(x, stack.input_norm[0], h, c.rms_norm_eps)
             for index in range(c.num_hidden_layers):
                 start = 0 if new == 2 else book
                 self._layer(stack, index, x, h, lambda qkv, i=index, s=start, n=new: self._attend_few(i, qkv, s, n))
-            self._draw(F.linear(h.view(self.lane_count, new, -1)[:, -1], weights.heads[book]), book)
+            self._draw(self._products.linear(h.view(self.lane_count, new, -1)[:, -1], weights.heads[book]), book)
 
     def _attend_few(self, layer: int, qkv: Tensor, start: int, new: int) -> Tensor:
         stack, c = self._weights.predictor, self._weights.predictor.config
@@ -165,19 +162,14 @@ class Frame:
     def _layer(self, stack: StackWeights, index: int, x: Tensor, h: Tensor, attend: Callable[[Tensor], Tensor]) -> None:
         """x (R, H), the residual stream, is updated; h (R, H), its norm for this layer, becomes that for the next."""
         eps, last = stack.config.rms_norm_eps, index + 1 == stack.config.num_hidden_layers
-        attended = attend(F.linear(h, stack.qkv[index]))
-        self._normed(x, F.linear(attended, stack.o[index]), stack.post_norm[index], h, eps)
-        gate_up = F.linear(h, stack.gate_up[index])
-        inner = gate_up.shape[1] // 2
-        act = gate_up.new_empty(len(x), inner)
-        rows.silu_mul[(len(x), -(-inner // _SILU_BLOCK))](gate_up, act, N=inner, BLOCK=_SILU_BLOCK)
+        products = self._products
+        attended = attend(products.linear(h, stack.qkv[index]))
+        products.add_norm(x, attended, stack.o[index], stack.post_norm[index], h, eps)
         following = stack.norm if last else stack.input_norm[index + 1]
-        self._normed(x, F.linear(act, stack.down[index]), following, h, eps)
+        products.add_norm(x, products.gated(h, stack.gate_up[index]), stack.down[index], following, h, eps)
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
-        rows.add_norm[(len(x),)](
-            x, x if delta is None else delta, weight, out, eps, N=x.shape[1], ADDS=delta is not None, num_warps=4
-        )
+    def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+        rows.add_norm[(len(x),)](x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
 
 
 def _power_of_two(count: int) -> int:

@@ -58,8 +58,9 @@ class Stage:
         self.kept = []
         made, count = self._made.numpy(), self._count
         codes = made[: NUM_CODEBOOKS * self._lanes].reshape(-1, NUM_CODEBOOKS)[:count].astype(np.int64)
-        ended = made[NUM_CODEBOOKS * self._lanes :][:count] != 0
-        return Made(codes, ended, self._pcm.numpy()[:count], took_s)
+        state = made[NUM_CODEBOOKS * self._lanes :][:count]
+        codes[state > 1, 0] = -1
+        return Made(codes, state != 0, self._pcm.numpy()[:count], took_s)
 
     def _mark(self, which: int) -> None:
         if self._cuda:

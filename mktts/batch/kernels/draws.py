@@ -118,10 +118,11 @@ def draw(
     """Program (lane): chooses code `book` of the lane's slot, and makes the predictor's next input of its embedding.
 
     By lane: lanes int64, its slot; logits at a stride of `row_stride`, V of them; settings (B, SETTINGS) int32, see
-    `mktts.batch.device.block.packed`; codes (B, 16) int32; ended_out int32; codec_slots int32, the slot whose codec
-    goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen (slots, V) uint8 of code 0,
-    embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden state where FIRST), h_out its
-    norm where NORM. A score that is no number, or infinite, is as one that may not be drawn.
+    `mktts.batch.device.block.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
+    int32, the slot whose codec goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen
+    (slots, V) uint8 of code 0, embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden
+    state where FIRST), h_out its norm where NORM. A score that is no number, or infinite, is as one that may not be
+    drawn.
     """
     T: tl.constexpr = logits.dtype.element_ty
     lane = tl.program_id(0).to(tl.int64)
@@ -133,6 +134,7 @@ def draw(
     frame = tl.load(frames + slot)
     mine = settings + lane * SETTINGS
     if FIRST:
+        broken = tl.sum((scores > _NEVER).to(tl.int32), 0) == 0  # the hidden state held no numbers
         by = tl.load(mine + PENALTY).to(tl.float32, bitcast=True)
         was = tl.load(seen + slot * V + i, mask=inside, other=0) != 0
         scores = tl.where(was, tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + by), scores * by), scores)
@@ -153,9 +155,9 @@ def draw(
     c = tl.arange(0, H)
     row = tl.load(table + best.to(tl.int64) * H + c).to(tl.float32)
     if FIRST:
-        over = (tl.load(ended + slot) != 0) | (best == eos)
+        over = (tl.load(ended + slot) != 0) | (best == eos) | broken
         tl.store(ended + slot, over.to(tl.int32))
-        tl.store(ended_out + lane, over.to(tl.int32))
+        tl.store(ended_out + lane, over.to(tl.int32) + broken.to(tl.int32))
         tl.store(codec_slots + lane, tl.where(over, nobody, slot.to(tl.int32)))
         tl.store(seen + slot * V + best, 1)
         tl.store(embedding_sum + slot * H + c, row)

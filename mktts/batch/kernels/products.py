@@ -1,0 +1,94 @@
+"""Triton kernels of matrix products whose sums have one order, whatever rows come with a row.
+
+An element of x @ weight.T is a sum over k in PARTS parts of equal length. Within a part fp32 accumulates over ascending
+k; the parts are added in their order, ((p0 + p1) + p2) + ... . Tiles of any size, and parts made by one program or by
+several, give the same bits: the number of rows may decide which of them runs, it does not touch the sum.
+"""
+
+import triton
+import triton.language as tl
+
+from mktts.batch.kernels.rows import rms
+
+
+@triton.jit
+def _dot(a, w, sums, TURNED: tl.constexpr):
+    """sums + a @ w.T, or its transpose where TURNED: then the weights are the operand that needs 64 rows."""
+    if TURNED:
+        return tl.dot(w, a.T, sums, input_precision="ieee")
+    else:
+        return tl.dot(a, w.T, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(
+    x, weight, bias, out, rows, columns, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Program (row block, column block, part where SPLIT): out (rows, columns) = x @ weight.T + bias where BIASED.
+
+    x (rows, depth) by blocks of (BM, BK), weight (columns, depth) by blocks of (BN, BK), both tensor descriptors.
+    SPLIT: a program makes one part, and out (PARTS, rows, columns) keeps them apart. GATED: weight has 2 columns rows,
+    out = silu(first half) * second half, rounded as `mktts.batch.kernels.rows.silu_mul` rounds; PARTS is 1.
+    TURNED: the tile is (BN, BM).
+    """
+    T: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0) * BM
+    column = tl.program_id(1) * BN
+    length = depth // PARTS
+    if TURNED:
+        sums = tl.zeros((BN, BM), tl.float32)
+    else:
+        sums = tl.zeros((BM, BN), tl.float32)
+    if GATED:
+        ups = sums
+        for k in range(0, depth, BK):
+            a = x.load([row, k])
+            sums = _dot(a, weight.load([column, k]), sums, TURNED)
+            ups = _dot(a, weight.load([columns + column, k]), ups, TURNED)
+        gate = sums.to(T).to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(T).to(tl.float32)
+        sums = gate * ups.to(T).to(tl.float32)
+    else:
+        start = tl.program_id(2) * length  # program_id(2) is 0 unless SPLIT
+        for k in range(start, start + length, BK):
+            sums = _dot(x.load([row, k]), weight.load([column, k]), sums, TURNED)
+        if not SPLIT:
+            for part in range(1, PARTS):
+                more = tl.zeros_like(sums)
+                for k in range(part * length, (part + 1) * length, BK):
+                    more = _dot(x.load([row, k]), weight.load([column, k]), more, TURNED)
+                sums += more
+    if TURNED:
+        sums = sums.T
+    c = column + tl.arange(0, BN)
+    r = row + tl.arange(0, BM)
+    inside = c < columns
+    if BIASED:
+        sums += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if SPLIT:
+        out += tl.program_id(2).to(tl.int64) * rows * columns
+    places = r[:, None].to(tl.int64) * columns + c[None, :]
+    tl.store(out + places, sums.to(T), mask=(r < rows)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def add_parts_norm(x, delta, weight, out, eps, rows, parts, N: tl.constexpr, PARTS: tl.constexpr):
+    """Program (row): x += the sum of delta's parts, then out = rms(x) * weight. x, out (rows, N).
+
+    delta (parts, rows, N) fp32, 1 <= parts <= PARTS. How many there are is not compiled in: one binary makes the sum
+    of squares, so that its order does not change with them.
+    """
+    T: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, N)
+    total = tl.load(delta + row * N + c)
+    for part in tl.static_range(1, PARTS):
+        here = part < parts
+        more = tl.load(delta + (part * rows + row) * N + c, mask=here, other=0.0)
+        total = tl.where(here, total + more, total)
+    value = tl.load(x + row * N + c).to(tl.float32)
+    value = (value + total.to(T).to(tl.float32)).to(T).to(tl.float32)
+    tl.store(x + row * N + c, value.to(T))
+    tl.store(out + row * N + c, rms(value, tl.load(weight + c).to(tl.float32), eps, T, N))

@@ -1,0 +1,120 @@
+"""The matrix products of a batched frame: by cuBLAS, or with sums whose order does not depend on the rows.
+
+cuBLAS picks a kernel, and with it the order of a row's sums, by the number of rows; a stream's codes then change with
+its neighbours. `FixedOrderProducts` runs the project's own kernels, which keep one order.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mktts.batch.kernels import products, rows
+from mktts.batch.tiles import Kind, plan_of
+from mktts.errors import OptionsError
+
+_SILU_BLOCK = 1024
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Products(Protocol):
+    """Products of rows with weights as (out, in), rounded to the rows' dtype. Rows (R, K) may have any stride."""
+
+    deterministic: bool  # a row's results do not depend on the other rows or on their number
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x (R, K) @ weight (N, K).T + bias (N,) -> (R, N), into the contiguous `out` where given."""
+
+    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T) -> (R, I). weight (2 I, K): gate, then up."""
+
+    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
+        """x (R, N) += h (R, K) @ weight (N, K).T, then out (R, N) = RMSNorm(x) * norm (N,)."""
+
+
+class CublasProducts:
+    """By cuBLAS. A row's last bits change with the number of rows."""
+
+    deterministic = False
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Products`."""
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Products`."""
+        gate_up = F.linear(x, weight)
+        inner = weight.shape[0] // 2
+        if out is None:
+            out = gate_up.new_empty(len(x), inner)
+        rows.silu_mul[(len(x), -(-inner // _SILU_BLOCK))](gate_up, out, N=inner, BLOCK=_SILU_BLOCK)
+        return out
+
+    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
+        """See `Products`."""
+        delta = F.linear(h, weight)
+        rows.add_norm[(len(x),)](x, delta, norm, out, eps, N=x.shape[1], ADDS=True, num_warps=4)
+
+
+class FixedOrderProducts:
+    """By the project's kernels, see `mktts.batch.kernels.products`."""
+
+    deterministic = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises OptionsError for a dtype other than bfloat16, float16 and float32."""
+        if dtype not in _DTYPES:
+            raise OptionsError(f"fixed-order products take bfloat16, float16 or float32, got {dtype}")
+        self._limit = 99 * 1024  # of the smallest cards, also where there is no device to ask
+        if device.type == "cuda":
+            self._limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Products`."""
+        if out is None:
+            out = x.new_empty(len(x), weight.shape[0])
+        self._product(Kind.LINEAR, x, weight, out, bias)
+        return out
+
+    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Products`."""
+        if out is None:
+            out = x.new_empty(len(x), weight.shape[0] // 2)
+        self._product(Kind.GATED, x, weight, out)
+        return out
+
+    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
+        """See `Products`."""
+        plan = plan_of(Kind.JOINED, *weight.shape, x.element_size())
+        parts = plan.parts if plan.tile(len(x)).split else 1
+        delta = x.new_empty(parts, *x.shape, dtype=torch.float32)
+        self._product(Kind.JOINED, h, weight, delta)
+        products.add_parts_norm[(len(x),)](
+            x, delta, norm, out, eps, len(x), parts, N=x.shape[1], PARTS=plan.parts, num_warps=4
+        )
+
+    def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """`out`: (..., R, N) contiguous, with each part by itself where the tile is split."""
+        count, columns, depth = x.shape[0], out.shape[-1], x.shape[1]
+        plan = plan_of(kind, columns, depth, x.element_size())
+        tile = plan.tile(count).fitted(kind, x.element_size(), self._limit)
+        grid = (-(-count // tile.rows), -(-columns // tile.columns), plan.parts if tile.split else 1)
+        products.product[grid](
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+            out if bias is None else bias, out, count, columns, depth,
+            BM=tile.rows, BN=tile.columns, BK=tile.depth, PARTS=plan.parts, SPLIT=tile.split,
+            GATED=kind is Kind.GATED, TURNED=tile.turned, BIASED=bias is not None,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def products_for(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Products:
+    """The products of a frame; `deterministic` those of one order. Raises OptionsError, see `FixedOrderProducts`."""
+    return FixedOrderProducts(device, dtype) if deterministic else CublasProducts()
