@@ -143,7 +143,8 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
     if wanted.device.type == "cuda":
         from mktts.batch.cuda_loading import cuda_lanes
 
-        lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, single)
+        embeddings = None if single is None else single.backend.embeddings
+        lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)
         admission = AdmissionSettings.h200()
     else:
         from mktts.batch.plain.lanes import TorchLanes
