@@ -28,7 +28,7 @@ from mktts.batch.scheduler import TickSettings
 from mktts.batch.slots import Slots
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
-from mktts.batch.weights import FrameWeights
+from mktts.batch.weights import EMBEDDINGS, FrameWeights
 from mktts.codec.state import CodecState
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
@@ -60,7 +60,10 @@ class _Bucket:
 
 
 class CudaLanes:
-    """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it."""
+    """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it.
+
+    embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.
+    """
 
     name = "batch"
     overlaps = True
@@ -96,6 +99,7 @@ class CudaLanes:
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
+        self.embeddings = dict(zip(EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._primed = codec, primed
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
         products = products_for(device, dtype, deterministic)

@@ -13,12 +13,12 @@ from mktts.batch.cuda_codec import CudaCodec
 from mktts.batch.cuda_lanes import CudaLanes, tick_settings
 from mktts.batch.device.memory import LaneMemory
 from mktts.batch.settings import BatchSettings
+from mktts.batch.weights import EMBEDDINGS
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.primed import PrimedStates
 from mktts.codec.state import CodecState
 from mktts.errors import BackendUnavailable, CapacityError
-from mktts.spec import NUM_CODEBOOKS
 
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
@@ -61,7 +61,7 @@ def cuda_lanes(
         )
     codec = CudaCodec(lambda: decoder, slots + 1, settings.codec)
     decoder = None
-    tables = None if embeddings is None else _in_order(embeddings)
+    tables = None if embeddings is None else [embeddings[name] for name in EMBEDDINGS]
     lanes = CudaLanes(
         config,
         checkpoint.tensors(),
@@ -95,12 +95,6 @@ class _Primed:
         if self._states is None:
             self._states = PrimedStates(self._plain())
         return self._states.of(reference)
-
-
-def _in_order(embeddings: Mapping[str, Tensor]) -> list[Tensor]:
-    names = ["talker.model.codec_embedding.weight"]
-    names += [f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in range(NUM_CODEBOOKS - 1)]
-    return [embeddings[name] for name in names]
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

@@ -12,6 +12,11 @@ from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
 
+EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
+    f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in range(NUM_CODEBOOKS - 1)
+)  # the codebooks' tables by Hub name
+
+
 @dataclass(frozen=True)
 class StackWeights:
     """One decoder stack. Matrices are (out, in); `cos`, `sin` (positions, head_dim / 2) are of the first half."""
@@ -83,8 +88,7 @@ class FrameWeights:
 
         groups = range(NUM_CODEBOOKS - 1)
         if embeddings is None:
-            embeddings = [get("talker.model.codec_embedding.weight")]
-            embeddings += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
+            embeddings = [get(name) for name in EMBEDDINGS]
         projection = "talker.code_predictor.small_to_mtp_projection."
         projected = projection + "weight" in tensors
         return cls(
