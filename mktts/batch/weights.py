@@ -11,7 +11,6 @@ from torch import Tensor
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
-
 EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
     f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in range(NUM_CODEBOOKS - 1)
 )  # the codebooks' tables by Hub name
