@@ -124,6 +124,7 @@ def test_a_run_that_was_short_or_cut_or_hangs_is_not_held():
     assert held(LoadSettings("x"))
     assert not held(LoadSettings("x", seconds=59.0))
     assert not held(LoadSettings("x"), end=None)
+    assert not held(LoadSettings("x"), end=Mark(59.9, 0, 0, 0.0, 0.0))
     assert not held(LoadSettings("x"), hung=1)
 
 

@@ -244,12 +244,12 @@ class _Crowd:
             self.seen.beat_late_s.append(time.perf_counter() - wanted_s)
 
     async def _mark(self, begin_s: float, end_s: float) -> None:
-        await asyncio.sleep(begin_s - time.perf_counter())
+        await _until(begin_s)
         self.seen.lag_ms[:] = [0] * LAG_BUCKETS
         self.seen.beat_late_s.clear()
         self.seen.gc_s.clear()
         self.seen.begin = self._now()
-        await asyncio.sleep(end_s - time.perf_counter())
+        await _until(self.seen.begin.at_s + end_s - begin_s)  # the whole time, also where it began late
         self.seen.end = self._now()
         await asyncio.Event().wait()
 
@@ -262,3 +262,9 @@ class _Crowd:
             self._collecting_since_s = now_s
         else:
             self.seen.gc_s.append(now_s - self._collecting_since_s)
+
+
+async def _until(at_s: float) -> None:
+    """Returns at that time of time.perf_counter or later, never before."""
+    while (wait_s := at_s - time.perf_counter()) > 0:
+        await asyncio.sleep(wait_s)

@@ -12,7 +12,7 @@ import numpy as np
 from mktts.errors import MetricsError
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.listener import Listener
-from mktts.measure.bench.load.settings import Loaded, LoadSettings
+from mktts.measure.bench.load.settings import HELD_S, Loaded, LoadSettings
 from mktts.measure.bench.load.texts import Said
 from mktts.spec import FRAME_RATE_HZ
 
@@ -64,7 +64,7 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
     gaps = late_gaps(seen.listeners, begin_s, end_s, seen.closed_s)
     errors = Counter(one.error for one in seen.listeners if one.error)
     return {
-        "held": whole and settings.reportable and not seen.hung,
+        "held": whole and duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
         "offered_rps": len(came) / duration_s,
         "duration_s": duration_s,
         "arrivals": len(came),
