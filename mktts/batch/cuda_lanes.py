@@ -29,6 +29,7 @@ from mktts.batch.slots import Slots
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
 from mktts.batch.weights import EMBEDDINGS, FrameWeights
+from mktts.codec.graphs import Precision
 from mktts.codec.state import CodecState
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
@@ -99,6 +100,8 @@ class CudaLanes:
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
+        self.deterministic = deterministic
+        self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
         self.embeddings = dict(zip(EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._primed = codec, primed
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)

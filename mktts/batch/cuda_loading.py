@@ -12,10 +12,12 @@ from torch import Tensor
 from mktts.batch.cuda_codec import CudaCodec
 from mktts.batch.cuda_lanes import CudaLanes, tick_settings
 from mktts.batch.device.memory import LaneMemory
+from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.settings import BatchSettings
 from mktts.batch.weights import EMBEDDINGS
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
+from mktts.codec.graphs import Precision
 from mktts.codec.primed import PrimedStates
 from mktts.codec.state import CodecState
 from mktts.errors import BackendUnavailable, CapacityError
@@ -82,6 +84,34 @@ def cuda_lanes(
         slots, pages, pages * each.page / 2**30, settings.codec,
     )  # fmt: skip
     return lanes
+
+
+def bare_lanes(
+    checkpoint: Checkpoint,
+    codec: Precision | None,
+    deterministic: bool,
+    slots: int,
+    rows: int,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> CudaLanes:
+    """Lanes for measurements: `slots` streams of at most `rows` rows each. codec: its precision; None: no sound. Graphs
+    are recorded when they are first needed."""
+    device = torch.device(device)
+    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
+    pages = slots * -(-rows // PAGE_ROWS) + 1
+    return CudaLanes(
+        checkpoint.config,
+        checkpoint.tensors(),
+        device,
+        dtype,
+        slots=slots,
+        positions=rows,
+        pages=pages,
+        codec=None if codec is None else CudaCodec(decoder, slots + 1, codec),
+        settings=tick_settings(),
+        deterministic=deterministic,
+    )
 
 
 class _Primed:

@@ -31,6 +31,7 @@ _QUERIES = 16  # the least that a matrix product takes
 class SlotCodec(Protocol):
     """The codec of many streams by slot, one slot more than the engine's: the last is nobody's."""
 
+    name: str
     state_bytes: int  # of one slot
 
     def enter(self, slot: int, primed: CodecState | None) -> None:

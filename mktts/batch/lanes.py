@@ -17,6 +17,7 @@ from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
+from mktts.codec.graphs import Precision
 from mktts.model.sampling import Sampling
 
 
@@ -37,6 +38,8 @@ class Lanes(Protocol):
     """Talker, predictor, draws and codec of many streams, by slot."""
 
     name: str
+    deterministic: bool  # whether a stream's codes depend neither on its neighbours nor on their number
+    precision: Precision  # of the codec
     overlaps: bool  # whether a launched tick runs beside the host; otherwise it is over when `launch` returns
     slots: int  # 0 to slots - 1 are the engine's
     pages: Pages  # of keys and values: the engine opens, keeps and closes, the lanes bring `changes()` to the device

@@ -25,46 +25,52 @@ SINGLE_STREAMS = 2
 
 
 class Models:
-    """`single`, `batch`, or both. The second may come later: made beside the first when more streams are open than are
-    served singly; until then those take turns."""
+    """`single`, `together`, or both. The second may come later: made beside the first when more streams are open than
+    are served singly; until then those take turns."""
 
     def __init__(
         self,
         single: StepModel | UpstreamModel | None,
-        batch: LaneModel | None = None,
+        together: Together | None = None,
         later: Callable[[], Together] | None = None,
     ) -> None:
-        self._single, self._batch = single, batch
+        self._single, self._together = single, together
         self._later = later
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
     def room(self) -> int:
         """Streams that are made at once."""
-        return SINGLE_STREAMS if self._batch is None else self._batch.lanes.slots
+        return SINGLE_STREAMS if self._together is None else self._together.model.lanes.slots
+
+    @property
+    def together(self) -> Together | None:
+        """The executor of the batch engine."""
+        return self._together
 
     def any(self) -> StepModel | UpstreamModel | LaneModel:
         """One of them, to check requests with. Raises EngineError after `let_go`."""
-        model = self._single or self._batch
-        if model is None:
+        if self._single is not None:
+            return self._single
+        if self._together is None:
             raise EngineError("the synthesizer is closed: load another one")
-        return model
+        return self._together.model
 
     def pick(self, open_streams: int, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
         """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`."""
         model = self.any()
-        if self._single is None:
-            return self._batch, "batch"
+        if model is not self._single:
+            return model, "batch"
         if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
-            return self._single, "single"
-        if self._batch is None:
+            return model, "single"
+        if self._together is None:
             self._begin()
             return model, "single"
-        return self._batch, "batch"
+        return self._together.model, "batch"
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""
-        self._single = self._batch = self._later = None
+        self._single = self._together = self._later = None
 
     def _begin(self) -> None:
         """Makes the second model in a thread of its own, once."""
@@ -81,4 +87,4 @@ class Models:
             logging.getLogger(__name__).warning("streams go on taking turns, the batch engine cannot run: %s", reason)
         else:
             if self._single is not None:
-                self._batch = executor.model
+                self._together = executor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
+from mktts.batch.log import TICKS
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.errors import OptionsError, PromptError
@@ -30,6 +31,7 @@ from mktts.synth.one_by_one import OneByOne
 
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
+    from mktts.batch.lanes import Lanes
     from mktts.synth.upstream_model import UpstreamModel
 
 __all__ = [
@@ -84,23 +86,23 @@ class Synthesizer:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         cpu_threads: int | None = None,
-        batch: Together | None = None,
+        together: Together | None = None,
         later: Callable[[], Together] | None = None,
     ) -> None:
-        """Puts made models behind the interface; `load` is the usual way in. One of `model` and `batch` may be None.
+        """Puts made models behind the interface; `load` is the usual way in. One of `model` and `together` may be None.
 
-        later: makes `batch` when it is needed.
+        later: makes `together` when it is needed.
         """
         self.checkpoint = checkpoint
-        self.backend_name = (model or batch.model).name
+        self.backend_name = (model or together.model).name
         self.device = torch.device(device)
         self.dtype = dtype
         self.sampling = sampling or Sampling()
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
-        self._models = Models(model, None if batch is None else batch.model, later)
-        executors = [*([] if model is None else [OneByOne()]), *([] if batch is None else [batch])]
+        self._models = Models(model, together, later)
+        executors = [*([] if model is None else [OneByOne()]), *([] if together is None else [together])]
         self._engine = Engine(executors, cpu_threads=cpu_threads)
         self._models.on_made = self._engine.add
 
@@ -197,6 +199,18 @@ class Synthesizer:
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, time.perf_counter(), paced=False)
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """What makes many streams together; None where the engine for that is not there, or not yet."""
+        together = self._models.together
+        return None if together is None else together.model.lanes
+
+    @property
+    def ticks(self) -> np.ndarray:
+        """What the batch engine did last, one record a tick of dtype `mktts.batch.log.TICKS`, oldest first."""
+        together = self._models.together
+        return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
 
     def warm_up(self) -> None:
         """Runs one short utterance, so that the first request finds everything allocated and compiled.

@@ -30,6 +30,8 @@ class TorchLanes:
 
     name = "batch"
     overlaps = False
+    deterministic = True  # in fp32; see `lane_stack` for how long sums may be
+    precision = "full"
     settings = TickSettings.cpu()
     model = TickModel.cpu()
 

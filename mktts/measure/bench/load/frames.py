@@ -36,7 +36,11 @@ Maker = Callable[[Checkpoint, str | None, bool, int, int], Lanes]
 
 def cuda_lanes(checkpoint: Checkpoint, codec: str | None, deterministic: bool, slots: int, rows: int) -> Lanes:
     """The engine's lanes without the engine: a `Maker`. Raises BackendUnavailable where there are none."""
-    raise BackendUnavailable("this version has no CUDA lanes that could be timed by themselves")
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("frames by themselves are timed on a CUDA device, and torch sees none")
+    from mktts.batch.cuda_loading import bare_lanes
+
+    return bare_lanes(checkpoint, codec, deterministic, slots, rows)
 
 
 def measure(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mktts.checkpoint import Checkpoint
-from mktts.errors import BackendUnavailable, OptionsError
+from mktts.errors import OptionsError
 from mktts.spec import FRAME_RATE_HZ
 
 if TYPE_CHECKING:
@@ -105,44 +103,27 @@ class Loaded:
 def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
     """Loads and warms up what is measured.
 
-    The engine's own defaults are asked for by leaving them out, and then read off its settings. Raises
-    BackendUnavailable where this version has no such engine, and what Synthesizer.load raises.
+    The engine's own defaults are asked for by leaving them out, and then read off it. Raises what Synthesizer.load
+    raises.
     """
     import torch
 
+    from mktts.batch.settings import BatchSettings
     from mktts.synth import Synthesizer
 
     given: dict[str, Any] = {"backend": settings.backend, "device": settings.device}
     given["dtype"] = getattr(torch, settings.dtype) if settings.dtype else None
-    codec, deterministic = "full", False  # one stream's codec, and nothing promised
-    parameters = inspect.signature(Synthesizer.load).parameters
+    given["deterministic"] = settings.deterministic
     if settings.engine is not None:
         given["engine"] = settings.engine
-    if given.get("engine", parameters["engine"].default if "engine" in parameters else "single") != "single":
-        asked = {name: getattr(settings, name) for name in ("codec", "deterministic", "max_streams")}
-        batch = _batch_settings({name: value for name, value in asked.items() if value is not None})
-        codec, deterministic = getattr(batch, "codec", None), getattr(batch, "deterministic", None)
-        if codec not in ("full", "fast") or not isinstance(deterministic, bool):
-            raise OptionsError(
-                "a point names its codec precision and whether it is deterministic: give --codec-precision and "
-                f"--deterministic or --no-deterministic (the defaults say {codec!r} and {deterministic!r})"
-            )
-        given["batch"] = batch
-    elif settings.deterministic is not None:
-        given["deterministic"] = deterministic = settings.deterministic
-    if unknown := given.keys() - parameters.keys():
-        raise BackendUnavailable(f"this version's Synthesizer.load takes no {', '.join(sorted(unknown))}")
+    asked = {name: getattr(settings, of) for name, of in (("codec", "codec"), ("max_streams", "max_streams"))}
+    given["batch"] = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
     synthesizer = Synthesizer.load(checkpoint, **given)
     synthesizer.warm_up()
-    return Loaded(synthesizer, checkpoint, codec, deterministic)
-
-
-def _batch_settings(given: dict[str, Any]) -> Any:
-    """The batch engine's settings, by the class that Synthesizer.load takes."""
-    kind = getattr(importlib.import_module("mktts.synth.synthesizer"), "BatchSettings", None)
-    if kind is None:
-        raise BackendUnavailable("this version has no batch engine: leave --engine out, or say --engine single")
-    return kind(**given)
+    lanes = synthesizer.lanes
+    if lanes is None:  # one stream's codec, and nothing promised
+        return Loaded(synthesizer, checkpoint, "full", False)
+    return Loaded(synthesizer, checkpoint, lanes.precision, lanes.deterministic)
 
 
 def of_file(settings: LoadSettings) -> dict[str, Any]:
