@@ -71,9 +71,10 @@ class FixedOrderProducts:
         """Raises OptionsError for a dtype other than bfloat16, float16 and float32."""
         if dtype not in _DTYPES:
             raise OptionsError(f"fixed-order products take bfloat16, float16 or float32, got {dtype}")
-        self._limit = 99 * 1024  # of the smallest cards, also where there is no device to ask
+        self._limit, self._described = 99 * 1024, True  # where there is no device to ask
         if device.type == "cuda":
-            self._limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            properties = torch.cuda.get_device_properties(device)
+            self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """See `Products`."""
@@ -91,7 +92,7 @@ class FixedOrderProducts:
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
         """See `Products`."""
-        plan = plan_of(Kind.JOINED, *weight.shape, x.element_size())
+        plan = plan_of(Kind.JOINED, *weight.shape, x.element_size(), self._limit)
         parts = plan.parts if plan.tile(len(x)).split else 1
         delta = x.new_empty(parts, *x.shape, dtype=torch.float32)
         self._product(Kind.JOINED, h, weight, delta)
@@ -102,17 +103,20 @@ class FixedOrderProducts:
     def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """`out`: (..., R, N) contiguous, with each part by itself where the tile is split."""
         count, columns, depth = x.shape[0], out.shape[-1], x.shape[1]
-        plan = plan_of(kind, columns, depth, x.element_size())
+        plan = plan_of(kind, columns, depth, x.element_size(), self._limit)
         tile = plan.tile(count).fitted(kind, x.element_size(), self._limit)
         grid = (-(-count // tile.rows), -(-columns // tile.columns), plan.parts if tile.split else 1)
         products.product[grid](
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-            out if bias is None else bias, out, count, columns, depth,
+            self._operand(x, tile.rows, tile.depth), self._operand(weight, tile.columns, tile.depth),
+            out if bias is None else bias, out, count, columns, depth, x.stride(0),
             BM=tile.rows, BN=tile.columns, BK=tile.depth, PARTS=plan.parts, SPLIT=tile.split,
-            GATED=kind is Kind.GATED, TURNED=tile.turned, BIASED=bias is not None,
+            GATED=kind is Kind.GATED, TURNED=tile.turned, BIASED=bias is not None, DESCRIBED=self._described,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+    def _operand(self, matrix: Tensor, rows: int, depth: int) -> TensorDescriptor | Tensor:
+        """The matrix as the kernel reads it, by blocks of (rows, depth)."""
+        return TensorDescriptor.from_tensor(matrix, [rows, depth]) if self._described else matrix
 
 
 def products_for(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Products:

@@ -87,15 +87,35 @@ _RULE = {
     Kind.GATED: Plan(1, _GATED),
     Kind.JOINED: Plan(_PARTS, _JOINED),
 }
+# Cards with less shared memory multiply by instructions that take operands from registers: smaller tiles fit those.
+_SMALL_RULE = _RULE | {
+    Kind.LINEAR: Plan(1, _LINEAR[:-1]),
+    Kind.GATED: Plan(
+        1,
+        (
+            (16, Tile(16, 64, 64, 4, 4, turned=True)),
+            (32, Tile(32, 64, 64, 4, 4, turned=True)),
+            (128, Tile(64, 64, 64, 4, 4)),
+            (1024, Tile(128, 64, 64, 8, 3)),
+        ),
+    ),
+}
+LARGE_SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 9.0, CUDA C++ Programming Guide
 _SINGLE = Plan(1, ((1, Tile(32, 32, 16, 4, 2)),))  # fp32 has no matrix unit: more accumulators would not fit registers
 _MEASURED: dict[tuple[Kind, int, int], Plan] = {}  # by (kind, columns, depth); others go by `_RULE`
 
 
-def plan_of(kind: Kind, columns: int, depth: int, itemsize: int) -> Plan:
-    """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes."""
+def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> Plan:
+    """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes.
+
+    limit: bytes of shared memory that a program may have. It is of a device, so that a device has one plan of a matrix.
+    """
     if itemsize == 4:
         return _SINGLE
-    plan = _MEASURED.get((kind, columns, depth)) or _RULE[kind]
+    if limit >= LARGE_SHARED_BYTES:
+        plan = _MEASURED.get((kind, columns, depth)) or _RULE[kind]
+    else:
+        plan = _SMALL_RULE[kind]
     if any(depth % (plan.parts * tile.depth) for _, tile in plan.tiles):
         # One part reads beyond the last column as zeros; several would read into the next.
         return Plan(1, tuple((most, replace(tile, split=False)) for most, tile in plan.tiles))

@@ -12,6 +12,21 @@ from mktts.batch.kernels.rows import rms
 
 
 @triton.jit
+def _block(source, row, k, rows, stride, depth, SIZE: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr):
+    """(SIZE, BK) at (row, k) of the matrix `source` (rows, depth), zeros outside of it.
+
+    DESCRIBED: it is a tensor descriptor, for the copy engine of compute capability 9.0 and above; else a pointer.
+    """
+    if DESCRIBED:
+        return source.load([row, k])
+    else:
+        r = row + tl.arange(0, SIZE)
+        c = k + tl.arange(0, BK)
+        inside = (r < rows)[:, None] & (c < depth)[None, :]
+        return tl.load(source + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _dot(a, w, sums, TURNED: tl.constexpr):
     """sums + a @ w.T, or its transpose where TURNED: then the weights are the operand that needs 64 rows."""
     if TURNED:
@@ -22,13 +37,13 @@ def _dot(a, w, sums, TURNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def product(
-    x, weight, bias, out, rows, columns, depth,
+    x, weight, bias, out, rows, columns, depth, stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr, BIASED: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, BIASED: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, column block, part where SPLIT): out (rows, columns) = x @ weight.T + bias where BIASED.
 
-    x (rows, depth) by blocks of (BM, BK), weight (columns, depth) by blocks of (BN, BK), both tensor descriptors.
+    x (rows, depth), rows at a `stride`, is read by blocks of (BM, BK), weight (columns, depth) by blocks of (BN, BK).
     SPLIT: a program makes one part, and out (PARTS, rows, columns) keeps them apart. GATED: weight has 2 columns rows,
     out = silu(first half) * second half, rounded as `mktts.batch.kernels.rows.silu_mul` rounds; PARTS is 1.
     TURNED: the tile is (BN, BM).
@@ -44,21 +59,27 @@ def product(
     if GATED:
         ups = sums
         for k in range(0, depth, BK):
-            a = x.load([row, k])
-            sums = _dot(a, weight.load([column, k]), sums, TURNED)
-            ups = _dot(a, weight.load([columns + column, k]), ups, TURNED)
+            a = _block(x, row, k, rows, stride, depth, BM, BK, DESCRIBED)
+            w = _block(weight, column, k, 2 * columns, depth, depth, BN, BK, DESCRIBED)
+            sums = _dot(a, w, sums, TURNED)
+            w = _block(weight, columns + column, k, 2 * columns, depth, depth, BN, BK, DESCRIBED)
+            ups = _dot(a, w, ups, TURNED)
         gate = sums.to(T).to(tl.float32)
         gate = (gate / (1.0 + tl.exp(-gate))).to(T).to(tl.float32)
         sums = gate * ups.to(T).to(tl.float32)
     else:
         start = tl.program_id(2) * length  # program_id(2) is 0 unless SPLIT
         for k in range(start, start + length, BK):
-            sums = _dot(x.load([row, k]), weight.load([column, k]), sums, TURNED)
+            a = _block(x, row, k, rows, stride, depth, BM, BK, DESCRIBED)
+            w = _block(weight, column, k, columns, depth, depth, BN, BK, DESCRIBED)
+            sums = _dot(a, w, sums, TURNED)
         if not SPLIT:
             for part in range(1, PARTS):
                 more = tl.zeros_like(sums)
                 for k in range(part * length, (part + 1) * length, BK):
-                    more = _dot(x.load([row, k]), weight.load([column, k]), more, TURNED)
+                    a = _block(x, row, k, rows, stride, depth, BM, BK, DESCRIBED)
+                    w = _block(weight, column, k, columns, depth, depth, BN, BK, DESCRIBED)
+                    more = _dot(a, w, more, TURNED)
                 sums += more
     if TURNED:
         sums = sums.T
