@@ -83,7 +83,7 @@ def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[Pr
 
 
 def _smallest(outs: int, step: int) -> ProductTile:
-    return ProductTile(_LEAST_ROWS, 32 if outs > 16 else 16, step, 4, 4)
+    return ProductTile(_LEAST_ROWS, 32 if outs > 16 else 16, step, 4, 6)
 
 
 def fitted(tile: ProductTile, split: bool, shared_bytes: int) -> ProductTile:
