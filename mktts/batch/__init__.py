@@ -2,5 +2,6 @@
 
 scheduler, board, tick, tick_model, admission and pages decide, without a device; simulate plays them. talker,
 predictor, draws, noise, keys_values, lane_stack, codec and codec_lanes make frames and sound in plain PyTorch
-operators; cuda_lanes, frame, slots, weights and kernels make frames as CUDA graphs. Nothing opens streams on them yet.
+operators; cuda_lanes, frame, slots and weights make frames as CUDA graphs, cuda_codec and memory sound, both by
+kernels. Nothing opens streams on them yet.
 """
