@@ -74,7 +74,7 @@ class TickSettings:
     def h200(cls) -> TickSettings:
         """CUDA graphs of 8 to 512 lanes. 1 024 prompt rows are 32 arrivals a tick; with 4, 1 400 listeners queued."""
         sizes = (8, 32, 64, 128, 256, 512)
-        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)), idle_lanes=8)
+        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)), idle_lanes=32)
 
     @classmethod
     def cpu(cls) -> TickSettings:

@@ -74,6 +74,8 @@ def random_segments(config, device, count: int, frames: int, longest: int = 90, 
 class CountingCodec:
     """PCM that tells what was decoded: the sixteen codes, then how many frames the slot has heard."""
 
+    name = "counting"
+
     state_bytes = 4
 
     def __init__(self, slots: int, device: torch.device) -> None:

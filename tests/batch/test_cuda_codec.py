@@ -36,6 +36,7 @@ def plain(request) -> partial[CodecDecoder]:
 def codec(request, plain) -> CudaCodec:
     made = CudaCodec(plain, 300, request.param)
     assert made.name == {"full": "fused", "fast": "fused-fast"}[request.param]
+    made.compile((1, LANES, 64, 256, 512))
     made.least_db, made.nobody = LEAST_SNR_DB[request.param], 299
     return made
 

@@ -185,10 +185,16 @@ def product(
             rest = tl.dot(a, w_low, rest)
         if EXTRA:
             tl.static_assert(EVEN)
-            w = tl.load(high + extra_row + k, mask=extra_inside, other=0.0)
+            if WHOLE:
+                w = tl.load(high + extra_row + k)
+                if SPLIT:
+                    w_low = tl.load(low + extra_row + k)
+            else:
+                w = tl.load(high + extra_row + k, mask=extra_inside, other=0.0)
+                if SPLIT:
+                    w_low = tl.load(low + extra_row + k, mask=extra_inside, other=0.0)
             total_extra = tl.dot(a, w, total_extra)
             if SPLIT:
-                w_low = tl.load(low + extra_row + k, mask=extra_inside, other=0.0)
                 rest_extra = tl.dot(a_low, w, rest_extra)
                 rest_extra = tl.dot(a, w_low, rest_extra)
     _end(

@@ -37,8 +37,8 @@ class ProductTile:
         return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 
-# (outs, depth, channels, split) -> (most rows, tile) in ascending order; the last one also takes more rows.
-# Measured on an H200 over the full-size codec.
+# The fastest tiles of some products: (outs, depth, channels, split) -> (most rows, tile), in ascending order of rows;
+# the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
 MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {}
 
 
@@ -67,7 +67,7 @@ def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[Pr
     step = step_depth(channels)
     stages = 4 if step < 64 else 3
     short = depth <= _SHORT_DEPTH
-    if outs % 96 == 0 and outs % 64:
+    if outs % 96 == 0 and outs % 64 and channels % step == 0:
         yield ProductTile(128, 64, step, 8, stages, extra=32)
         yield ProductTile(64, 64, step, 4, stages, extra=32)
     if outs == 192 and not short and not split:
@@ -83,7 +83,7 @@ def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[Pr
 
 
 def _smallest(outs: int, step: int) -> ProductTile:
-    return ProductTile(_LEAST_ROWS, 32 if outs > 16 else 16, step, 4, 4)
+    return ProductTile(_LEAST_ROWS, 32 if outs > 16 else 16, step, 4, 6)
 
 
 def fitted(tile: ProductTile, split: bool, shared_bytes: int) -> ProductTile:

@@ -1,0 +1,156 @@
+"""The batched codec's product kernel on a CUDA device: against plain operators, and against itself in other tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mktts.batch.kernels.codec_tiles import ProductTile
+from mktts.batch.memory.states import INPUT_SCALE
+from mktts.batch.memory.work import Rows, RowsShape
+from mktts.codec.fused_pack import LOW_SCALE, Packed, pack
+from mktts.codec.layers import Linear, SnakeBeta
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = "cuda"
+
+
+class Size(NamedTuple):
+    lanes: int
+    rows: int  # of a lane
+    outs: int
+    channels: int
+    taps: int
+    dilation: int
+
+
+# one row a lane; a step beyond a tap; a residual unit of 96 and of 192 channels; a width that no tile divides
+SIZES = [Size(5, 1, 64, 64, 1, 1), Size(2, 40, 12, 20, 3, 2), Size(3, 50, 96, 96, 7, 9), Size(1, 90, 192, 192, 1, 1)]
+SIZES += [Size(2, 33, 288, 192, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def run_product():
+    from mktts.batch.kernels.codec_products import run_product
+
+    return run_product
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def stored(value: Tensor, past: int, split: bool) -> Rows:
+    """`value` (lanes, past + new, channels)."""
+    lanes, rows, channels = value.shape
+    shape = RowsShape(past, rows - past, channels, split)
+    memory = torch.zeros(lanes, shape.planes, shape.plane, dtype=torch.float16, device=DEVICE)
+    high = (value / INPUT_SCALE).half()
+    memory[:, 0, : rows * channels] = high.flatten(1)
+    if split:
+        memory[:, 1, : rows * channels] = ((value / INPUT_SCALE - high) * LOW_SCALE).half().flatten(1)
+    return Rows(past, rows - past, channels, split, memory.view(-1))
+
+
+def read(rows: Rows) -> Tensor:
+    """(lanes, new, channels)."""
+    memory = rows.memory.view(-1, rows.planes, rows.plane)[..., : (rows.past + rows.new) * rows.channels].float()
+    value = memory[:, 0] + (memory[:, 1] / LOW_SCALE if rows.split else 0)
+    return (value * INPUT_SCALE).view(len(memory), -1, rows.channels)[:, rows.past :]
+
+
+def layer(size: Size, split: bool, biased: bool = True) -> tuple[Tensor, Packed]:
+    """An input (lanes, history + rows, channels) and a convolution over it."""
+    depth = size.taps * size.channels
+    bias = random(size.outs, seed=1) if biased else None
+    weight = pack(Linear(random(depth, size.outs, seed=2) / depth**0.5, bias), size.channels, split, size.dilation)
+    return random(size.lanes, (size.taps - 1) * size.dilation + size.rows, size.channels, seed=3), weight
+
+
+def expected_sums(x: Tensor, weight: Packed, size: Size) -> Tensor:
+    """(lanes * rows, outs) in fp64, of the operands as they are rounded."""
+    if weight.low is None:
+        x = (x / INPUT_SCALE).half().double() * INPUT_SCALE
+    operand = torch.cat([x[:, j * size.dilation :][:, : size.rows] for j in range(size.taps)], 2).flatten(0, 1)
+    whole = weight.high.double() + (0 if weight.low is None else weight.low.double() / LOW_SCALE)
+    y = operand.double() @ whole.t()
+    return y if weight.bias is None else y + weight.bias
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fp16"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_units_end_is_that_of_plain_operators(run_product, size, split):
+    x, weight = layer(size, split)
+    count = size.lanes * size.rows
+    raw = random(count, size.outs, seed=4)
+    alpha, magnitude = random(size.outs // 2, seed=5).exp(), random(size.outs // 2, seed=6).exp()
+    act = stored(torch.zeros(size.lanes, 3 + size.rows, size.outs, device=DEVICE), 3, split)
+    expected = expected_sums(x, weight, size) + raw
+    run_product(
+        stored(x, (size.taps - 1) * size.dilation, split), weight, size.lanes,
+        residual=raw, raw=raw, snake=SnakeBeta(alpha / math.pi, magnitude), act=act,
+    )  # fmt: skip
+    torch.testing.assert_close(raw.double(), expected, atol=2e-5, rtol=1e-5)
+    wave = (expected.view(count, 2, -1) * alpha).sin() ** 2 * magnitude
+    expected = (expected.view(count, 2, -1) + wave).view(size.lanes, size.rows, -1)
+    close = dict(atol=1e-4, rtol=1e-5) if split else dict(atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(read(act).double(), expected, **close)
+    assert not act.memory.view(size.lanes, -1)[:, : 3 * size.outs].any()
+
+
+def test_the_other_ends_are_those_of_plain_operators(run_product):
+    size = Size(3, 2, 128, 64, 1, 1)
+    x, weight = layer(size, True)
+    sums, scale = expected_sums(x, weight, size), random(size.outs, seed=7)
+    act = stored(torch.zeros(3, 2, 128, device=DEVICE), 0, True)
+    residual, raw = random(6, 128, seed=8), torch.empty(6, 128, device=DEVICE)
+    run_product(stored(x, 0, True), weight, 3, gelu=True, scale=scale, residual=residual, raw=raw, act=act)
+    expected = F.gelu(sums) * scale + residual
+    torch.testing.assert_close(raw.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read(act).flatten(0, 1).double(), expected, atol=1e-5, rtol=1e-5)
+    x, weight = layer(size, True, biased=False)
+    gate, up = expected_sums(x, weight, size).view(6, 64, 2).unbind(2)
+    act = stored(torch.zeros(3, 2, 64, device=DEVICE), 0, True)
+    run_product(stored(x, 0, True), weight, 3, swiglu=True, act=act)
+    torch.testing.assert_close(read(act).flatten(0, 1).double(), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+def test_residual_sums_in_fp16_are_sixteenths(run_product):
+    size = Size(1, 64, 96, 96, 1, 1)
+    x, weight = layer(size, False)
+    value = random(64, 96, seed=9) * 100_000  # beyond fp16's range
+    raw = (value / INPUT_SCALE).half()
+    expected = expected_sums(x, weight, size) + raw.double() * INPUT_SCALE
+    run_product(stored(x, 0, False), weight, 1, residual=raw, raw=raw)
+    torch.testing.assert_close(raw.double() * INPUT_SCALE, expected, atol=1e-3, rtol=1e-3)
+
+
+TILES = {
+    96: [ProductTile(64, 32, 32, 4, 4), ProductTile(128, 64, 32, 8, 3, 32), ProductTile(256, 128, 32, 8, 3)],
+    192: [ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 2, 64), ProductTile(64, 32, 64, 4, 4)],
+    384: [ProductTile(64, 32, 64, 4, 4), ProductTile(128, 128, 64, 8, 3), ProductTile(128, 64, 64, 4, 2)],
+}
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fp16"])
+@pytest.mark.parametrize("channels", TILES)
+def test_a_row_has_the_same_bits_in_every_tile_and_at_every_place(run_product, channels, split):
+    size = Size(40, 7, channels, channels, 7, 3)
+    x, weight = layer(size, split)
+    snake = SnakeBeta(random(channels, seed=5).exp(), random(channels, seed=6).exp())
+    results = []
+    for tile in TILES[channels]:
+        for lanes in (range(40), range(39, 28, -1)):  # other places, and fewer rows
+            some = x[list(lanes)].contiguous()
+            raw = torch.empty(len(some) * size.rows, channels, device=DEVICE)
+            act = stored(torch.zeros(len(some), size.rows, channels, device=DEVICE), 0, split)
+            source = stored(some, 6 * size.dilation, split)
+            run_product(source, weight, len(some), raw=raw, snake=snake, act=act, tile=tile)
+            made = torch.cat((raw.view(len(some), size.rows, channels), read(act)), 2)
+            results.append(made[:11] if lanes[0] else made[range(39, 28, -1)])
+    assert all(torch.equal(results[0], other) for other in results[1:])
