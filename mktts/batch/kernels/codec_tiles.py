@@ -39,7 +39,123 @@ class ProductTile:
 
 # The fastest tiles of some products: (outs, depth, channels, split) -> (most rows, tile), in ascending order of rows;
 # the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
-MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {}
+MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {
+    (384, 2688, 384, False): (
+        (5120, ProductTile(64, 64, 64, 4, 4)),
+        (81920, ProductTile(256, 128, 64, 8, 3)),
+    ),
+    (192, 1344, 192, False): (
+        (20480, ProductTile(64, 64, 64, 4, 4)),
+        (81920, ProductTile(128, 64, 64, 4, 4)),
+        (327680, ProductTile(128, 128, 64, 8, 3, 64)),
+    ),
+    (768, 5376, 768, False): (
+        (1024, ProductTile(64, 32, 64, 4, 4)),
+        (4096, ProductTile(128, 128, 64, 8, 3)),
+        (16384, ProductTile(128, 256, 64, 8, 3)),
+    ),
+    (96, 672, 96, False): (
+        (61440, ProductTile(128, 128, 32, 8, 4)),
+        (983040, ProductTile(128, 64, 32, 4, 3, 32)),
+    ),
+    (1920, 1536, 768, False): (
+        (1024, ProductTile(64, 64, 64, 4, 4)),
+        (16384, ProductTile(128, 256, 64, 8, 3)),
+    ),
+    (768, 768, 384, False): (
+        (5120, ProductTile(64, 64, 64, 4, 4)),
+        (20480, ProductTile(128, 256, 64, 8, 3)),
+        (81920, ProductTile(64, 128, 64, 4, 3)),
+    ),
+    (6144, 3072, 1536, False): (
+        (128, ProductTile(64, 128, 64, 4, 3)),
+        (512, ProductTile(128, 128, 64, 8, 4)),
+        (2048, ProductTile(128, 256, 64, 8, 3)),
+    ),
+    (288, 384, 192, False): (
+        (20480, ProductTile(128, 64, 64, 8, 4, 32)),
+        (327680, ProductTile(128, 64, 64, 4, 3, 32)),
+    ),
+    (1536, 7168, 1024, True): (
+        (128, ProductTile(64, 32, 64, 4, 6)),
+        (512, ProductTile(64, 32, 64, 4, 3)),
+        (2048, ProductTile(128, 64, 64, 8, 3)),
+    ),
+    (384, 384, 384, False): (
+        (5120, ProductTile(64, 64, 64, 4, 4)),
+        (20480, ProductTile(128, 64, 64, 4, 3)),
+        (81920, ProductTile(64, 128, 64, 4, 3)),
+    ),
+    (192, 192, 192, False): (
+        (20480, ProductTile(64, 64, 64, 4, 3)),
+        (327680, ProductTile(128, 64, 64, 4, 3)),
+    ),
+    (768, 768, 768, False): (
+        (1024, ProductTile(64, 32, 64, 4, 4)),
+        (4096, ProductTile(64, 64, 64, 4, 4)),
+        (16384, ProductTile(64, 128, 64, 4, 3)),
+    ),
+    (96, 96, 96, False): (
+        (245760, ProductTile(128, 32, 32, 4, 4)),
+        (983040, ProductTile(64, 64, 32, 4, 3, 32)),
+    ),
+    (4096, 1024, 1024, True): (
+        (64, ProductTile(64, 32, 64, 4, 6)),
+        (256, ProductTile(64, 32, 64, 4, 3)),
+        (1024, ProductTile(128, 128, 64, 8, 3)),
+    ),
+    (1024, 4096, 4096, True): (
+        (64, ProductTile(64, 32, 64, 4, 6)),
+        (256, ProductTile(64, 32, 64, 4, 3)),
+        (1024, ProductTile(128, 64, 64, 8, 3)),
+    ),
+    (384, 2688, 384, True): (
+        (5120, ProductTile(64, 64, 64, 4, 3)),
+        (81920, ProductTile(128, 128, 64, 8, 3)),
+    ),
+    (192, 1344, 192, True): (
+        (81920, ProductTile(64, 64, 64, 4, 3)),
+        (327680, ProductTile(128, 64, 64, 8, 3)),
+    ),
+    (768, 5376, 768, True): (
+        (1024, ProductTile(64, 32, 64, 4, 6)),
+        (16384, ProductTile(128, 128, 64, 8, 3)),
+    ),
+    (96, 672, 96, True): ((983040, ProductTile(64, 64, 32, 4, 3, 32)),),
+    (1920, 1536, 768, True): (
+        (1024, ProductTile(64, 32, 64, 4, 3)),
+        (16384, ProductTile(128, 128, 64, 8, 3)),
+    ),
+    (768, 768, 384, True): (
+        (5120, ProductTile(64, 64, 64, 4, 3)),
+        (81920, ProductTile(64, 128, 64, 4, 2)),
+    ),
+    (6144, 3072, 1536, True): (
+        (128, ProductTile(64, 128, 64, 4, 3)),
+        (2048, ProductTile(128, 128, 64, 8, 3)),
+    ),
+    (288, 384, 192, True): (
+        (20480, ProductTile(64, 64, 64, 4, 2, 32)),
+        (327680, ProductTile(128, 64, 64, 8, 3, 32)),
+    ),
+    (384, 384, 384, True): (
+        (5120, ProductTile(64, 64, 64, 4, 3)),
+        (81920, ProductTile(64, 128, 64, 4, 2)),
+    ),
+    (192, 192, 192, True): (
+        (20480, ProductTile(64, 64, 64, 4, 3)),
+        (327680, ProductTile(64, 64, 64, 4, 2)),
+    ),
+    (768, 768, 768, True): (
+        (1024, ProductTile(64, 32, 64, 4, 3)),
+        (4096, ProductTile(64, 64, 64, 4, 2)),
+        (16384, ProductTile(64, 128, 64, 4, 2)),
+    ),
+    (96, 96, 96, True): (
+        (61440, ProductTile(64, 64, 32, 4, 3, 32)),
+        (983040, ProductTile(64, 32, 32, 4, 3)),
+    ),
+}
 
 
 def product_tile(rows: int, outs: int, depth: int, channels: int, split: bool, shared_bytes: int) -> ProductTile:
