@@ -76,7 +76,7 @@ def cuda_lanes(
         primed=_Primed(plain),
         embeddings=tables,
         settings=tick_settings(),
-        deterministic=bool(deterministic),
+        deterministic=deterministic is not False,
     )
     lanes.prepare()
     logging.getLogger(__name__).info(

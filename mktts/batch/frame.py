@@ -105,7 +105,7 @@ class Frame:
         attention.attend[(count, c.num_key_value_heads, self._programs)](
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
             space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
-            **shape, PARTS=PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, enable_fp_fusion=False,
+            **shape, PARTS=PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, maxnreg=128, enable_fp_fusion=False,
         )  # fmt: skip
         if self._programs > 1:
             attention.combine[(count, c.num_attention_heads)](
