@@ -28,6 +28,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels 
 LOW_SCALE = tl.constexpr(float(_LOW))
 INPUT_SCALE = tl.constexpr(16.0)
 _HOPPER_SHARED_BYTES = 227 * 1024
+_GROUP = 8
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds an fp32 number to an integer
 # sin(pi r) = r * P(r^2) for |r| <= 1/2, least greatest error (3.4e-9) for five terms
 _SINE_1 = tl.constexpr(3.141592502593994)
@@ -126,18 +127,23 @@ def product(
     rows, per, dilation, x_lane, x_low, act_lane, act_low,
     OUTS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, SNAKES: tl.constexpr, ACT_SPLIT: tl.constexpr,
     GELU: tl.constexpr, SWIGLU: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, EXTRA: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EXTRA: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile. Row r of the product is row r % per of lane r // per, and sees x[t], x[t + dilation], ...
 
     x, act: stored form; from a lane to the next, and from a number to its low part, in units of 8 values (x_lane,
     x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH), low None: not
-    split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap.
+    split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP: so many
+    tiles of rows go together, column after column, while the weights of the column are in the cache.
     """
     SPLIT: tl.constexpr = low is not None
     WHOLE: tl.constexpr = OUTS % (BN + EXTRA) == 0
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
-    first = tl.program_id(0) * (BN + EXTRA)
+    down, across = tl.cdiv(rows, BM), tl.cdiv(OUTS, BN + EXTRA)
+    top = tl.program_id(0) // (GROUP * across) * GROUP
+    high_tiles = tl.minimum(down - top, GROUP)
+    in_group = tl.program_id(0) - top * across
+    row = (top + in_group % high_tiles) * BM + tl.arange(0, BM)
+    first = in_group // high_tiles * (BN + EXTRA)
     step = tl.arange(0, BK)
     column = first + tl.arange(0, BN)
     real = tl.minimum(row, rows - 1)  # rows beyond the last are made of it, and not stored
@@ -222,7 +228,7 @@ def run_product(
     outs, depth = weight.high.shape
     rows, channels = lanes * x.new, weight.channels
     tile = tile or product_tile(rows, outs, depth, channels, weight.low is not None, shared_bytes(x.memory.device))
-    grid = (triton.cdiv(outs, tile.outs + tile.extra), triton.cdiv(rows, tile.rows))
+    grid = (tile.programs(rows, outs),)
     turns, magnitude = (snake.frequency, snake.magnitude) if snake else (None, None)
     launch(
         product, grid, x.memory, weight.high, weight.low, weight.bias, scale, residual, turns, magnitude, raw,
@@ -230,7 +236,7 @@ def run_product(
         0 if act is None else act.lane // 8, 0 if act is None else act.plane // 8,
         OUTS=outs, DEPTH=depth, CHANNELS=channels, SNAKES=outs if snake is None else len(snake.frequency),
         ACT_SPLIT=act is not None and act.split, GELU=gelu, SWIGLU=swiglu, EVEN=channels % tile.depth == 0,
-        BM=tile.rows, BN=tile.outs, EXTRA=tile.extra, BK=tile.depth,
+        BM=tile.rows, BN=tile.outs, EXTRA=tile.extra, BK=tile.depth, GROUP=_GROUP,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
