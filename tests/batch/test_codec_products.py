@@ -29,7 +29,7 @@ class Size(NamedTuple):
     dilation: int
 
 
-# one row a lane; a step beyond a tap; a unit of 96 and of 192 channels; a width that no tile divides; many tiles of rows
+# one row a lane; a step beyond a tap; units of 96 and of 192 channels; a width that no tile divides; many tiles of rows
 SIZES = [Size(5, 1, 64, 64, 1, 1), Size(2, 40, 12, 20, 3, 2), Size(3, 50, 96, 96, 7, 9), Size(1, 90, 192, 192, 1, 1)]
 SIZES += [Size(2, 33, 288, 192, 2, 1), Size(3, 301, 192, 64, 1, 1)]
 
