@@ -6,6 +6,7 @@ slot or a page that changes hands while ticks still run does so behind them.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from mktts.batch.device.paged import PagedMemory
 from mktts.batch.device.stage import Stage
 from mktts.batch.device.workspace import Workspace
 from mktts.batch.frame import Frame, SlotCodec
+from mktts.batch.kernels.launching import compiling
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.products import products_for
@@ -41,6 +43,7 @@ _LANES = (8, 32, 64, 128, 256, 512, 1024)
 _PROMPT_ROWS = {1024: (0, 256, 1024)}
 _USUAL_ROWS = (0, 64, 256, 1024)
 _MOST_WAITING = 2  # launched ticks
+_THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 
 
@@ -135,8 +138,13 @@ class CudaLanes:
         seconds, and more where kernels are compiled; `announce` says so. Without graphs there is nothing to do."""
         if self._pool is None:
             return
-        with announce(f"mktts: recording {len(self._buckets)} CUDA graphs of the batch engine"):
-            for size in sorted(self._buckets, reverse=True):
+        sizes = sorted(self._buckets, reverse=True)
+        with announce("mktts: compiling the batch engine's kernels, once"), torch.cuda.stream(self._stream):
+            with compiling(_THREADS):
+                for size in sizes:
+                    self._buckets[size].frame.run()
+        with announce(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
+            for size in sizes:
                 self.record(size)
 
     def record(self, size: tuple[int, int]) -> None:

@@ -16,6 +16,7 @@ from mktts.batch.device.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.device.paged import PagedMemory
 from mktts.batch.device.workspace import Workspace, space_shapes
 from mktts.batch.kernels import attention, draws, inputs, rows
+from mktts.batch.kernels.launching import launch
 from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.products import Products
 from mktts.batch.slots import Slots
@@ -83,7 +84,7 @@ class Frame:
     def _talk(self) -> None:
         stack, slots, space, of = self._weights.talker, self._slots, self.space, self._numbers
         width, vocabulary = stack.config.hidden_size, slots.seen.shape[1]
-        inputs.inputs[(len(space.x),)](
+        launch(inputs.inputs, (len(space.x),),
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
             stack.input_norm[0], stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
@@ -98,17 +99,17 @@ class Frame:
         table, pages = self._pages.table, self._pages.memory
         shape = {"HEADS": c.num_attention_heads, "KV_HEADS": c.num_key_value_heads, "D": c.head_dim, "PAGE": PAGE_ROWS}
         count, stride = len(qkv), table.shape[1]
-        rows.place_heads[(count, c.num_key_value_heads)](
+        launch(rows.place_heads, (count, c.num_key_value_heads),
             qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, space.row_slot, space.row_pos,
             table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, num_warps=1,
         )  # fmt: skip
-        attention.attend[(count, c.num_key_value_heads, self._programs)](
+        launch(attention.attend, (count, c.num_key_value_heads, self._programs),
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
             space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
             **shape, PARTS=PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, maxnreg=128, enable_fp_fusion=False,
         )  # fmt: skip
         if self._programs > 1:
-            attention.combine[(count, c.num_attention_heads)](
+            launch(attention.combine, (count, c.num_attention_heads),
                 space.row_pos, space.part, space.bounds, space.attended, HEADS=c.num_attention_heads, D=c.head_dim,
                 PAGE=PAGE_ROWS, PARTS=PARTS, num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
@@ -137,7 +138,7 @@ class Frame:
     def _attend_few(self, layer: int, qkv: Tensor, start: int, new: int) -> Tensor:
         stack, c = self._weights.predictor, self._weights.predictor.config
         out = qkv.new_empty(len(qkv), c.num_attention_heads * c.head_dim)
-        rows.attend_predictor[(self.lane_count, c.num_key_value_heads)](
+        launch(rows.attend_predictor, (self.lane_count, c.num_key_value_heads),
             qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self.space.cache[layer], out,
             c.rms_norm_eps, c.head_dim**-0.5, start, HEADS=c.num_attention_heads, KV_HEADS=c.num_key_value_heads,
             D=c.head_dim, POSITIONS=NUM_CODEBOOKS, NEW=new, num_warps=1,
@@ -147,7 +148,7 @@ class Frame:
     def _draw(self, logits: Tensor, book: int) -> None:
         weights, slots, space, first = self._weights, self._slots, self.space, book == 0
         vocabulary = logits.shape[1]
-        draws.draw[(self.lane_count,)](
+        launch(draws.draw, (self.lane_count,),
             self._numbers.slots, logits, self._numbers.settings, slots.frames, slots.ended, slots.seen, space.made,
             space.made[NUM_CODEBOOKS * self.lane_count :], space.codec_slots, weights.embeddings[book],
             slots.embedding_sum, space.px, space.ph, weights.predictor.input_norm[0],
@@ -170,7 +171,7 @@ class Frame:
         products.add_norm(x, products.gated(h, stack.gate_up[index]), stack.down[index], following, h, eps)
 
     def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-        rows.add_norm[(len(x),)](x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
+        launch(rows.add_norm, (len(x),), x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
 
 
 def _power_of_two(count: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mktts.batch.kernels import products, rows
+from mktts.batch.kernels.launching import launch
 from mktts.batch.tiles import Kind, plan_of
 from mktts.errors import OptionsError
 
@@ -53,13 +54,13 @@ class CublasProducts:
         inner = weight.shape[0] // 2
         if out is None:
             out = gate_up.new_empty(len(x), inner)
-        rows.silu_mul[(len(x), -(-inner // _SILU_BLOCK))](gate_up, out, N=inner, BLOCK=_SILU_BLOCK)
+        launch(rows.silu_mul, (len(x), -(-inner // _SILU_BLOCK)), gate_up, out, N=inner, BLOCK=_SILU_BLOCK)
         return out
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
         """See `Products`."""
         delta = F.linear(h, weight)
-        rows.add_norm[(len(x),)](x, delta, norm, out, eps, N=x.shape[1], ADDS=True, num_warps=4)
+        launch(rows.add_norm, (len(x),), x, delta, norm, out, eps, N=x.shape[1], ADDS=True, num_warps=4)
 
 
 class FixedOrderProducts:
@@ -96,8 +97,19 @@ class FixedOrderProducts:
         parts = plan.parts if plan.tile(len(x)).split else 1
         delta = x.new_empty(parts, *x.shape, dtype=torch.float32)
         self._product(Kind.JOINED, h, weight, delta)
-        products.add_parts_norm[(len(x),)](
-            x, delta, norm, out, eps, len(x), parts, N=x.shape[1], PARTS=plan.parts, num_warps=4
+        launch(
+            products.add_parts_norm,
+            (len(x),),
+            x,
+            delta,
+            norm,
+            out,
+            eps,
+            len(x),
+            parts,
+            N=x.shape[1],
+            PARTS=plan.parts,
+            num_warps=4,
         )
 
     def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -106,7 +118,7 @@ class FixedOrderProducts:
         plan = plan_of(kind, columns, depth, x.element_size(), self._limit)
         tile = plan.tile(count).fitted(kind, x.element_size(), self._limit)
         grid = (-(-count // tile.rows), -(-columns // tile.columns), plan.parts if tile.split else 1)
-        products.product[grid](
+        launch(products.product, grid,
             self._operand(x, tile.rows, tile.depth), self._operand(weight, tile.columns, tile.depth),
             out if bias is None else bias, out, count, columns, depth, x.stride(0),
             BM=tile.rows, BN=tile.columns, BK=tile.depth, PARTS=plan.parts, SPLIT=tile.split,

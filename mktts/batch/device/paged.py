@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.kernels import pages as kernels
+from mktts.batch.kernels.launching import launch
 from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
 from mktts.spec import StackConfig
@@ -57,16 +58,27 @@ class PagedMemory:
         """Queues the copies, then what changed in the table."""
         for wave in self._waves:
             _, layers, heads, two, rows, width = self.memory.shape
-            kernels.copy_rows[(len(wave), layers * heads * two)](
-                self._upload(np.array(wave, np.int32)), self.memory, D=width, PAGE=rows
+            launch(
+                kernels.copy_rows,
+                (len(wave), layers * heads * two),
+                self._upload(np.array(wave, np.int32)),
+                self.memory,
+                D=width,
+                PAGE=rows,
             )
         self._waves, self._written, self._touched = [], set(), set()
         changed = self._book.changes()
         if len(changed):
             columns = self.table.shape[1]
             rows = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
-            kernels.set_table[(len(changed),)](
-                self._upload(rows), self.table, columns, COLUMNS=1 << (columns - 1).bit_length(), num_warps=1
+            launch(
+                kernels.set_table,
+                (len(changed),),
+                self._upload(rows),
+                self.table,
+                columns,
+                COLUMNS=1 << (columns - 1).bit_length(),
+                num_warps=1,
             )
 
     def _upload(self, rows: np.ndarray) -> Tensor:
