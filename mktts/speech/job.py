@@ -193,7 +193,9 @@ class Job:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the utterance; its consumer gets `error`."""
+        """Ends the utterance; its consumer gets `error`. No effect on one that is over: it ended as it did."""
+        if self._work is None:
+            return
         traceback.clear_frames(error.__traceback__)  # with the work, all that would keep the stream's caches
         self.error = error
         self.end(None)
@@ -205,8 +207,10 @@ class Job:
         self._reason = reason
         work, self._work = self._work, None
         self._tally.ended += 1
-        work.close()
-        self._put(_END)
+        try:
+            work.close()
+        finally:  # whatever closing does, nobody waits for more
+            self._put(_END)
 
     @property
     def open(self) -> bool:
