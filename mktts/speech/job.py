@@ -233,6 +233,16 @@ class Job:
                 self._waited_for = True  # what the consumer takes from now on wakes the worker: look once more
         return True
 
+    @property
+    def watched(self) -> bool:
+        """Whether the consumer wakes the worker when it takes something."""
+        return self._waited_for
+
+    def watch(self) -> int:
+        """From now on it does. Returns the frames that it had taken by then."""
+        self._waited_for = True
+        return self.taken_frames
+
     def _put(self, item: Any, at_once: bool = False) -> None:
         self._chunks.put(item)
         waiter = self._waiter
@@ -244,7 +254,7 @@ class Job:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is waiting any more
+    with contextlib.suppress(Exception):  # the loop was closed: nobody is waiting any more; else it is no loop of ours
         loop.call_soon_threadsafe(_set, waiters)
 
 
