@@ -7,17 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from fake_lanes import FakeLanes
 from torch import Tensor
 
+from mktts.batch.admission import AdmissionSettings
+from mktts.batch.executor import Together
+from mktts.batch.model import LaneModel
 from mktts.codec.pending import Pending
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, StartPrompt
 from mktts.model.prompt import Request
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
+from mktts.speech.options import SCHEDULE, StreamOptions
 from mktts.speech.stream import Stream
 from mktts.synth import Synthesizer
 from mktts.synth.generation import StepModel
@@ -216,11 +221,34 @@ def fake_model(
     )
 
 
-def fake_synthesizer(backend: FakeBackend | None = None, codec: FakeCodec | None = None) -> Synthesizer:
-    return Synthesizer(fake_model(backend, codec))
+def fake_together(lanes: FakeLanes, admission: AdmissionSettings | None = None) -> Together:
+    model = LaneModel(
+        prompts=FakePrompts(), positions=lanes.pages.rows_per_slot, fed_prompt=FakePrompts.open, lanes=lanes
+    )
+    return Together(model, admission or AdmissionSettings())
 
 
-OFF = StreamOptions(guard=Guard.off())
+FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
+
+
+def fake_synthesizer(
+    backend: FakeBackend | None = None, codec: FakeCodec | None = None, engine: str = "single", **of_the_lanes: Any
+) -> Synthesizer:
+    """engine: one of FAKE_ENGINES."""
+    if engine == "single":
+        return Synthesizer(fake_model(backend, codec))
+    overlaps = engine == "batch-ahead"
+    lanes = FakeLanes(backend or FakeBackend(), codec or FakeCodec(), overlaps=overlaps, **of_the_lanes)
+    return Synthesizer(None, batch=fake_together(lanes))
+
+
+def launched_ahead(synth: Synthesizer) -> int:
+    """Frames of a stream that may be on their way while an earlier one is being made."""
+    lanes = getattr(synth._models.any(), "lanes", None)
+    return int(lanes is not None and lanes.overlaps)
+
+
+OFF = StreamOptions(guard=Guard.off(), schedule=SCHEDULE)
 ONE = replace(OFF, schedule=(1,))
 
 

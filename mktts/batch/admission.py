@@ -85,10 +85,12 @@ class Door:
     """Judges requests by the board, the pages and the tick model; keeps the line of those that wait.
 
     The caller opens what is admitted (`Pages.open`, `Board.enter`, `Board.prompt`) before it asks again.
+    reserved_pages: that open streams wait for between two segments; who comes in leaves them to those.
     """
 
     def __init__(self, board: Board, pages: Pages, ticks: TickSettings, settings: AdmissionSettings) -> None:
         self._board, self._pages, self._ticks, self._settings = board, pages, ticks, settings
+        self.reserved_pages = 0
         self._line: deque[Request] = deque()
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
 
@@ -96,6 +98,11 @@ class Door:
     def line(self) -> int:
         """Streams that wait."""
         return len(self._line)
+
+    @property
+    def patience_s(self) -> float:
+        """Until when all of them may wait: time alone changes nothing before."""
+        return min((r.arrived_s for r in self._line if r.paced), default=math.inf) + self._settings.max_wait_s
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. Later ones never overtake it."""
@@ -138,7 +145,7 @@ class Door:
         board, settings = self._board, self._settings
         if board.open.all():
             return "slots"
-        if not self._pages.fits(request.max_rows, request.key):
+        if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
         if not (board.open & board.paced).any() and not (request.paced and board.open.any()):
             return ""

@@ -7,8 +7,10 @@ of t + 1 useless (the speech had ended): it is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,9 +30,9 @@ from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickFit
 from mktts.batch.utterance import LaneUtterance
 from mktts.errors import CapacityError, EngineError
+from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 
-_LINE_WAIT_S = 2e-3  # between two looks at a line that nothing else moves on
 _HOST_S = 1.0e-3  # of planning and launching a tick, until some were timed
 _SMOOTHING = 0.1  # of that time: the newest tick's weight
 
@@ -46,11 +48,14 @@ class _Lane(NamedTuple):
 
 @dataclass
 class _Running:
-    """A launched tick. ends_s: as predicted."""
+    """A launched tick. jobs: with a lane or a piece of a prompt in it. kept: prefixes that were kept because of it.
+    ends_s: as predicted."""
 
     tick: Tick
     lanes: list[_Lane]
+    jobs: list[Job]
     launched: Any
+    kept: list[Hashable]
     ends_s: float
 
 
@@ -64,16 +69,22 @@ class Together:
         self.model, self.log = model, log
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
-        self._board = Board(lanes.slots)
-        self._door = Door(self._board, lanes.pages, lanes.settings, admission)
+        self._admission = admission
         self._fit = TickFit(lanes.model)
-        self._free = list(range(lanes.slots - 1, -1, -1))
+        self._host_s = _HOST_S
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing is open."""
+        self._board = Board(self._lanes.slots)
+        self._door = Door(self._board, self._pages, self._settings, self._admission)
+        self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._outside: list[Job] = []  # not admitted: their text has not come
         self._in_line: set[Job] = set()
-        self._waiting: set[int] = set()  # slots whose next input is not known
-        self._running: _Running | None = None
-        self._host_s = _HOST_S
+        self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
+        self._running: deque[_Running] = deque()  # two at most, and one between two turns
+        self._room = False  # somebody has left since the line was looked at
 
     @property
     def open_jobs(self) -> int:
@@ -87,53 +98,78 @@ class Together:
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
         self._admit(now_s)
-        running = self._running
+        running = self._running[0] if self._running else None
         if running is not None and now_s < (plan_s := running.ends_s - self._host_s):
             return plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         tick = next_tick(self._board, begins_s, self._fit.model, self._settings)
-        self._running = None if tick.empty else self._launch(tick, now_s, begins_s)
+        if not tick.empty:
+            self._launch(tick, now_s, begins_s)
         if running is not None:
-            self._read(running)
-        if self._running is not None:
-            if not self._lanes.overlaps:
-                running, self._running = self._running, None
-                self._read(running)
-                return float("-inf")
-            return self._running.ends_s - self._host_s
-        if running is not None:
-            return float("-inf")
-        return min(tick.wake_s, now_s + _LINE_WAIT_S if self._in_line else tick.wake_s)
+            self._read()
+        if self._running and self._lanes.overlaps:
+            return self._running[0].ends_s - self._host_s
+        if self._running:
+            self._read()
+        elif tick.empty and running is None and not self._room:
+            return self._pause(tick)
+        return float("-inf")
+
+    def abandon(self, error: BaseException) -> None:
+        """See Executor."""
+        self._end_all(lambda job: job.fail(abandoned(error)))
+        for slot in filter(self._pages.is_open, range(self._lanes.slots)):
+            self._pages.close(slot)
+        self._reset()  # whatever was wrong in the books, empty ones are right
 
     def close(self) -> None:
         """See Executor."""
-        if self._running is not None:
-            self._lanes.collect(self._running.launched)
-        for job in (*self._jobs.values(), *self._outside, *self._in_line):
+
+        def end(job: Job) -> None:
             job.cancel()
             job.end(None)
+
+        self._end_all(end)
+
+    def _end_all(self, end: Callable[[Job], None]) -> None:
+        """Ends every stream, whatever the lanes or the books still say to it."""
+        while self._running:
+            with contextlib.suppress(Exception):
+                self._lanes.collect(self._running.popleft().launched)
+        for job in (*self._jobs.values(), *self._outside, *self._in_line):
+            with contextlib.suppress(Exception):
+                end(job)
+
+    def _pause(self, tick: Tick) -> float:
+        """Until when nothing is to be done without news; -inf where some has come."""
+        for slot in self._board.able().tolist():  # they are ahead, and what their readers take is news
+            if self._jobs[slot].watch() != self._board.frames_taken[slot]:
+                return float("-inf")
+        return min(tick.wake_s, self._door.patience_s)
 
     # ---- who comes in
 
     def _admit(self, now_s: float) -> None:
-        for job in self._outside[:]:
-            work = job.work
-            try:
-                if job.runnable() and not work.next_segment():
-                    job.advance(LaneUtterance.flush)  # it ended without a word
-                if not job.open:
-                    self._outside.remove(job)
-                elif work.segment is not None:
-                    self._outside.remove(job)
-                    request = self._request(job, now_s)
-                    self._judged(request, self._door.ask(request, self._fit.model), now_s)
-            except Exception as error:
-                self._outside.remove(job)
-                job.fail(error)
+        self._outside = [job for job in self._outside if not self._arrived(job, now_s)]
+        self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
+
+    def _arrived(self, job: Job, now_s: float) -> bool:
+        """Whether a new stream is over, or its text has come and it was judged."""
+        work = job.work
+        try:
+            if job.runnable() and not work.next_segment():
+                job.advance(LaneUtterance.flush)  # it ended without a word
+            if job.open and work.segment is not None:
+                request = self._request(job, now_s)
+                self._judged(request, self._door.ask(request, self._fit.model), now_s)
+                return True
+        except Exception as error:
+            job.fail(error)
+        return not job.open
 
     def _request(self, job: Job, now_s: float) -> Request:
         segment = job.work.segment
@@ -172,32 +208,36 @@ class Together:
 
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
-        del self._jobs[slot]
-        self._waiting.discard(slot)
-        self._board.leave(slot)
         self._lanes.leave(slot)
+        del self._jobs[slot]
+        self._waiting.pop(slot, None)
+        self._board.leave(slot)
         if self._pages.is_open(slot):
             self._pages.close(slot)
         self._free.append(slot)
+        self._room = True
 
     # ---- ticks
 
     def _look_round(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
         board = self._board
+        made = board.frames_made.tolist()
         for job in [job for job in self._in_line if job.cancelled]:
             self._in_line.discard(job)
             self._door.give_up(job)
+            self._room = True  # those behind it may come in
             job.end(None)
         for slot, job in list(self._jobs.items()):
             if job.cancelled:
                 job.end(None)
-            else:
-                board.frames_taken[slot] = job.taken_frames
-                pending = board.frames_made[slot] - job.made_frames
-                board.full[slot] = pending >= job.buffer_frames - job.made_frames + job.taken_frames and job.full(
-                    pending
-                )
+                continue
+            taken, pending = job.taken_frames, made[slot] - job.made_frames
+            crowded = pending >= job.buffer_frames - job.made_frames + taken
+            board.frames_taken[slot] = taken
+            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            board.full[slot] = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+        self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
 
@@ -208,23 +248,30 @@ class Together:
         try:
             if self._pages.is_open(slot):
                 if work.input_known():
-                    self._waiting.discard(slot)
+                    del self._waiting[slot]
                     self._board.text(slot, True, now_s)
                     return
-            elif work.next_segment():
-                request = self._request(job, now_s)
-                if request.max_rows > self._pages.rows_per_slot:
-                    raise CapacityError(refusal("too_long", request, self._pages, len(self._jobs)))
-                if self._pages.fits(request.max_rows, request.key):
-                    self._waiting.discard(slot)
-                    self._begin(slot, now_s)
+            elif work.next_segment() and self._goes_on(slot, now_s):
                 return
             if work.ready() and not work.unread:
-                job.advance(LaneUtterance.flush)  # the text has stopped for now: the listener gets what there is
+                job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
         except Exception as error:
             job.fail(error)
 
-    def _launch(self, tick: Tick, now_s: float, begins_s: float) -> _Running | None:
+    def _goes_on(self, slot: int, now_s: float) -> bool:
+        """Begins the next segment of the stream in `slot` if its pages are there; it stands before who comes in."""
+        door, pages = self._door, self._pages
+        request = self._request(self._jobs[slot], now_s)
+        if request.max_rows > pages.rows_per_slot:
+            raise CapacityError(refusal("too_long", request, pages, len(self._jobs)))
+        if not pages.fits(request.max_rows, request.key, door.reserved_pages):
+            door.reserved_pages += pages.count(request.max_rows)
+            return False
+        del self._waiting[slot]
+        self._begin(slot, now_s)
+        return True
+
+    def _launch(self, tick: Tick, now_s: float, begins_s: float) -> None:
         board = self._board
         lanes, rows = [], []
         for slot in tick.lanes.tolist():
@@ -232,41 +279,48 @@ class Together:
             work: LaneUtterance = job.work
             lanes.append(_Lane(slot, job, work, work.number))
             rows.append(work.row)
+        jobs = [*(lane.job for lane in lanes), *(self._jobs[piece.slot] for piece in tick.pieces if not piece.last)]
         try:
             launched = self._lanes.launch(tick, rows)
         except Exception as error:
-            for lane in lanes:
-                lane.job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
-            return None
+            _fail(jobs, error)
+            return
+        running = _Running(tick, lanes, jobs, launched, [], begins_s + tick.predicted_s)
+        self._running.append(running)
         board.begin(tick)
         self._door.ticked(tick)
         for piece in tick.pieces:
             if piece.last:
-                self._keep_prefix(piece.slot)
+                self._keep_prefix(piece.slot, running)
         for slot, _, work, _ in lanes:
             work.went()
             if not work.may_go_on:
                 board.text_known[slot] = False
             elif work.row is None:
                 board.text(slot, False, now_s)
-                self._waiting.add(slot)
+                self._waiting[slot] = None
         self._host_s += _SMOOTHING * (time.perf_counter() - now_s - self._host_s)
-        return _Running(tick, lanes, launched, begins_s + tick.predicted_s)
 
-    def _keep_prefix(self, slot: int) -> None:
-        """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
+    def _keep_prefix(self, slot: int, running: _Running) -> None:
+        """The prompt in `slot` enters with this tick: its prefix is kept for others, where it fills a page at least."""
         prompt = self._jobs[slot].work.segment.prompt
         key = _key(prompt)
-        if key is not None and not self._pages.find(key):
-            self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
+        if key is None or self._pages.find(key):
+            return
+        copies = self._pages.keep(slot, key, prompt.prefix_rows)
+        if copies is not None:
+            running.kept.append(key)
+            self._lanes.copy(copies)
 
-    def _read(self, running: _Running) -> None:
-        """Waits for a tick, and gives its frames to their streams."""
+    def _read(self) -> None:
+        """Waits for the oldest tick, and gives its frames to their streams."""
+        running = self._running.popleft()
         try:
             made = self._lanes.collect(running.launched)
         except Exception as error:
-            for lane in running.lanes:
-                lane.job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
+            for key in running.kept:
+                self._pages.forget(key)  # nobody knows what its pages hold
+            _fail(running.jobs, error)
             return
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
@@ -288,7 +342,7 @@ class Together:
                 board.frames_made[slot] -= 1  # nothing came of it
             if work.number != segment or work.segment is None:
                 continue  # the speech had ended when this was launched
-            if made.codes[index, 0] < 0:
+            if not ended and made.codes[index, 0] < 0:
                 job.fail(EngineError("the model gave no number for this stream: its prompt or voice holds NaN"))
                 continue
             frame: Tensor | None = None if ended else codes[index]
@@ -299,8 +353,14 @@ class Together:
             if ended:
                 self._pages.close(slot)
                 board.text_known[slot] = False
-                self._waiting.add(slot)
+                self._waiting[slot] = None
                 self._resume(slot, ended_s)
+
+
+def _fail(jobs: Sequence[Job], error: Exception) -> None:
+    """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
+    for job in jobs:
+        job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
 
 
 def _key(prompt: Any) -> Any:

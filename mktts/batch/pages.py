@@ -96,11 +96,12 @@ class Pages:
         """Rows of the prefix kept under `key`; 0 where none is."""
         return self._kept[key].rows if key is not None and key in self._kept else 0
 
-    def fits(self, rows: int, key: Hashable | None = None) -> bool:
-        """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept."""
+    def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
+        """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept, so that
+        `beside` pages are left for others."""
         if not 0 < rows <= self.rows_per_slot:
             return False
-        more = self.count(rows) - self.find(key) // self.page_rows
+        more = self.count(rows) - self.find(key) // self.page_rows + beside
         return more <= len(self._free) or more <= len(self._free) + len(self._idle(key))
 
     def changes(self) -> np.ndarray:

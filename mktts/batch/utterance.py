@@ -68,8 +68,8 @@ class LaneUtterance(Utterance):
 
     @property
     def next_chunk_frames(self) -> int:
-        """How many frames the chunk has that is being made."""
-        return len(self._chunker.undecoded) + self._chunker.missing_frames
+        """How many frames the chunk has that is being made, the silent lead before it included."""
+        return self._chunker.pending_frames + self._chunker.missing_frames
 
     def made(self, codes: Tensor | None, pcm: np.ndarray, tick_ms: float) -> Chunk | None:
         """Books a frame of the segment: codes (16,), None at end of speech, and PCM (1920,), which is copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mktts.errors import EngineError
 from mktts.speech.job import EngineName, Job
 
 
@@ -23,5 +24,13 @@ class Executor(Protocol):
         never. An error of one stream is that stream's alone.
         """
 
+    def abandon(self, error: BaseException) -> None:
+        """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
+
     def close(self) -> None:
         """Ends every stream as cancelled."""
+
+
+def abandoned(error: BaseException) -> EngineError:
+    """What a stream is told that ends because a turn raised `error`. Each gets its own: raising writes into it."""
+    return EngineError(f"the engine failed while this stream was open: {type(error).__name__}: {error}")

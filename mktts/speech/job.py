@@ -193,7 +193,9 @@ class Job:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the utterance; its consumer gets `error`."""
+        """Ends the utterance; its consumer gets `error`. No effect on one that is over: it ended as it did."""
+        if self._work is None:
+            return
         traceback.clear_frames(error.__traceback__)  # with the work, all that would keep the stream's caches
         self.error = error
         self.end(None)
@@ -205,8 +207,10 @@ class Job:
         self._reason = reason
         work, self._work = self._work, None
         self._tally.ended += 1
-        work.close()
-        self._put(_END)
+        try:
+            work.close()
+        finally:  # whatever closing does, nobody waits for more
+            self._put(_END)
 
     @property
     def open(self) -> bool:
@@ -229,6 +233,16 @@ class Job:
                 self._waited_for = True  # what the consumer takes from now on wakes the worker: look once more
         return True
 
+    @property
+    def watched(self) -> bool:
+        """Whether the consumer wakes the worker when it takes something."""
+        return self._waited_for
+
+    def watch(self) -> int:
+        """From now on it does. Returns the frames that it had taken by then."""
+        self._waited_for = True
+        return self.taken_frames
+
     def _put(self, item: Any, at_once: bool = False) -> None:
         self._chunks.put(item)
         waiter = self._waiter
@@ -240,7 +254,7 @@ class Job:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is waiting any more
+    with contextlib.suppress(Exception):  # the loop was closed: nobody is waiting any more; else it is no loop of ours
         loop.call_soon_threadsafe(_set, waiters)
 
 

@@ -10,6 +10,7 @@ threads do not survive `os.fork`, so an engine is usable only in the process tha
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from mktts.errors import EngineError
 from mktts.speech.executor import Executor
 from mktts.speech.job import WAKE, Bell, EngineName, Job, Tally, Work
 
+_LOG = logging.getLogger(__name__)
 _CLOSE = object()
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 
@@ -111,11 +113,15 @@ class _Worker:
         wake_s = math.inf
         while self._news(wake_s):
             alone = sum(executor.open_jobs for executor in self._executors) == 1
-            wake_s = min(executor.turn(time.perf_counter(), alone) for executor in self._executors)
+            wake_s = min(_turn(executor, alone) for executor in self._executors)
             self._bell.sound()
             self.sleeps = wake_s == math.inf
         for executor in self._executors:
-            executor.close()
+            try:
+                executor.close()
+            except BaseException:
+                _LOG.exception("an executor could not be closed")
+        self._executors.clear()  # the models are free, whoever keeps the closed engine
         self._bell.sound()
 
     def _news(self, wake_s: float) -> bool:
@@ -128,12 +134,32 @@ class _Worker:
                 if item is _CLOSE:
                     return False
                 if isinstance(item, Job):
-                    next(executor for executor in self._executors if executor.name == item.engine).take(item)
+                    self._take(item)
                 elif item is not WAKE:
                     self._executors.append(item)
                 item = self._inbox.get_nowait()
         except Empty:
             return True
+
+    def _take(self, job: Job) -> None:
+        for executor in self._executors:
+            if executor.name == job.engine:
+                executor.take(job)
+                return
+        job.fail(EngineError(f"nothing here makes streams of the engine {job.engine!r}"))
+
+
+def _turn(executor: Executor, alone: bool) -> float:
+    """An executor's turn; one that fails as a whole loses its streams, and the worker goes on."""
+    try:
+        return executor.turn(time.perf_counter(), alone)
+    except BaseException as error:
+        _LOG.exception("the streams of the engine %r end: a turn failed", executor.name)
+        try:
+            executor.abandon(error)
+        except BaseException:
+            _LOG.exception("its books could not be cleared")
+        return math.inf
 
 
 def _work(worker: _Worker, cpu_threads: int | None) -> None:

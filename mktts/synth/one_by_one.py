@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from mktts.batch.board import Board
 from mktts.batch.scheduler import TickSettings, next_tick
 from mktts.batch.tick_model import TickModel
+from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 from mktts.speech.options import Chunk
 
@@ -24,6 +26,10 @@ class OneByOne:
     name: EngineName = "single"
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing is open."""
         self._board = Board(_SLOTS)
         self._free = list(range(_SLOTS - 1, -1, -1))
         self._jobs: dict[int, Job] = {}
@@ -67,11 +73,19 @@ class OneByOne:
             self._leave(slot)
         return float("-inf")
 
+    def abandon(self, error: BaseException) -> None:
+        """See Executor."""
+        for job in (*self._jobs.values(), *self._outside):
+            with contextlib.suppress(Exception):
+                job.fail(abandoned(error))
+        self._reset()
+
     def close(self) -> None:
         """See Executor."""
         for job in (*self._jobs.values(), *self._outside):
-            job.cancel()
-            job.end(None)
+            with contextlib.suppress(Exception):
+                job.cancel()
+                job.end(None)
 
     def _enter(self, job: Job, now_s: float) -> None:
         slot = self._free.pop()

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from fakes import FAKE_ENGINES, ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 
 from mktts.errors import EngineError, TextError
 from mktts.speech import job
 from mktts.speech.stream import Session
 
 
+@pytest.fixture(params=FAKE_ENGINES)
+def make(request):
+    """Makes synthesizers on each engine."""
+    return partial(fake_synthesizer, engine=request.param)
+
+
 @pytest.fixture
-def held():
+def held(make):
     """A synthesizer whose every step waits for a permit."""
     backend = FakeBackend(held=True)
-    with fake_synthesizer(backend) as synth:
+    with make(backend) as synth:
         yield synth, backend
         backend.release()
 
@@ -27,7 +34,7 @@ def held():
 # ---- event loops
 
 
-async def test_two_async_streams_and_a_heartbeat_share_a_loop():
+async def test_two_async_streams_and_a_heartbeat_share_a_loop(make):
     """Between two chunks of either stream the loop gets round to the heartbeat: nothing in it waits for a frame."""
     backend = FakeBackend(held=True)
     events: list[str] = []
@@ -46,7 +53,7 @@ async def test_two_async_streams_and_a_heartbeat_share_a_loop():
             backend.let(1)  # one more frame: without the heartbeat nothing is ever made
             await asyncio.sleep(0)
 
-    with fake_synthesizer(backend) as synth:
+    with make(backend) as synth:
         beating = asyncio.create_task(heartbeat())
         frames = await asyncio.wait_for(asyncio.gather(read("a", 1), read("b", 2)), WAIT_S)
         done.set()
@@ -59,8 +66,8 @@ async def test_two_async_streams_and_a_heartbeat_share_a_loop():
         assert all("beat" in events[i:j] for i, j in itertools.pairwise(at)), "the heartbeat was starved"
 
 
-async def test_streams_of_one_synthesizer_serve_two_event_loops():
-    with fake_synthesizer() as synth:
+async def test_streams_of_one_synthesizer_serve_two_event_loops(make):
+    with make() as synth:
 
         async def read(seed: int) -> int:
             return len([chunk async for chunk in synth.astream("Hi.", seed=seed, max_frames=30, options=ONE)])
@@ -111,9 +118,9 @@ async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
 # ---- fed text
 
 
-def test_a_session_waits_for_text_without_stepping_and_lets_others_go_on():
+def test_a_session_waits_for_text_without_stepping_and_lets_others_go_on(make):
     backend = FakeBackend(eos_after=9)
-    with fake_synthesizer(backend) as synth:
+    with make(backend) as synth:
         session = synth.open(seed=1, options=ONE)
         assert isinstance(session, Session)
         assert len(list(speak(synth, seed=2))) == 6
@@ -126,9 +133,9 @@ def test_a_session_waits_for_text_without_stepping_and_lets_others_go_on():
         assert len(list(session)) == 6 and session.finish_reason == "eos"
 
 
-def test_text_may_be_fed_from_another_thread_while_chunks_are_taken():
+def test_text_may_be_fed_from_another_thread_while_chunks_are_taken(make):
     text = "One two three four five."
-    with fake_synthesizer(FakeBackend(eos_after=len(text))) as synth:
+    with make(FakeBackend(eos_after=len(text))) as synth:
         session = synth.open(seed=1, options=ONE)
 
         def write() -> None:
@@ -142,8 +149,8 @@ def test_text_may_be_fed_from_another_thread_while_chunks_are_taken():
         assert session.finish_reason == "eos"
 
 
-def test_finish_without_text_is_refused_and_ends_the_stream():
-    with fake_synthesizer() as synth:
+def test_finish_without_text_is_refused_and_ends_the_stream(make):
+    with make() as synth:
         for pieces in ([], [""], [" ", "\x00\n"]):
             session = synth.open()
             for piece in pieces:
@@ -154,8 +161,8 @@ def test_finish_without_text_is_refused_and_ends_the_stream():
             session.finish()
 
 
-def test_feeding_after_the_end_is_dropped_and_after_finish_refused():
-    with fake_synthesizer() as synth:
+def test_feeding_after_the_end_is_dropped_and_after_finish_refused(make):
+    with make() as synth:
         session = synth.open()
         session.cancel()
         session.feed("late")  # the writer may not know yet that the listener has interrupted
