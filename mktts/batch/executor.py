@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
 from mktts.batch.lanes import Made
@@ -333,7 +330,7 @@ class Together:
 
     def _give(self, lanes: Sequence[_Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
-        codes = torch.from_numpy(made.codes.copy()).unbind(0)
+        codes = made.codes.copy()
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
                 continue
@@ -345,7 +342,7 @@ class Together:
             if not ended and made.codes[index, 0] < 0:
                 job.fail(EngineError("the model gave no number for this stream: its prompt or voice holds NaN"))
                 continue
-            frame: Tensor | None = None if ended else codes[index]
+            frame = None if ended else codes[index]
             job.advance(partial(LaneUtterance.made, codes=frame, pcm=made.pcm[index], tick_ms=tick_ms))
             if not job.open:
                 continue

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mktts.codec.pending import Pending
 from mktts.model.backend import Frame
 from mktts.model.voice import Voice
 from mktts.speech.options import TOGETHER_SCHEDULE, Chunk, Plan
@@ -71,8 +70,8 @@ class LaneUtterance(Utterance):
         """How many frames the chunk has that is being made, the silent lead before it included."""
         return self._chunker.pending_frames + self._chunker.missing_frames
 
-    def made(self, codes: Tensor | None, pcm: np.ndarray, tick_ms: float) -> Chunk | None:
-        """Books a frame of the segment: codes (16,), None at end of speech, and PCM (1920,), which is copied."""
+    def made(self, codes: np.ndarray | None, pcm: np.ndarray, tick_ms: float) -> Chunk | None:
+        """Books a frame of the segment: codes (16,) int64, None at end of speech, and PCM (1920,), which is copied."""
         if codes is None:
             self.segment = None
         else:
@@ -88,6 +87,15 @@ class LaneUtterance(Utterance):
     def _fetch_row(self) -> None:
         self.row = self._prompt.row(self.launched - 1) if self.launched else None
 
-    def _decode(self, frames: list[Tensor]) -> Pending:
+    def _decode(self, frames: list[np.ndarray]) -> _Decoded:
         pcm = [self._pcm.popleft() for _ in frames]
-        return Pending(torch.from_numpy(pcm[0] if len(pcm) == 1 else np.concatenate(pcm)))
+        return _Decoded(pcm[0] if len(pcm) == 1 else np.concatenate(pcm))
+
+
+class _Decoded(NamedTuple):
+    """PCM that is there: see `mktts.speech.chunking.Pending`."""
+
+    pcm: np.ndarray
+
+    def result(self) -> np.ndarray:
+        return self.pcm

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ StreamState = Any  # backend-specific dataclass: KV cache, position, last codes,
 class Frame:
     """One 80 ms frame. `codes` is (16,) int64 on the host, or None when the talker said end-of-speech."""
 
-    codes: Tensor | None
+    codes: Tensor | np.ndarray | None
     talker_ms: float
     predictor_ms: float
 

@@ -84,7 +84,8 @@ class Chunker:
         if not taken:
             return None
         frames = sum(count for _, count in self._decoding[:taken])
-        pcm = np.concatenate([pending.result() for pending, _ in self._decoding[:taken]])  # (S,)
+        parts = [pending.result() for pending, _ in self._decoding[:taken]]
+        pcm = parts[0] if taken == 1 else np.concatenate(parts)  # (S,)
         del self._decoding[:taken]
         self._samples += len(pcm)
         if self._trimming:

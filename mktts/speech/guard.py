@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from mktts.common import whole_number
@@ -59,7 +60,7 @@ class GuardState:
         self._last_code0: int | None = None
         self._repeats = 0
 
-    def count(self, codes: Tensor, text_tokens: int) -> FinishReason | None:
+    def count(self, codes: Tensor | np.ndarray, text_tokens: int) -> FinishReason | None:
         """Takes the newest frame (16,) and the segment's text tokens so far."""
         self.frames += 1
         code0 = int(codes[0])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from mktts.errors import EngineError
@@ -23,7 +24,7 @@ EngineName = Literal["single", "batch"]
 class Work(Protocol):
     """One utterance as the worker drives it: a `mktts.speech.utterance.Utterance`, or what behaves like one."""
 
-    codes: list[Tensor]
+    codes: list[Tensor | np.ndarray]
     finish_reason: FinishReason | None
     cancelled: bool
     pending_frames: int  # made, not yet in a chunk

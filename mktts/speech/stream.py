@@ -53,7 +53,7 @@ class Stream:
     @property
     def codes(self) -> Tensor:
         """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
-        frames = list(self._job.codes)
+        frames = [torch.as_tensor(codes) for codes in list(self._job.codes)]
         return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from mktts.model.backend import Frame
@@ -42,7 +43,8 @@ class Segment:
 class Utterance:
     """See the module.
 
-    codes: one (16,) int64 tensor a frame so far, of all segments. finish_reason: None while there is more to come.
+    codes: one (16,) int64 tensor or array a frame so far, of all segments. finish_reason: None while there is more to
+    come.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Utterance:
         schedule: tuple[int, ...] = SCHEDULE,
     ) -> None:
         """positions: of the talker, prompt and frames of one segment together. decode, schedule: see `Chunker`."""
-        self.codes: list[Tensor] = []
+        self.codes: list[Tensor | np.ndarray] = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False  # set by any thread: no more chunks are wanted
         self._script = script

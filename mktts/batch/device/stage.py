@@ -60,7 +60,7 @@ class Stage:
         codes = made[: NUM_CODEBOOKS * self._lanes].reshape(-1, NUM_CODEBOOKS)[:count].astype(np.int64)
         state = made[NUM_CODEBOOKS * self._lanes :][:count]
         codes[state > 1, 0] = -1
-        return Made(codes, state != 0, self._pcm.numpy()[:count], took_s)
+        return Made(codes, state == 1, self._pcm.numpy()[:count], took_s)
 
     def _mark(self, which: int) -> None:
         if self._cuda:
