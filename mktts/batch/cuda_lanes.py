@@ -215,7 +215,7 @@ class CudaLanes:
         self._kept = []
         self._after_caller()
         with torch.cuda.stream(self._stream):
-            stage.begin()
+            stage.begin(self._waiting[-1] if self._waiting else None)
             self._memory.push()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             self._replays.get(tick.bucket, bucket.frame.run)()

@@ -30,8 +30,12 @@ from mktts.errors import CapacityError, EngineError
 from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 
-_HOST_S = 1.0e-3  # of planning and launching a tick, until some were timed
-_SMOOTHING = 0.1  # of that time: the newest tick's weight
+_EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is planned, until some were
+# A gap on the device says that the next tick was planned too late: it is planned earlier by this part of the gap. Where
+# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
+_GAP_PART = 0.6
+_RELAX = 0.97
+_MOST_EARLY_S = 0.05
 
 
 class _Lane(NamedTuple):
@@ -46,7 +50,7 @@ class _Lane(NamedTuple):
 @dataclass
 class _Running:
     """A launched tick. jobs: with a lane or a piece of a prompt in it. kept: prefixes that were kept because of it.
-    ends_s: as predicted."""
+    ends_s: as predicted. follows: the tick before it still ran."""
 
     tick: Tick
     lanes: list[_Lane]
@@ -54,6 +58,7 @@ class _Running:
     launched: Any
     kept: list[Hashable]
     ends_s: float
+    follows: bool
 
 
 class Together:
@@ -68,7 +73,7 @@ class Together:
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
         self._fit = TickFit(lanes.model)
-        self._host_s = _HOST_S
+        self._early_s = _EARLY_S  # before a tick ends: when the next one is planned
         self._reset()
 
     def _reset(self) -> None:
@@ -96,7 +101,7 @@ class Together:
         """See Executor."""
         self._admit(now_s)
         running = self._running[0] if self._running else None
-        if running is not None and now_s < (plan_s := running.ends_s - self._host_s):
+        if running is not None and now_s < (plan_s := running.ends_s - self._early_s):
             return plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
@@ -106,7 +111,7 @@ class Together:
         if running is not None:
             self._read()
         if self._running and self._lanes.overlaps:
-            return self._running[0].ends_s - self._host_s
+            return self._running[0].ends_s - self._early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room:
@@ -282,7 +287,8 @@ class Together:
         except Exception as error:
             _fail(jobs, error)
             return
-        running = _Running(tick, lanes, jobs, launched, [], begins_s + tick.predicted_s)
+        follows = bool(self._running)
+        running = _Running(tick, lanes, jobs, launched, [], begins_s + tick.predicted_s, follows)
         self._running.append(running)
         board.begin(tick)
         self._door.ticked(tick)
@@ -296,7 +302,6 @@ class Together:
             elif work.row is None:
                 board.text(slot, False, now_s)
                 self._waiting[slot] = None
-        self._host_s += _SMOOTHING * (time.perf_counter() - now_s - self._host_s)
 
     def _keep_prefix(self, slot: int, running: _Running) -> None:
         """The prompt in `slot` enters with this tick: its prefix is kept for others, where it fills a page at least."""
@@ -322,6 +327,8 @@ class Together:
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
         self._fit.observe(*tick.bucket, tick.context_rows, made.took_s)
+        if running.follows:
+            self._early_s = min(_RELAX * self._early_s + _GAP_PART * made.idle_s, _MOST_EARLY_S)
         late_s = board.finish(tick, ended_s)
         if self.log is not None:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))

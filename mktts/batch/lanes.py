@@ -25,13 +25,15 @@ class Made(NamedTuple):
     """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
 
     codes (n, 16) int64; code 0 is -1 where the model gave no number. ended (n,) bool: end of speech; codes and PCM of
-    such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]. took_s: the time of the tick on the device.
+    such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]. took_s: the time of the tick on the device. idle_s: how
+    long the device had done nothing before it.
     """
 
     codes: np.ndarray
     ended: np.ndarray
     pcm: np.ndarray
     took_s: float
+    idle_s: float = 0.0
 
 
 class Lanes(Protocol):

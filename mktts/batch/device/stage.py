@@ -34,9 +34,12 @@ class Stage:
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._cuda else []
         self._times_s = [0.0, 0.0]
         self._lanes = self._count = 0
+        self._before: Stage | None = None
 
-    def begin(self) -> None:
-        """The tick's clock starts here, in the current stream's order."""
+    def begin(self, before: Stage | None = None) -> None:
+        """The tick's clock starts here, in the current stream's order. before: the stage of the tick that was launched
+        last, until this one is collected."""
+        self._before = before
         self._mark(0)
 
     def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
@@ -55,12 +58,16 @@ class Stage:
             took_s = 1e-3 * self._marks[0].elapsed_time(self._marks[1])
         else:
             took_s = self._times_s[1] - self._times_s[0]
+        idle_s = 0.0
+        if self._cuda and self._before is not None:
+            idle_s = 1e-3 * self._before._marks[1].elapsed_time(self._marks[0])
+        self._before = None
         self.kept = []
         made, count = self._made.numpy(), self._count
         codes = made[: NUM_CODEBOOKS * self._lanes].reshape(-1, NUM_CODEBOOKS)[:count].astype(np.int64)
         state = made[NUM_CODEBOOKS * self._lanes :][:count]
         codes[state > 1, 0] = -1
-        return Made(codes, state == 1, self._pcm.numpy()[:count], took_s)
+        return Made(codes, state == 1, self._pcm.numpy()[:count], took_s, idle_s)
 
     def _mark(self, which: int) -> None:
         if self._cuda:
