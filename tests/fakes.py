@@ -237,14 +237,19 @@ FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tic
 
 
 def fake_synthesizer(
-    backend: FakeBackend | None = None, codec: FakeCodec | None = None, engine: str = "single", **of_the_lanes: Any
+    backend: FakeBackend | None = None,
+    codec: FakeCodec | None = None,
+    engine: str = "single",
+    prefix: str = "",
+    **of_the_lanes: Any,
 ) -> Synthesizer:
-    """engine: one of FAKE_ENGINES."""
+    """engine: one of FAKE_ENGINES, or "auto" for single and batch. prefix: see FakePrompts."""
+    backend, codec = backend or FakeBackend(), codec or FakeCodec()
+    single = fake_model(backend, codec, prefix=prefix) if engine in ("single", "auto") else None
     if engine == "single":
-        return Synthesizer(fake_model(backend, codec))
-    overlaps = engine == "batch-ahead"
-    lanes = FakeLanes(backend or FakeBackend(), codec or FakeCodec(), overlaps=overlaps, **of_the_lanes)
-    return Synthesizer(None, batch=fake_together(lanes))
+        return Synthesizer(single)
+    lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
+    return Synthesizer(single, batch=fake_together(lanes, prefix=prefix))
 
 
 def launched_ahead(synth: Synthesizer) -> int:
