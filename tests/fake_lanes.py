@@ -21,7 +21,7 @@ from mktts.codec.primed import PrimedStates
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-TICK_S = 1e-4
+TICK = TickModel(1e-4, 0.0, 0.0, 0.0)
 SETTINGS = TickSettings(max_lanes=8, max_rows=64, min_rows=8, few_lanes=8, idle_lanes=8)
 
 
@@ -77,9 +77,10 @@ class FakeLanes:
         rows_per_slot: int = 10_000,
         settings: TickSettings = SETTINGS,
         max_kept: int | None = None,
+        model: TickModel = TICK,
     ) -> None:
         self.overlaps, self.slots, self.settings = overlaps, slots, settings
-        self.model = TickModel(TICK_S, 0.0, 0.0, 0.0)
+        self.model = model
         self.pages = Pages(pages, slots, rows_per_slot, max_kept=max_kept)
         self.backend, self.codec = backend, codec
         self.spoil: Callable[[int], bool] = lambda slot: False
@@ -120,7 +121,7 @@ class FakeLanes:
             np.zeros((len(rows), NUM_CODEBOOKS), np.int64),
             np.zeros(len(rows), bool),
             np.zeros((len(rows), SAMPLES_PER_FRAME), np.float32),
-            TICK_S,
+            self.model.predict(*tick.bucket, tick.context_rows),
         )
         launched = _Launched(tick, list(rows), made)
         self.ticks.append(tick)

@@ -177,8 +177,12 @@ class FakeFedPrompt:
 
 @dataclass
 class FakePrompts:
-    """Knows the speaker "vivian" and the language "english"."""
+    """Knows the speaker "vivian" and the language "english".
 
+    prefix: of every known text's prompt, a character a row; lanes may keep it.
+    """
+
+    prefix: str = ""
     built: list[str] = field(default_factory=list)
     opened: list[FakeFedPrompt] = field(default_factory=list)
     config: SimpleNamespace = field(
@@ -195,12 +199,12 @@ class FakePrompts:
     def of_checked(self, request: Request) -> SimpleNamespace:
         self.built.append(request.text)
         return SimpleNamespace(
-            embeds=_rows(request.text),
+            embeds=_rows(self.prefix + request.text),
             row=lambda frame: torch.zeros(1),
             text_tokens=len(request.text),
             text_ended=True,
-            prefix_rows=0,
-            prefix_key=None,
+            prefix_rows=len(self.prefix),
+            prefix_key=self.prefix or None,
         )
 
     def open(self, request: Request) -> FakeFedPrompt:
@@ -210,10 +214,10 @@ class FakePrompts:
 
 
 def fake_model(
-    backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000
+    backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000, prefix: str = ""
 ) -> StepModel:
     return StepModel(
-        prompts=FakePrompts(),
+        prompts=FakePrompts(prefix),
         positions=positions,
         fed_prompt=FakePrompts.open,
         backend=backend or FakeBackend(),
@@ -221,9 +225,10 @@ def fake_model(
     )
 
 
-def fake_together(lanes: FakeLanes, admission: AdmissionSettings | None = None) -> Together:
+def fake_together(lanes: FakeLanes, admission: AdmissionSettings | None = None, prefix: str = "") -> Together:
+    """prefix: see FakePrompts."""
     model = LaneModel(
-        prompts=FakePrompts(), positions=lanes.pages.rows_per_slot, fed_prompt=FakePrompts.open, lanes=lanes
+        prompts=FakePrompts(prefix), positions=lanes.pages.rows_per_slot, fed_prompt=FakePrompts.open, lanes=lanes
     )
     return Together(model, admission or AdmissionSettings())
 
@@ -232,14 +237,19 @@ FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tic
 
 
 def fake_synthesizer(
-    backend: FakeBackend | None = None, codec: FakeCodec | None = None, engine: str = "single", **of_the_lanes: Any
+    backend: FakeBackend | None = None,
+    codec: FakeCodec | None = None,
+    engine: str = "single",
+    prefix: str = "",
+    **of_the_lanes: Any,
 ) -> Synthesizer:
-    """engine: one of FAKE_ENGINES."""
+    """engine: one of FAKE_ENGINES, or "auto" for single and batch. prefix: see FakePrompts."""
+    backend, codec = backend or FakeBackend(), codec or FakeCodec()
+    single = fake_model(backend, codec, prefix=prefix) if engine in ("single", "auto") else None
     if engine == "single":
-        return Synthesizer(fake_model(backend, codec))
-    overlaps = engine == "batch-ahead"
-    lanes = FakeLanes(backend or FakeBackend(), codec or FakeCodec(), overlaps=overlaps, **of_the_lanes)
-    return Synthesizer(None, batch=fake_together(lanes))
+        return Synthesizer(single)
+    lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
+    return Synthesizer(single, together=fake_together(lanes, prefix=prefix))
 
 
 def launched_ahead(synth: Synthesizer) -> int:

@@ -39,8 +39,8 @@ from mktts.model.cuda_graph import record
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import ModelConfig
 
-_LANES = (8, 32, 64, 128, 256, 512, 1024)
-_PROMPT_ROWS = {1024: (0, 256, 1024)}
+_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_PROMPT_ROWS = {768: (0, 256, 1024), 1024: (0, 256, 1024)}
 _USUAL_ROWS = (0, 64, 256, 1024)
 _MOST_WAITING = 2  # launched ticks
 _THREADS = min(16, os.cpu_count() or 4)  # that compile
@@ -48,7 +48,7 @@ _STAGES = 3  # one more, so that what was collected last is not written again by
 
 
 def tick_settings(most_lanes: int = _LANES[-1]) -> TickSettings:
-    """Ticks in buckets of 8 to `most_lanes` (one of 8, 32, 64, 128, 256, 512, 1024) lanes and 0 to 1024 prompt rows."""
+    """Ticks in buckets of 8 to `most_lanes` (one of `_LANES`) lanes and 0 to 1024 prompt rows."""
     sizes = [lanes for lanes in _LANES if lanes <= most_lanes]
     buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
     return replace(TickSettings.h200(), buckets=buckets, max_lanes=sizes[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,14 +49,13 @@ class _Lane(NamedTuple):
 
 @dataclass
 class _Running:
-    """A launched tick. jobs: with a lane or a piece of a prompt in it. kept: prefixes that were kept because of it.
-    ends_s: as predicted. follows: the tick before it still ran."""
+    """A launched tick. jobs: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before it
+    still ran."""
 
     tick: Tick
     lanes: list[_Lane]
     jobs: list[Job]
     launched: Any
-    kept: list[Hashable]
     ends_s: float
     follows: bool
 
@@ -288,13 +287,10 @@ class Together:
             _fail(jobs, error)
             return
         follows = bool(self._running)
-        running = _Running(tick, lanes, jobs, launched, [], begins_s + tick.predicted_s, follows)
+        running = _Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
         self._running.append(running)
         board.begin(tick)
         self._door.ticked(tick)
-        for piece in tick.pieces:
-            if piece.last:
-                self._keep_prefix(piece.slot, running)
         for slot, _, work, _ in lanes:
             work.went()
             if not work.may_go_on:
@@ -303,25 +299,12 @@ class Together:
                 board.text(slot, False, now_s)
                 self._waiting[slot] = None
 
-    def _keep_prefix(self, slot: int, running: _Running) -> None:
-        """The prompt in `slot` enters with this tick: its prefix is kept for others, where it fills a page at least."""
-        prompt = self._jobs[slot].work.segment.prompt
-        key = _key(prompt)
-        if key is None or self._pages.find(key):
-            return
-        copies = self._pages.keep(slot, key, prompt.prefix_rows)
-        if copies is not None:
-            running.kept.append(key)
-            self._lanes.copy(copies)
-
     def _read(self) -> None:
         """Waits for the oldest tick, and gives its frames to their streams."""
         running = self._running.popleft()
         try:
             made = self._lanes.collect(running.launched)
         except Exception as error:
-            for key in running.kept:
-                self._pages.forget(key)  # nobody knows what its pages hold
             _fail(running.jobs, error)
             return
         ended_s = time.perf_counter()
@@ -334,6 +317,9 @@ class Together:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
         tick_ms = 1e3 * made.took_s / max(len(running.lanes), 1)
         self._give(running.lanes, made, tick_ms, ended_s)
+        for lane in running.lanes[: tick.new_lanes]:
+            if lane.job.open and lane.work.number == lane.segment and lane.work.segment is not None:
+                self._keep_prefix(lane.slot, lane.work.segment.prompt)
 
     def _give(self, lanes: Sequence[_Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
@@ -359,6 +345,12 @@ class Together:
                 board.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
+
+    def _keep_prefix(self, slot: int, prompt: Any) -> None:
+        """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
+        key = _key(prompt)
+        if key is not None and not self._pages.find(key):
+            self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
 
 def _fail(jobs: Sequence[Job], error: Exception) -> None:

@@ -70,10 +70,15 @@ class Loading:
             raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
         if deterministic and engine == "single":
             raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
-        if engine == "batch" and backend not in ("auto", "torch"):
-            raise BackendUnavailable(f"engine='batch' does not run on backend {backend!r}: leave the backend out")
-        both = engine == "auto" and backend == "auto"
-        together = engine == "batch" or bool(deterministic) or both
+        together = engine == "batch" or bool(deterministic)
+        if together and backend not in ("auto", "torch"):
+            raise BackendUnavailable(
+                f"the batch engine, which engine='batch' and deterministic=True take, does not run on backend "
+                f"{backend!r}: leave the backend out"
+            )
+        if not isinstance(batch, BatchSettings | None):
+            raise OptionsError(f"batch must be BatchSettings or None, got {type(batch).__name__}")
+        together = together or (engine == "auto" and backend == "auto")
         single = engine == "single" or (engine == "auto" and not deterministic)
         return cls(backend, where, dtype, single, together, deterministic, batch or BatchSettings())
 

@@ -19,19 +19,36 @@ def say_many(
     on_done: Callable[[int], None] | None,
     at_once: int,
 ) -> Iterator[np.ndarray]:
-    """Keeps `at_once` streams open, the oldest of which is read: (S,) float32 each."""
-    left = iter(texts)
-    streams = deque(open_stream(text, settings) for text in islice(left, at_once))
+    """Keeps `at_once` streams open, the oldest of which is read: (S,) float32 each. A text that cannot be opened ends
+    the opening; its error is raised in its turn, so that what comes does not depend on `at_once`."""
+    opened = _opened(open_stream, iter(texts), settings)
+    streams: deque[Stream | Exception] = deque()
     done = 0
     try:
+        streams.extend(islice(opened, at_once))
         while streams:
-            pcm = streams[0].read()
+            oldest = streams[0]
+            if isinstance(oldest, Exception):
+                raise oldest
+            pcm = oldest.read()
             streams.popleft()
-            streams.extend(open_stream(text, settings) for text in islice(left, 1))
+            streams.extend(islice(opened, 1))
             done += 1
             if on_done is not None:
                 on_done(done)
             yield pcm
     finally:
         for stream in streams:
-            stream.cancel()
+            if isinstance(stream, Stream):
+                stream.cancel()
+
+
+def _opened(
+    open_stream: Callable[[str, Any], Stream], texts: Iterator[str], settings: Any
+) -> Iterator[Stream | Exception]:
+    """A stream for each text; the error of the first that cannot be opened, or taken from `texts`, is the last."""
+    try:
+        for text in texts:
+            yield open_stream(text, settings)
+    except Exception as error:
+        yield error

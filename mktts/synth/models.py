@@ -41,7 +41,7 @@ class Models:
     @property
     def room(self) -> int:
         """Streams that are made at once."""
-        return SINGLE_STREAMS if self._together is None else self._together.model.lanes.slots
+        return 1 if self._together is None else self._together.model.lanes.slots
 
     @property
     def together(self) -> Together | None:

@@ -14,6 +14,7 @@ import torch
 from mktts.batch.log import TICKS
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
+from mktts.common import whole_number
 from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
@@ -172,8 +173,11 @@ class Synthesizer:
 
         on_done: called with the number of texts so far, after each. at_once: streams that are open; None: as many as
         the engine has room for. Every text gets the seed of the settings, or one of its own. Errors as of `stream`,
-        when a text's turn comes to be opened; leaving the iterator ends the streams that are open.
+        behind the PCM of the texts before; they, and leaving the iterator, end the streams that are open.
+        Raises OptionsError here for an `at_once` below 1.
         """
+        if at_once is not None:
+            whole_number("at_once", at_once, at_least=1)
         return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._models.room)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:

@@ -1,0 +1,163 @@
+"""The executor of many streams without a worker and without a clock: turns are taken by hand, and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_lanes import FakeLanes
+from fakes import OFF, FakeBackend, FakeCodec, fake_model, fake_together
+
+from mktts.batch import executor
+from mktts.batch.admission import AdmissionSettings
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
+from mktts.speech.job import Job
+from mktts.speech.options import Chunk, Plan, StreamOptions
+from mktts.speech.script import FedScript
+
+PATIENT = AdmissionSettings()
+
+
+class Desk:
+    """now_s: the time, which passes only where the executor asks for it. lanes, pages, board: of the executor."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        backend: FakeBackend | None = None,
+        codec: FakeCodec | None = None,
+        *,
+        admission: AdmissionSettings = PATIENT,
+        prefix: str = "",
+        **of_the_lanes: Any,
+    ) -> None:
+        self.now_s = 0.0
+        self.backend = backend or FakeBackend()
+        self.lanes = FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
+        self.together = fake_together(self.lanes, admission, prefix)
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.turns = 0
+        monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+
+    @property
+    def board(self) -> Any:
+        return self.together._board
+
+    @property
+    def pages(self) -> Any:
+        return self.lanes.pages
+
+    def plan(self, seed: int, frames: int | None, options: StreamOptions) -> Plan:
+        return Plan(Sampling(), seed, frames, options)
+
+    def say(
+        self,
+        *texts: str,
+        seed: int = 1,
+        frames: int | None = None,
+        options: StreamOptions = OFF,
+        paced: bool = True,
+        reference: torch.Tensor | None = None,
+    ) -> Job:
+        """A stream of these segments."""
+        voice = None if reference is None else SimpleNamespace(codes=reference)
+        requests = [Request(text, voice=voice) for text in texts or ("Hello.",)]
+        return self.opened(
+            self.together.model.speak(requests, self.plan(seed, frames, options), 0.0), options.buffer_frames, paced
+        )
+
+    def listen(
+        self, seed: int = 1, frames: int | None = None, options: StreamOptions = OFF, max_chars: int = 100
+    ) -> tuple[Job, FedScript]:
+        """A stream whose text is fed to the script."""
+        work, script = self.together.model.listen(Request(""), max_chars, self.plan(seed, frames, options))
+        return self.opened(work, options.buffer_frames, True), script
+
+    def opened(self, work: Any, buffer_frames: int, paced: bool) -> Job:
+        job = Job(work, buffer_frames, self.inbox, paced=paced, engine="batch")
+        self.together.take(job)
+        return job
+
+    def turn(self) -> float:
+        """One turn now."""
+        self.turns += 1
+        wake_s = self.together.turn(self.now_s, False)
+        self.check()
+        return wake_s
+
+    def run(self, turns: int = 100_000, until_s: float = math.inf) -> None:
+        """Turns until nothing is to be done without news, or before `until_s`; it is that late then."""
+        for _ in range(turns):
+            wake_s = self.turn()
+            if wake_s == math.inf and until_s == math.inf:
+                return
+            if wake_s >= until_s:
+                self.now_s = until_s
+                return
+            self.now_s = max(self.now_s, wake_s) + 1e-6
+        raise AssertionError(f"no rest after {turns} turns")
+
+    def check(self) -> None:
+        """The books agree with one another."""
+        together, board, pages = self.together, self.board, self.pages
+        slots = set(together._jobs)
+        assert len(together._free) + len(slots) == self.lanes.slots and not slots & set(together._free)
+        assert set(board.open.nonzero()[0].tolist()) == slots
+        assert set(together._waiting) <= slots
+        assert all(job.open for job in (*together._jobs.values(), *together._outside, *together._in_line))
+        assert together._door.line == len(together._in_line)
+        for slot, job in together._jobs.items():
+            coming = sum(lane.job is job for running in together._running for lane in running.lanes)
+            assert board.frames_made[slot] == len(job.codes) + coming
+        held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
+        kept = {page for prefix in pages._kept.values() for page in prefix.pages}
+        assert pages.free + len(held | kept) == len(pages._users) - 1
+        assert not (held | kept) & set(pages._free)
+        assert not [slot for slot in range(self.lanes.slots) if pages.is_open(slot) and slot not in slots]
+
+    def all_free(self) -> bool:
+        """Whether nothing is held by anybody, kept prefixes aside."""
+        self.check()
+        together = self.together
+        return (
+            together.open_jobs == 0
+            and len(together._free) == self.lanes.slots
+            and self.pages.free + self.pages.kept == len(self.pages._users) - 1
+            and not (self.lanes.codecs or self.lanes.segments or together._running or together._waiting)
+        )
+
+
+def chunks_of(job: Job) -> list[Chunk]:
+    """The chunks that are ready; raises what ended the stream."""
+    chunks = []
+    while not job._chunks.empty() and (chunk := job.take()) is not None:
+        chunks.append(chunk)
+    return chunks
+
+
+def alone(
+    texts: Sequence[str], seed: int, eos_after: int | None, fed: bool = False, max_chars: int = 100, prefix: str = ""
+) -> list[list[int]]:
+    """The codes of a stream that is made by itself, frame by frame, without lanes."""
+    model = fake_model(FakeBackend(eos_after=eos_after), prefix=prefix)
+    plan = Plan(Sampling(), seed, None, OFF)
+    if fed:
+        work, script = model.listen(Request(""), max_chars, plan)
+        script.feed("".join(texts))
+        script.finish()
+    else:
+        work = model.speak([Request(text) for text in texts], plan, 0.0)
+    while work.finish_reason is None:
+        assert work.ready()
+        work.step()
+    return [frame.tolist() for frame in work.codes]
+
+
+def frames_of(job: Job) -> list[list[int]]:
+    return [frame.tolist() for frame in job.codes]

@@ -1,0 +1,172 @@
+"""What a stream gives is the same on every engine: samples, codes, chunks, and why it ended. On fake models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fakes import OFF, ONE, FakeBackend, FakeCodec, fake_synthesizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mktts.model.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.speech.guard import Guard
+from mktts.speech.options import SCHEDULE, TOGETHER_SCHEDULE, StreamOptions
+from mktts.speech.stream import Stream
+from mktts.synth import Synthesizer
+
+THREE = "The first sentence. And a second one here. The third ends it."
+SEGMENTS = replace(OFF, max_chars_per_segment=25)
+REFERENCE = torch.arange(5 * NUM_CODEBOOKS).reshape(5, NUM_CODEBOOKS) % 97
+
+
+@pytest.fixture(params=["batch", "batch-ahead"])
+def make(request):
+    """Makes synthesizers that serve many streams together."""
+    return partial(fake_synthesizer, engine=request.param)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stream, the model that it is opened on, and why it ends."""
+
+    text: str
+    reason: str
+    options: StreamOptions = OFF
+    max_frames: int | None = None
+    eos_after: int | None = None
+    silent: int = 0
+    code0: Callable[[int], int] = lambda frame: frame
+    voice: object = None
+    prefix: str = ""
+
+
+def _guarded(**guard: float | None) -> StreamOptions:
+    return StreamOptions(guard=Guard(**{"frames_per_text_token": None, **guard}), schedule=SCHEDULE)
+
+
+CASES = {
+    "a schedule": Case("Hello.", "max_frames", replace(OFF, schedule=(3, 5)), max_frames=13),
+    "one chunk": Case("Hello.", "max_frames", replace(OFF, schedule=(50,)), max_frames=13),
+    "end of speech": Case("Hello.", "eos", eos_after=6),
+    "no frames": Case("Hello.", "eos", eos_after=0),
+    "one frame": Case("Hello.", "max_frames", max_frames=1),
+    "segments": Case(THREE, "eos", SEGMENTS, eos_after=4),
+    "segments of one frame": Case(THREE, "eos", SEGMENTS, eos_after=1),
+    "segments of no frames": Case(THREE, "eos", SEGMENTS, eos_after=0),
+    "max_frames within a segment": Case(THREE, "max_frames", SEGMENTS, max_frames=10, eos_after=4),
+    "max_frames at a join": Case(THREE, "max_frames", SEGMENTS, max_frames=8, eos_after=4),
+    "a repeated code": Case("Hello.", "runaway", _guarded(), code0=lambda frame: min(frame, 10)),
+    "a missing end": Case("12345", "runaway", _guarded(frames_per_text_token=3.0, slack_frames=10)),
+    "silence first": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=12, silent=5),
+    "no silence": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=12),
+    "silence alone": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=9, silent=100),
+    "a small buffer": Case("Hello.", "max_frames", replace(ONE, buffer_frames=1), max_frames=30),
+    "silence over a small buffer": Case(
+        "Hello.", "max_frames", replace(ONE, trim_lead=True, buffer_frames=2), max_frames=30, silent=12
+    ),
+    "a voice with codes": Case("Hello.", "max_frames", max_frames=7, voice=SimpleNamespace(codes=REFERENCE)),
+    "a kept prefix": Case(THREE, "eos", SEGMENTS, eos_after=4, prefix="v" * 150),
+}
+
+
+def model_of(case: Case) -> dict:
+    backend = FakeBackend(eos_after=case.eos_after, code0=case.code0)
+    return {"backend": backend, "codec": FakeCodec(silent_frames=case.silent), "prefix": case.prefix}
+
+
+def speak(synth: Synthesizer, case: Case, seed: int) -> Stream:
+    return synth.stream(case.text, seed=seed, max_frames=case.max_frames, options=case.options, voice=case.voice)
+
+
+def heard(stream: Stream) -> dict:
+    chunks = list(stream)
+    return {
+        "frames": [chunk.frames for chunk in chunks],
+        "starts": [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks],
+        "pcm": np.concatenate([np.zeros(0, np.float32), *(chunk.pcm for chunk in chunks)]).tolist(),
+        "codes": stream.codes.tolist(),
+        "reason": stream.finish_reason,
+    }
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_stream_is_the_same_on_every_engine_alone_and_beside_others(make, case):
+    with fake_synthesizer(**model_of(case)) as synth:
+        wanted = {seed: heard(speak(synth, case, seed)) for seed in (3, 4, 5)}
+    assert wanted[3]["reason"] == case.reason
+    with make(**model_of(case)) as synth:
+        assert heard(speak(synth, case, 3)) == wanted[3]
+        streams = {seed: speak(synth, case, seed) for seed in wanted}
+        assert {seed: heard(stream) for seed, stream in streams.items()} == wanted
+
+
+def test_chunks_are_contiguous_float32_and_end_where_the_codes_end(make):
+    with make() as synth:
+        stream = synth.stream("Hello.", max_frames=21, seed=1)
+        chunks = list(stream)
+    ends = np.cumsum([len(chunk.pcm) for chunk in chunks])
+    assert [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks] == [0, *ends[:-1]]
+    assert ends[-1] == len(stream.codes) * SAMPLES_PER_FRAME
+    assert {chunk.pcm.dtype for chunk in chunks} == {np.dtype(np.float32)}
+    assert all(chunk.timings.talker_ms > 0 and chunk.timings.ready_ms > 0 for chunk in chunks)
+
+
+def test_where_no_schedule_is_asked_for_chunks_of_many_streams_stay_small(make):
+    with make() as synth:
+        frames = [chunk.frames for chunk in synth.stream("Hello.", max_frames=10, seed=1)]
+    assert frames == [1, 1, 2, 2, 2, 2] and tuple(frames[:3]) == TOGETHER_SCHEDULE
+
+
+def test_a_voice_is_heard_once_for_many_streams(make):
+    codec = FakeCodec()
+    with make(codec=codec) as synth:
+        for _ in range(3):
+            synth.say("Hello.", voice=SimpleNamespace(codes=REFERENCE), max_frames=2, seed=1)
+    assert codec.decoded == [5] + [1] * 6
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(alphabet="abc. ", min_size=1, max_size=9), min_size=1, max_size=6), st.booleans())
+def test_however_text_is_fed_the_codes_are_those_of_the_text_at_once(make, pieces, eager):
+    text = "".join(pieces).strip()
+    if not text:
+        return
+
+    def codes(synth: Synthesizer, parts: list[str]) -> list[list[int]]:
+        session = synth.open(seed=5, sampling=Sampling(), options=ONE)
+        for part in parts:
+            session.feed(part)
+            if eager and len(session.codes) < len("".join(parts)):
+                synth.say("Between.", max_frames=2, seed=1)  # the worker has had time for what was fed
+        session.finish()
+        session.read()
+        assert session.finish_reason == "eos"
+        return session.codes.tolist()
+
+    backend = FakeBackend(eos_after=len(text) + 5)
+    with fake_synthesizer(backend) as synth:
+        wanted = codes(synth, [text])
+    with make(backend) as synth:
+        assert codes(synth, pieces) == wanted == codes(synth, [text])
+
+
+def test_long_fed_text_becomes_segments_at_sentence_ends(make):
+    with make(FakeBackend(eos_after=60)) as synth:
+        session = synth.open(options=replace(OFF, max_chars_per_segment=20), seed=1)
+        for word in "This is the first sentence. And the second one is here. Last.".split(" "):
+            session.feed(word + " ")
+        session.finish()
+        session.read()
+        assert [prompt.text for prompt in synth._models.any().prompts.opened] == [
+            "This is the first sentence.",
+            "And the second one is here.",
+            "Last.",
+        ]
+        assert session.finish_reason == "eos" and len(session.codes) == 3 * 60
