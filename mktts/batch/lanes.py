@@ -1,6 +1,6 @@
 """The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
 
-`mktts.batch.plain.lanes.TorchLanes` runs a tick in PyTorch operators, `mktts.batch.cuda_lanes.CudaLanes` as one CUDA
+`mktts.batch.plain.lanes.TorchLanes` runs a tick in PyTorch operators, `mktts.batch.cuda.lanes.CudaLanes` as one CUDA
 graph. The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and
 gives it back. One thread owns the lanes.
 """

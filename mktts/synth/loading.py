@@ -146,7 +146,7 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
 
     config, tensors, settings = checkpoint.config, checkpoint.tensors(), wanted.batch
     if wanted.device.type == "cuda":
-        from mktts.batch.cuda_loading import cuda_lanes
+        from mktts.batch.cuda.loading import cuda_lanes
 
         embeddings = None if single is None else single.backend.embeddings
         lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)

@@ -1,6 +1,6 @@
 """What the batched codec's Triton kernels compute, in plain PyTorch: to test its pass without a GPU.
 
-Each takes the arguments of the kernel of its name, in `mktts.batch.kernels.codec_rows` or `codec_products`.
+Each takes the arguments of the kernel of its name, in `mktts.batch.cuda.kernels.codec_rows` or `codec_products`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.memory.states import INPUT_SCALE
-from mktts.batch.memory.work import UNIT, Rows
+from mktts.batch.cuda.codec_states import INPUT_SCALE
+from mktts.batch.cuda.codec_work import UNIT, Rows
 from mktts.codec.fused_pack import LOW_SCALE, Packed
 
 

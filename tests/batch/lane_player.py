@@ -206,6 +206,9 @@ class Player:
                 assert ended
                 self.wasted += 1
                 continue
+            if codes[0] < 0:  # no numbers: the stream is over
+                self._leave(state)
+                continue
             state.made.append(None if ended else torch.from_numpy(codes))
             state.heard += not ended
             if self.sounds and not ended:

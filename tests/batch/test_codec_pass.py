@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda_codec import CudaCodec
+from mktts.batch.cuda.codec import CudaCodec
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.kernels.codec_tiles import ProductTile
-from mktts.batch.memory.states import INPUT_SCALE
-from mktts.batch.memory.work import Rows, RowsShape
+from mktts.batch.cuda.codec_states import INPUT_SCALE
+from mktts.batch.cuda.codec_work import Rows, RowsShape
+from mktts.batch.cuda.kernels.codec_tiles import ProductTile
 from mktts.codec.fused_pack import LOW_SCALE, Packed, pack
 from mktts.codec.layers import Linear, SnakeBeta
 
@@ -36,7 +36,7 @@ SIZES += [Size(2, 33, 288, 192, 2, 1), Size(3, 301, 192, 64, 1, 1)]
 
 @pytest.fixture(scope="module")
 def run_product():
-    from mktts.batch.kernels.codec_products import run_product
+    from mktts.batch.cuda.kernels.codec_products import run_product
 
     return run_product
 

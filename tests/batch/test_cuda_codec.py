@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda_codec import CudaCodec
+from mktts.batch.cuda.codec import CudaCodec
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.measure.parity.codec import snr_db

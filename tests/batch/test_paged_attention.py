@@ -38,7 +38,7 @@ def test_rows_do_not_feel_the_number_of_programs_nor_their_place(dtype):
 
 
 def attended(queries, slot, last, table, pages, programs):
-    from mktts.batch.kernels import attention
+    from mktts.batch.cuda.kernels import attention
 
     count = len(queries)
     out = torch.full_like(queries, torch.nan)

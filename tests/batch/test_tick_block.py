@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mktts.batch.device.block import PENALTY, BlockLayout, Entering, packed
-from mktts.batch.device.memory import LaneMemory
-from mktts.batch.device.workspace import Workspace, space_bytes, space_shapes
+from mktts.batch.cuda.block import PENALTY, BlockLayout, Entering, packed
+from mktts.batch.cuda.sizes import LaneMemory
+from mktts.batch.cuda.workspace import Workspace, space_bytes, space_shapes
 from mktts.batch.tick import Piece, Tick
 from mktts.errors import EngineError
 from mktts.model.sampling import Choice, Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mktts.batch.tiles import Kind, Plan, Tile, plan_of
+from mktts.batch.cuda.tiles import Kind, Plan, Tile, plan_of
 
 ROWS = (1, 16, 17, 64, 128, 256, 512, 1_024, 2_048)
 LIMITS = [pytest.param(99 * 1024, id="small card"), pytest.param(227 * 1024, id="large card")]

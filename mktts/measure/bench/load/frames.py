@@ -38,7 +38,7 @@ def cuda_lanes(checkpoint: Checkpoint, codec: str | None, deterministic: bool, s
     """The engine's lanes without the engine: a `Maker`. Raises BackendUnavailable where there are none."""
     if not torch.cuda.is_available():
         raise BackendUnavailable("frames by themselves are timed on a CUDA device, and torch sees none")
-    from mktts.batch.cuda_loading import bare_lanes
+    from mktts.batch.cuda.loading import bare_lanes
 
     return bare_lanes(checkpoint, codec, deterministic, slots, rows)
 

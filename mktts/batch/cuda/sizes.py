@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mktts.batch.device.workspace import space_bytes, space_shapes
+from mktts.batch.cuda.slots import Slots
+from mktts.batch.cuda.workspace import space_bytes, space_shapes
 from mktts.batch.pages import PAGE_ROWS
-from mktts.batch.slots import Slots
 from mktts.spec import ModelConfig, StackConfig
 
 _MOST_SPLITS = 8

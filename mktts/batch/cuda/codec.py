@@ -1,7 +1,7 @@
 """One codec frame of many streams at once on a CUDA device: rows of all lanes in one product, states by slot.
 
 A lane's samples and state depend on its codes and its state alone, bit for bit: not on how many lanes come with it,
-on its place among them, or on what they hold. Every sum has one order; see `mktts.batch.kernels.codec_products`.
+on its place among them, or on what they hold. Every sum has one order; see `mktts.batch.cuda.kernels.codec_products`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.batch.kernels.launching import compiling, launch
-from mktts.batch.memory.states import PIECE_VALUES, RingStates
-from mktts.batch.memory.work import UNIT, Rows, RowsShape, Work
+from mktts.batch.cuda.codec_states import PIECE_VALUES, RingStates
+from mktts.batch.cuda.codec_work import UNIT, Rows, RowsShape, Work
+from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused_pack import Packed
 from mktts.codec.graphs import Precision
@@ -276,7 +276,7 @@ def _power_of_two(count: int) -> int:
 
 def _triton_kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
     try:
-        from mktts.batch.kernels import codec_products, codec_rows
+        from mktts.batch.cuda.kernels import codec_products, codec_rows
     except ImportError as error:
         raise BackendUnavailable(f"the batched codec needs triton: {error}") from None
     if device.type != "cuda" and not codec_products.INTERPRETED:

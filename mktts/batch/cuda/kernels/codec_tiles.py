@@ -37,7 +37,7 @@ class ProductTile:
         return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 
-# The fastest tiles of some products: (outs, depth, channels, split) -> (most rows, tile), in ascending order of rows;
+# The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order of rows;
 # the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
 MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {
     (384, 2688, 384, False): (
@@ -58,7 +58,7 @@ MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] 
         (61440, ProductTile(128, 128, 32, 8, 4)),
         (983040, ProductTile(128, 64, 32, 4, 3, 32)),
     ),
-    (1920, 1536, 768, False): (
+    (5 * 384, 1536, 768, False): (
         (1024, ProductTile(64, 64, 64, 4, 4)),
         (16384, ProductTile(128, 256, 64, 8, 3)),
     ),
@@ -122,7 +122,7 @@ MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] 
         (16384, ProductTile(128, 128, 64, 8, 3)),
     ),
     (96, 672, 96, True): ((983040, ProductTile(64, 64, 32, 4, 3, 32)),),
-    (1920, 1536, 768, True): (
+    (5 * 384, 1536, 768, True): (
         (1024, ProductTile(64, 32, 64, 4, 3)),
         (16384, ProductTile(128, 128, 64, 8, 3)),
     ),

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.device.block import SETTINGS, BlockLayout, Entering, packed
-from mktts.batch.device.paged import PagedMemory
-from mktts.batch.device.stage import Stage
-from mktts.batch.device.workspace import Workspace
-from mktts.batch.frame import Frame, SlotCodec
-from mktts.batch.kernels.launching import compiling
+from mktts.batch.cuda.block import SETTINGS, BlockLayout, Entering, packed
+from mktts.batch.cuda.frame import Frame, SlotCodec
+from mktts.batch.cuda.kernels.launching import compiling
+from mktts.batch.cuda.paged import PagedMemory
+from mktts.batch.cuda.products import products_for
+from mktts.batch.cuda.slots import Slots
+from mktts.batch.cuda.stage import Stage
+from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
+from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
-from mktts.batch.products import products_for
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.slots import Slots
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
-from mktts.batch.weights import EMBEDDINGS, FrameWeights
 from mktts.codec.graphs import Precision
 from mktts.codec.state import CodecState
 from mktts.common import announced

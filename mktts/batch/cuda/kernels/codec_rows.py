@@ -6,7 +6,7 @@ Each sum is made by one program, in a block whose shape does not depend on how m
 import triton
 import triton.language as tl
 
-from mktts.batch.kernels.codec_products import load, store
+from mktts.batch.cuda.kernels.codec_products import load, store
 
 
 @triton.jit

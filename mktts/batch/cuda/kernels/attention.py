@@ -1,4 +1,4 @@
-"""Triton kernels of the talker's attention over paged keys and values, see `mktts.batch.kernels.rows`.
+"""Triton kernels of the talker's attention over paged keys and values, see `mktts.batch.cuda.kernels.rows`.
 
 A row's positions fall into up to PARTS parts of whole pages, by the row's own length only. The parts are joined in
 their order by one formula, `_join`, whether one program makes all of them or each has its own: the result is the same

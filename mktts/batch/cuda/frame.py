@@ -12,20 +12,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mktts.batch.device.block import PENALTY, SETTINGS, BlockLayout
-from mktts.batch.device.paged import PagedMemory
-from mktts.batch.device.workspace import Workspace, space_shapes
-from mktts.batch.kernels import attention, draws, inputs, rows
-from mktts.batch.kernels.launching import launch
+from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
+from mktts.batch.cuda.kernels import attention, draws, inputs, rows
+from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.paged import PagedMemory
+from mktts.batch.cuda.products import Products
+from mktts.batch.cuda.slots import Slots
+from mktts.batch.cuda.weights import FrameWeights, StackWeights
+from mktts.batch.cuda.workspace import Workspace, space_shapes
 from mktts.batch.pages import PAGE_ROWS
-from mktts.batch.products import Products
-from mktts.batch.slots import Slots
-from mktts.batch.weights import FrameWeights, StackWeights
 from mktts.codec.state import CodecState
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 _BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
-PARTS = 8  # of a row's positions at most; its length alone decides them, see mktts.batch.kernels.attention
+PARTS = 8  # of a row's positions at most; its length alone decides them, see mktts.batch.cuda.kernels.attention
 _QUERIES = 16  # the least that a matrix product takes
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.kernels import pages as kernels
-from mktts.batch.kernels.launching import launch
+from mktts.batch.cuda.kernels import pages as kernels
+from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
 from mktts.spec import StackConfig

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda_codec import CudaCodec
-from mktts.batch.cuda_lanes import CudaLanes, tick_settings
-from mktts.batch.device.memory import LaneMemory
+from mktts.batch.cuda.codec import CudaCodec
+from mktts.batch.cuda.lanes import CudaLanes, tick_settings
+from mktts.batch.cuda.sizes import LaneMemory
+from mktts.batch.cuda.weights import EMBEDDINGS
 from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.settings import BatchSettings
-from mktts.batch.weights import EMBEDDINGS
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import Precision

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mktts.batch.memory.work import UNIT, RowsShape
+from mktts.batch.cuda.codec_work import UNIT, RowsShape
 from mktts.codec.fused_pack import LOW_SCALE
 from mktts.codec.state import CodecState, StateLayout
 from mktts.errors import CodecError
 
-INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.kernels.codec_products`
+INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.cuda.kernels.codec_products`
 PIECE_VALUES = 2048  # of a history, that one program copies
 
 
@@ -77,7 +77,7 @@ class RingStates:
             ring[:, :, : cached - front].copy_(kept[:, :, front:])
 
     def pieces(self, lanes: int) -> Tensor:
-        """The table of `mktts.batch.kernels.codec_rows.move` for `lanes` lanes, in units of UNIT values."""
+        """The table of `mktts.batch.cuda.kernels.codec_rows.move` for `lanes` lanes, in units of UNIT values."""
         table, input_start = [], 0
         for shape, start in zip(self._inputs, self._starts, strict=False):
             kept, new = shape.past * shape.channels, shape.new * shape.channels

@@ -4,7 +4,7 @@ enable_fp_fusion=False, so that every operation is rounded once, as there."""
 import triton
 import triton.language as tl
 
-from mktts.batch.kernels.rows import rms
+from mktts.batch.cuda.kernels.rows import rms
 
 _NEVER = tl.constexpr(-3.0e38)  # the score of an id that may not be drawn
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)  # mktts.model.philox.MULTIPLIERS
@@ -118,7 +118,7 @@ def draw(
     """Program (lane): chooses code `book` of the lane's slot, and makes the predictor's next input of its embedding.
 
     By lane: lanes int64, its slot; logits at a stride of `row_stride`, V of them; settings (B, SETTINGS) int32, see
-    `mktts.batch.device.block.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
+    `mktts.batch.cuda.block.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
     int32, the slot whose codec goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen
     (slots, V) uint8 of code 0, embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden
     state where FIRST), h_out its norm where NORM. A score that is no number, or infinite, is as one that may not be

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mktts.batch.kernels import products, rows
-from mktts.batch.kernels.launching import launch
-from mktts.batch.tiles import Kind, plan_of
+from mktts.batch.cuda.kernels import products, rows
+from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.tiles import Kind, plan_of
 from mktts.errors import OptionsError
 
 _SILU_BLOCK = 1024
@@ -64,7 +64,7 @@ class CublasProducts:
 
 
 class FixedOrderProducts:
-    """By the project's kernels, see `mktts.batch.kernels.products`."""
+    """By the project's kernels, see `mktts.batch.cuda.kernels.products`."""
 
     deterministic = True
 
