@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mktts.errors import EngineError
+from mktts.errors import EngineError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.speech.job import EngineName
 
@@ -37,14 +37,25 @@ class Models:
         return model
 
     def pick(self, open_streams: int, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
-        """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`."""
+        """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`, and
+        SamplingError for rng="torch" where there is no single engine."""
         model = self.any()
         if self._batch is None:
             return model, "single"
         if self._single is None:
+            if sampling.rng == "torch":
+                raise SamplingError(
+                    "the batch engine draws with rng='philox': load with engine='single' for rng='torch'"
+                )
             return self._batch, "batch"
         few = open_streams < SINGLE_STREAMS
         return (self._single, "single") if few or sampling.rng == "torch" else (self._batch, "batch")
+
+    def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
+        """All of them, by the name of the engine. Raises EngineError after `let_go`."""
+        self.any()
+        named: list[tuple[Any, EngineName]] = [(self._single, "single"), (self._batch, "batch")]
+        return [(model, name) for model, name in named if model is not None]
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""
