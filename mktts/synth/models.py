@@ -45,7 +45,7 @@ class Models:
         if self._single is None:
             if sampling.rng == "torch":
                 raise SamplingError(
-                    "the batch engine draws with rng='philox': load with engine='single' for rng='torch'"
+                    "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
                 )
             return self._batch, "batch"
         few = open_streams < SINGLE_STREAMS
