@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import logging
 import threading
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mktts.errors import EngineError
+=======
+from typing import TYPE_CHECKING, Any
+
+from mktts.errors import EngineError, SamplingError
+>>>>>>> wt-enginetests
 from mktts.model.sampling import Sampling
 from mktts.speech.job import EngineName
 
@@ -57,16 +63,34 @@ class Models:
         return self._together.model
 
     def pick(self, open_streams: int, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
-        """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`."""
+        """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`, and
+        SamplingError for rng="torch" where there is no single engine."""
         model = self.any()
         if model is not self._single:
             return model, "batch"
         if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
             return model, "single"
+<<<<<<< HEAD
         if self._together is None:
             self._begin()
             return model, "single"
         return self._together.model, "batch"
+=======
+        if self._single is None:
+            if sampling.rng == "torch":
+                raise SamplingError(
+                    "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
+                )
+            return self._batch, "batch"
+        few = open_streams < SINGLE_STREAMS
+        return (self._single, "single") if few or sampling.rng == "torch" else (self._batch, "batch")
+>>>>>>> wt-enginetests
+
+    def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
+        """All of them, by the name of the engine. Raises EngineError after `let_go`."""
+        self.any()
+        named: list[tuple[Any, EngineName]] = [(self._single, "single"), (self._batch, "batch")]
+        return [(model, name) for model, name in named if model is not None]
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""

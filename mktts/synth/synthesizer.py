@@ -20,6 +20,7 @@ from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.speech.guard import FinishReason, Guard
+from mktts.speech.job import EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
@@ -32,7 +33,11 @@ from mktts.synth.one_by_one import OneByOne
 
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
+<<<<<<< HEAD
     from mktts.batch.lanes import Lanes
+=======
+    from mktts.batch.model import LaneModel
+>>>>>>> wt-enginetests
     from mktts.synth.upstream_model import UpstreamModel
 
 __all__ = [
@@ -194,10 +199,17 @@ class Synthesizer:
         job = self._engine.open(work, plan.options.buffer_frames, engine)
         return Session(self._engine, job, plan.seed, script)
 
-    def _stream(self, text: str, settings: StreamSettings, started_s: float, paced: bool) -> Stream:
+    def _stream(
+        self,
+        text: str,
+        settings: StreamSettings,
+        started_s: float,
+        paced: bool,
+        served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName] | None = None,
+    ) -> Stream:
         request, plan = self._checked(clean_text(text), settings)
         pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
-        model, engine = self._models.pick(self._engine.open_streams, plan.sampling)
+        model, engine = served_by or self._models.pick(self._engine.open_streams, plan.sampling)
         work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
         return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames, engine, paced), plan.seed)
 
@@ -217,12 +229,17 @@ class Synthesizer:
         return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
 
     def warm_up(self) -> None:
-        """Runs one short utterance, so that the first request finds everything allocated and compiled.
+        """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.
 
         One chunk of every size of the default schedule is made.
         """
-        options = StreamOptions(guard=Guard.off())
-        self.say("Ready.", **self._any_voice(), max_frames=sum(SCHEDULE), seed=0, options=options)
+        for served_by in self._models.each():
+            options = StreamOptions(guard=Guard.off())
+            settings: StreamSettings = {"max_frames": sum(SCHEDULE), "seed": 0, "options": options}
+            with self._stream(
+                "Ready.", {**settings, **self._any_voice()}, time.perf_counter(), False, served_by
+            ) as stream:
+                stream.read()
 
     def close(self) -> None:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""

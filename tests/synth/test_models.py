@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import ONE, FakeBackend, fake_synthesizer, settle, speak
 
-from mktts.errors import BackendUnavailable, EngineError, OptionsError
+from mktts.errors import BackendUnavailable, EngineError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.synth import Synthesizer
 from mktts.synth.loading import Loading
@@ -29,12 +29,34 @@ TORCH = Sampling(rng="torch")
         (Models(SINGLE, TOGETHER), 1_000, Sampling(), (BATCH, "batch")),
         (Models(SINGLE, TOGETHER), 1_000, TORCH, (SINGLE, "single")),
         (Models(SINGLE, None), 1_000, Sampling(), (SINGLE, "single")),
+<<<<<<< HEAD
         (Models(None, TOGETHER), 0, Sampling(), (BATCH, "batch")),
         (Models(None, TOGETHER), 0, TORCH, (BATCH, "batch")),
+=======
+        (Models(None, BATCH), 0, Sampling(), (BATCH, "batch")),
+>>>>>>> wt-enginetests
     ],
 )
 def test_who_serves_a_stream(models, open_streams, sampling, picked):
     assert models.pick(open_streams, sampling) == picked
+
+
+def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
+    with fake_synthesizer(engine="batch") as synth:
+        for use in (synth.stream, lambda text, **settings: synth.open(**settings), synth.say):
+            with pytest.raises(SamplingError, match="take backend='torch', engine='single'"):
+                use("Hello.", sampling=TORCH)
+
+
+def test_every_engine_is_warmed_up():
+    with fake_synthesizer(engine="auto") as synth:
+        opened = []
+        plain = synth._engine.open
+        synth._engine.open = lambda work, frames, on, paced: opened.append(on) or plain(work, frames, on, paced)
+        synth.warm_up()
+        assert opened == ["single", "batch"]
+    with pytest.raises(EngineError, match="closed"):
+        synth.warm_up()
 
 
 def test_room_and_letting_go():

@@ -37,8 +37,8 @@ class ProductTile:
         return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 
-# The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order of rows;
-# the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
+# The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order
+# of rows; the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
 MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {
     (384, 2688, 384, False): (
         (5120, ProductTile(64, 64, 64, 4, 4)),
