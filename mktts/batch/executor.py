@@ -323,10 +323,6 @@ class Together:
 
     def _give(self, lanes: Sequence[_Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
-<<<<<<< HEAD
-        codes = made.codes.copy()
-=======
->>>>>>> wt-enginetests
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
                 continue
@@ -338,12 +334,8 @@ class Together:
             if not ended and made.codes[index, 0] < 0:
                 job.fail(EngineError("the model gave no number for this stream: its prompt or voice holds NaN"))
                 continue
-<<<<<<< HEAD
-            frame = None if ended else codes[index]
-=======
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
-            frame: Tensor | None = None if ended else torch.from_numpy(made.codes[index].copy())
->>>>>>> wt-enginetests
+            frame = None if ended else made.codes[index].copy()
             job.advance(partial(LaneUtterance.made, codes=frame, pcm=made.pcm[index], tick_ms=tick_ms))
             if not job.open:
                 continue

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mktts.errors import EngineError
-=======
-from typing import TYPE_CHECKING, Any
-
 from mktts.errors import EngineError, SamplingError
->>>>>>> wt-enginetests
 from mktts.model.sampling import Sampling
 from mktts.speech.job import EngineName
 
@@ -67,29 +61,23 @@ class Models:
         SamplingError for rng="torch" where there is no single engine."""
         model = self.any()
         if model is not self._single:
-            return model, "batch"
-        if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
-            return model, "single"
-<<<<<<< HEAD
-        if self._together is None:
-            self._begin()
-            return model, "single"
-        return self._together.model, "batch"
-=======
-        if self._single is None:
             if sampling.rng == "torch":
                 raise SamplingError(
                     "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
                 )
-            return self._batch, "batch"
-        few = open_streams < SINGLE_STREAMS
-        return (self._single, "single") if few or sampling.rng == "torch" else (self._batch, "batch")
->>>>>>> wt-enginetests
+            return model, "batch"
+        if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
+            return model, "single"
+        if self._together is None:
+            self._begin()
+            return model, "single"
+        return self._together.model, "batch"
 
     def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
         """All of them, by the name of the engine. Raises EngineError after `let_go`."""
         self.any()
-        named: list[tuple[Any, EngineName]] = [(self._single, "single"), (self._batch, "batch")]
+        together = None if self._together is None else self._together.model
+        named: list[tuple[Any, EngineName]] = [(self._single, "single"), (together, "batch")]
         return [(model, name) for model, name in named if model is not None]
 
     def let_go(self) -> None:

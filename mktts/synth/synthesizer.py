@@ -33,11 +33,8 @@ from mktts.synth.one_by_one import OneByOne
 
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
-<<<<<<< HEAD
     from mktts.batch.lanes import Lanes
-=======
     from mktts.batch.model import LaneModel
->>>>>>> wt-enginetests
     from mktts.synth.upstream_model import UpstreamModel
 
 __all__ = [

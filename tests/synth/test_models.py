@@ -29,12 +29,7 @@ TORCH = Sampling(rng="torch")
         (Models(SINGLE, TOGETHER), 1_000, Sampling(), (BATCH, "batch")),
         (Models(SINGLE, TOGETHER), 1_000, TORCH, (SINGLE, "single")),
         (Models(SINGLE, None), 1_000, Sampling(), (SINGLE, "single")),
-<<<<<<< HEAD
         (Models(None, TOGETHER), 0, Sampling(), (BATCH, "batch")),
-        (Models(None, TOGETHER), 0, TORCH, (BATCH, "batch")),
-=======
-        (Models(None, BATCH), 0, Sampling(), (BATCH, "batch")),
->>>>>>> wt-enginetests
     ],
 )
 def test_who_serves_a_stream(models, open_streams, sampling, picked):

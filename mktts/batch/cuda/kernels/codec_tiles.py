@@ -38,7 +38,8 @@ class ProductTile:
 
 
 # The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order
-# of rows; the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a program.
+# of rows; the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a
+# program.
 MEASURED: dict[tuple[int, int, int, bool], tuple[tuple[int, ProductTile], ...]] = {
     (384, 2688, 384, False): (
         (5120, ProductTile(64, 64, 64, 4, 4)),
