@@ -16,7 +16,7 @@ from mktts.measure.bench.load import frames, soak
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.book import figure
 from mktts.measure.bench.load.crowd import attend
-from mktts.measure.bench.load.point import measured, named, percentile
+from mktts.measure.bench.load.point import measured, named, percentile, ticked
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
 from mktts.measure.bench.load.visits import Visit, visits
@@ -68,7 +68,8 @@ class Subject:
     def held(self, listeners: int) -> dict[str, Any]:
         """The point of a load."""
         seen = self.attended(visits(self.settings, listeners))
-        return measured(seen, self.settings) | self.named(listeners)
+        ticks = self.loaded.synthesizer.ticks
+        return measured(seen, self.settings) | ticked(seen, ticks) | self.named(listeners)
 
 
 @dataclass
