@@ -66,7 +66,7 @@ class Chunker:
         return self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
 
     def close(self) -> None:
-        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody refers to it."""
+        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody needs it."""
         self._decode = _closed
 
     def add(self, codes: Tensor) -> None:
