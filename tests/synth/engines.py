@@ -9,6 +9,7 @@ from mktts.batch.settings import BatchSettings
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
+_CUDA = {"device": "cuda", "engine": "batch", "batch": _SMALL}
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
