@@ -21,8 +21,8 @@ class Space:
 
     row_slot, row_pos (R,) int32: slot and position of every row. x, h (R, H) T: the residual stream and its norm.
     queries, attended (R, heads * D) T. part (R, heads, splits, D), bounds (R, heads, splits, 2) fp32: see
-    `kernels.attention.attend`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T:
-    the predictor's input and its norm. cache (layers, B, kv heads, 2, 16, D) T: the predictor's keys and values. made
+    `kernels.rows.attend`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T: the
+    predictor's input and its norm. cache (layers, B, kv heads, 2, 16, D) T: the predictor's keys and values. made
     (17 B,) int32: codes (B, 16), then 1 for lanes that have ended. codec_slots (B,) int32: the slot whose codec state
     goes on. pcm (B, 1920) fp32.
     """
