@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.bench.load import frames, soak
@@ -19,6 +21,7 @@ from mktts.measure.bench.load.crowd import attend
 from mktts.measure.bench.load.point import measured, named, percentile
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
+from mktts.measure.bench.load.ticked import held_ticks, ticked
 from mktts.measure.bench.load.visits import Visit, visits
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -65,10 +68,20 @@ class Subject:
         begin_s, end_s = settings.warm_s, settings.warm_s + settings.seconds
         return attend(self.loaded.synthesizer, self.said, plan, begin_s, end_s, end_s + settings.tail_s)
 
+    def met(self, listeners: int) -> tuple[dict[str, Any], Attendance, np.ndarray]:
+        """A load: its point, what its listeners met one by one, and the ticks of the held time."""
+        seen = self.attended(visits(self.settings, listeners))
+        point = measured(seen, self.settings) | self.named(listeners)
+        ticks = self.loaded.synthesizer.ticks
+        if seen.begin is None or seen.end is None:
+            ticks = ticks[:0]
+        else:
+            ticks = held_ticks(ticks, seen.begin.at_s, seen.end.at_s)
+        return point | {"ticks": ticked(ticks, point["duration_s"])}, seen, ticks
+
     def held(self, listeners: int) -> dict[str, Any]:
         """The point of a load."""
-        seen = self.attended(visits(self.settings, listeners))
-        return measured(seen, self.settings) | self.named(listeners)
+        return self.met(listeners)[0]
 
 
 @dataclass
