@@ -336,10 +336,12 @@ class Together:
                 continue
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             frame = None if ended else made.codes[index].copy()
+            before = job.made_frames
             job.advance(partial(LaneUtterance.made, codes=frame, pcm=made.pcm[index], tick_ms=tick_ms))
             if not job.open:
                 continue
-            board.chunk(slot, job.made_frames, job.made_frames + work.next_chunk_frames)
+            if job.made_frames != before or not before:
+                board.chunk(slot, job.made_frames, job.made_frames + work.next_chunk_frames)
             if ended:
                 self._pages.close(slot)
                 board.text_known[slot] = False

@@ -80,9 +80,10 @@ class LaneUtterance(Utterance):
 
     def close(self) -> None:
         """See Utterance."""
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
+        super().close()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
     def _fetch_row(self) -> None:
         self.row = self._prompt.row(self.launched - 1) if self.launched else None

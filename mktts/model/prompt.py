@@ -18,6 +18,7 @@ there the prefix goes on through the transcript, up to the text's first token.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
 Layout = Literal["whole", "streaming"]
+_HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
 _PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
 
 
@@ -109,6 +111,7 @@ class PromptBuilder:
         self._codec_tables = [get("talker.model.codec_embedding.weight")]
         self._codec_tables += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
         newline = tokenizer.encode("\n")
+        self._heads: OrderedDict[Hashable, tuple[Tensor, _Special]] = OrderedDict()
         self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
         if len(self._role) != 3:
@@ -161,16 +164,13 @@ class PromptBuilder:
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
-        parts, special = self._head(request)
+        head, special = self._head(request)
         text = torch.cat((*self._text_side(request, ids), special.eos))
         if request.layout == "whole":
             body, trailing = self._whole_body(request, text, special), text[:0]
         else:
             body, trailing = self._streaming_body(request, text, special)
-        prefix_rows = sum(len(part) for part in parts)
-        return Prompt(
-            torch.cat((*parts, body)), trailing, special.pad[0], len(ids), prefix_rows, self._prefix_key(request)
-        )
+        return Prompt(torch.cat((head, body)), trailing, special.pad[0], len(ids), len(head), self._prefix_key(request))
 
     # ---- used by FedPrompt
 
@@ -189,9 +189,9 @@ class PromptBuilder:
 
         `rows` are the text rows so far, each (H,); the first `reference_rows` are a transcript's.
         """
-        parts, special = self._head(request)
+        head, special = self._head(request)
         body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
-        embeds = torch.cat((*parts, body))
+        embeds = torch.cat((head, body))
         # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
         prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
         return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
@@ -237,8 +237,17 @@ class PromptBuilder:
         voice = None if request.voice is None else request.voice.digest
         return request.speaker, self._language_id(request), request.instruct, voice, fed
 
-    def _head(self, request: Request) -> tuple[list[Tensor], _Special]:
-        """Instruction, role, tags and speaker rows; and the special rows the body needs."""
+    def _head(self, request: Request) -> tuple[Tensor, _Special]:
+        """Instruction, role, tags and speaker rows; and the special rows the body needs. Those used last are kept."""
+        key = self._prefix_key(request)
+        if key not in self._heads:
+            self._heads[key] = self._made_head(request)
+            if len(self._heads) > _HEADS:
+                self._heads.popitem(last=False)
+        self._heads.move_to_end(key)
+        return self._heads[key]
+
+    def _made_head(self, request: Request) -> tuple[Tensor, _Special]:
         text, codec = self.config.text_ids, self.config.codec_ids
         # The three rows are projected together, as upstream does: one row alone may round differently.
         bos, eos, pad = self.special_rows(text.tts_bos, text.tts_eos, text.tts_pad).split(1)
@@ -258,7 +267,7 @@ class PromptBuilder:
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
-        return parts, _Special(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
+        return torch.cat(parts), _Special(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
 
     def _text_side(self, request: Request, ids: list[int]) -> tuple[Tensor, ...]:
         """Text rows, grouped into the matrix products upstream makes: another grouping may round differently."""

@@ -78,10 +78,14 @@ def _held(subject: Subject, listeners: int) -> Held:
 
 
 def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float | None:
-    """Milliseconds of compute for one frame of one stream: on a GPU the ticks' time on the device over their frames,
+    """Milliseconds of compute for one frame of one stream: on a GPU the ticks' time on the device over the frames,
     on a CPU the process's CPU time. None where the point does not say."""
-    found = (point.get("ticks") or {}).get("device_us_per_frame") if on_gpu else point.get("host_us_per_frame")
-    return None if found is None else found / 1e3
+    if not on_gpu:
+        host_us = point.get("host_us_per_frame")
+        return None if host_us is None else host_us / 1e3
+    if not point.get("device_busy_percent") or not point.get("frames"):
+        return None
+    return 10 * point["device_busy_percent"] * point["duration_s"] / point["frames"]
 
 
 def underruns_a_minute(point: Mapping[str, Any]) -> float:
@@ -105,7 +109,7 @@ def rows(series: Mapping[str, Sequence[Held]], on_gpu: bool) -> list[dict[str, A
                     **{f"{name} (ms)": _whole(point[f"ttfc_{name}_ms"]) for name in ("p50", "p95", "p99")},
                     "underruns": point["underruns"],
                     "refused": point["refused"],
-                    "lanes a tick": "" if not point.get("ticks") else round(point["ticks"]["lanes_mean"], 1),
+                    "lanes a tick": "" if "lanes_mean" not in point else round(point["lanes_mean"], 1),
                     "ms a frame": "" if cost is None else f"{cost:.3g}",
                 }
             )

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mktts.audio import first_audible_sample
+from mktts.errors import EngineError
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
 from mktts.speech.options import SCHEDULE, Chunk, StreamOptions, Timings
 
@@ -64,6 +65,10 @@ class Chunker:
     def _wanted(self) -> int:
         return self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
 
+    def close(self) -> None:
+        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody needs it."""
+        self._decode = _closed
+
     def add(self, codes: Tensor) -> None:
         """Takes one frame, (16,) int64 on the host."""
         self.undecoded.append(codes)
@@ -75,9 +80,12 @@ class Chunker:
         `ahead`: a chunk that has become whole is only begun to be decoded, while the caller makes more frames; the
         call after this one hands it out.
         """
+        whole = len(self.undecoded) >= (1 if flush else self._wanted)
+        if not whole and not self._decoding:
+            return None
         begun_s = time.perf_counter()
         taken = len(self._decoding)
-        if len(self.undecoded) >= (1 if flush else self._wanted):
+        if whole:
             self._decoding.append((self._decode(self.undecoded), len(self.undecoded)))
             self.undecoded = []
             taken += not ahead
@@ -115,3 +123,7 @@ class Chunker:
         self._trimming = False
         self._lead = joined[:0]
         return joined[max(0, audible - KEPT_LEAD_SAMPLES) :]
+
+
+def _closed(frames: list[Tensor]) -> Pending:
+    raise EngineError("the utterance is over: nothing more is decoded for it")

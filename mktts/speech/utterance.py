@@ -151,6 +151,7 @@ class Utterance:
 
     def close(self) -> None:
         """Releases what the frames were made with. The utterance is over."""
+        self._chunker.close()
 
     def _spoken(self) -> bool:
         return self._prompt is None and self._script.ended()

@@ -91,7 +91,8 @@ class UpstreamGeneration:
         return self._chunker.take(self._script.started_s, flush=self.finish_reason is not None)
 
     def close(self) -> None:
-        """Nothing is held but what goes with the object."""
+        """As `Utterance.close`."""
+        self._chunker.close()
 
     def _over(self) -> bool:
         if self._frames or self._request is not None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mktts.batch.settings import BatchSettings
+
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
+_CUDA = {"device": "cuda", "engine": "batch", "batch": _SMALL}
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
     pytest.param({"backend": "megakernel", "device": "cuda"}, id="megakernel", marks=_GPU),
-    pytest.param({"device": "cuda", "engine": "batch"}, id="batch-cuda", marks=_GPU),
-    pytest.param({"device": "cuda", "engine": "batch", "deterministic": True}, id="batch-cuda-same", marks=_GPU),
+    pytest.param(
+        {"device": "cuda", "engine": "batch", "deterministic": False, "batch": _SMALL}, id="batch-cuda", marks=_GPU
+    ),
+    pytest.param({"device": "cuda", "engine": "batch", "batch": _SMALL}, id="batch-cuda-same", marks=_GPU),
 ]
 
 

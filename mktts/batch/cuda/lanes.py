@@ -47,11 +47,13 @@ _THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 
 
-def tick_settings(most_lanes: int = _LANES[-1]) -> TickSettings:
-    """Ticks in buckets of 8 to `most_lanes` (one of `_LANES`) lanes and 0 to 1024 prompt rows."""
-    sizes = [lanes for lanes in _LANES if lanes <= most_lanes]
+def tick_settings(streams: int = _LANES[-1]) -> TickSettings:
+    """Ticks in buckets of `_LANES` lanes, as many as so many streams can fill, and 0 to 1024 prompt rows."""
+    sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
     buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
-    return replace(TickSettings.h200(), buckets=buckets, max_lanes=sizes[-1])
+    preset = TickSettings.h200()
+    idle_lanes = min(preset.idle_lanes, sizes[-1])
+    return replace(preset, buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle_lanes)
 
 
 @dataclass(frozen=True)

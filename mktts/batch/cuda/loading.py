@@ -75,7 +75,7 @@ def cuda_lanes(
         codec=codec,
         primed=_Primed(plain),
         embeddings=tables,
-        settings=tick_settings(),
+        settings=tick_settings(slots),
         deterministic=deterministic is not False,
     )
     lanes.prepare()

@@ -4,8 +4,7 @@
 * settings: what all sections measure alike; texts: what is said, at a context of so many rows
 * listener: one listener's arithmetic; visits: who comes when, and what for; crowd: all of them on one event loop,
   whose record is an attendance
-* point: one load held for its time, in figures; ticked: those of the engine's ticks; book: the file that points and
-  figures are merged into
+* point: one load held for its time, in figures; book: the file that points and figures are merged into
 * frames: ticks by themselves; soak: minutes of everything at once
 
 **Listeners** are streams that are open at once, from the call of `stream` to its last chunk, the mean over the held

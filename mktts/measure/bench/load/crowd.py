@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mktts.errors import CapacityError
@@ -21,8 +20,8 @@ from mktts.measure.bench.load.attendance import LAG_BUCKETS, Attendance, Mark
 from mktts.measure.bench.load.listener import Listener
 from mktts.measure.bench.load.texts import Said, arguments_of_open
 from mktts.measure.bench.load.visits import Visit
+from mktts.synth.serving import many_streams
 
-SWITCH_S = 0.5e-3  # between threads that want to run; see `serving`
 _BEAT_S = 0.01  # of the pulse by which the loop's lateness is seen
 _BETWEEN_WORDS_S = 0.1  # of a fed text
 _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
@@ -59,7 +58,7 @@ def attend(
             done.set()
 
     thread = threading.Thread(target=play, name="listeners", daemon=True)
-    with serving():
+    with many_streams():
         thread.start()
         try:
             if meanwhile is not None:
@@ -71,25 +70,6 @@ def attend(
     if failed:
         raise failed[0]
     return crowd.seen
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[None]:
-    """What a program sets that serves many streams from one process, for as long as the context lasts.
-
-    Objects that are there already are left out of garbage collections, which otherwise stop every thread for up to
-    0.2 s; and threads that wait for their turn get it after SWITCH_S instead of 5 ms. With 1,600 listeners of an engine
-    of 24 ms a tick without a device, on two cores, p99 first PCM was 218 ms with the long interval and 71 ms with this.
-    """
-    before_s = sys.getswitchinterval()
-    gc.collect()
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before_s)
-        gc.unfreeze()
 
 
 class _Crowd:

@@ -18,10 +18,9 @@ from mktts.measure.bench.load import frames, soak
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.book import figure
 from mktts.measure.bench.load.crowd import attend
-from mktts.measure.bench.load.point import measured, named, percentile
+from mktts.measure.bench.load.point import held_ticks, measured, named, percentile, ticked
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
-from mktts.measure.bench.load.ticked import held_ticks, ticked
 from mktts.measure.bench.load.visits import Visit, visits
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -69,15 +68,10 @@ class Subject:
         return attend(self.loaded.synthesizer, self.said, plan, begin_s, end_s, end_s + settings.tail_s)
 
     def met(self, listeners: int) -> tuple[dict[str, Any], Attendance, np.ndarray]:
-        """A load: its point, what its listeners met one by one, and the ticks of the held time."""
+        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time."""
         seen = self.attended(visits(self.settings, listeners))
-        point = measured(seen, self.settings) | self.named(listeners)
-        ticks = self.loaded.synthesizer.ticks
-        if seen.begin is None or seen.end is None:
-            ticks = ticks[:0]
-        else:
-            ticks = held_ticks(ticks, seen.begin.at_s, seen.end.at_s)
-        return point | {"ticks": ticked(ticks, point["duration_s"])}, seen, ticks
+        ticks = held_ticks(seen, self.loaded.synthesizer.ticks)
+        return measured(seen, self.settings) | ticked(seen, ticks) | self.named(listeners), seen, ticks
 
     def held(self, listeners: int) -> dict[str, Any]:
         """The point of a load."""
