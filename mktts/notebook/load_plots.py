@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mktts.errors import MetricsError
 from mktts.notebook.figure import COLOURS, SERIES, legend_below, new, save, styled, titled
 from mktts.notebook.many import Held, cost_ms, underruns_a_minute
 from mktts.spec import FRAME_MS
@@ -81,8 +82,8 @@ def _first_pcm(axes: Axes, x: np.ndarray, runs: Sequence[Held], line: Mapping[st
         waits_ms = [wait for wait in run.waits_ms if math.isfinite(wait)]
         axes.plot([at] * len(waits_ms), waits_ms, ".", color=shade, alpha=0.35, markersize=6)
         if missed := run.point["refused"] + run.point["unanswered"]:
-            at_top = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 9}
-            axes.annotate(f"{missed} without", (at, 1), color=COLOURS["underrun"], **at_top)
+            at_top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "fontsize": 9}
+            axes.annotate(f"{missed} without PCM", (at, 1), color=COLOURS["underrun"], **at_top)
     middle, most = (
         [math.nan if run.point[key] is None else run.point[key] for run in runs]
         for key in ("ttfc_p50_ms", "ttfc_p99_ms")
@@ -116,10 +117,13 @@ def _plain_scale(axes: Axes) -> None:
 def ticks(found: np.ndarray, folder: Path, source: str, shown: int = TICKS_SHOWN, name: str = "ticks") -> Figure:
     """What the scheduler did: `shown` ticks that follow each other, those in which most streams began.
 
-    found (n,): ticks of dtype mktts.batch.log.TICKS, oldest first. From top to bottom: the streams that were open; every
-    tick as a box, as wide as it took, as high as its bucket has lanes, coloured by what they were used for; the prompt
-    rows that entered; by how much the latest frame of the tick was late for its listener.
+    found (n,): ticks of dtype mktts.batch.log.TICKS, oldest first. From top to bottom: the streams that were open;
+    every tick as a box, as wide as it took, as high as its bucket has lanes, coloured by what they were used for; the
+    prompt rows that entered; by how much the latest frame of the tick was late for its listener. Raises MetricsError
+    where there is no tick.
     """
+    if not len(found):
+        raise MetricsError("expected ticks of the batch engine, found none: hold a load for longer")
     found = busiest(found, shown)
     begin_s = found["ended_s"] - found["took_s"]
     since_s, wide_s = begin_s - begin_s[0], found["took_s"]
@@ -166,4 +170,5 @@ def in_words(found: np.ndarray) -> str:
     lasted_s = float(found["ended_s"][-1] - found["ended_s"][0] + found["took_s"][0])
     busy = min(100.0, 100 * float(found["took_s"].sum()) / lasted_s)
     late = int((found["late_s"] > 0).sum())
-    return f"{len(found)} ticks in {lasted_s:.2g} s, {found['lanes'].mean():.1f} lanes each, busy {busy:.0f} %, {late} late"
+    lanes = found["lanes"].mean()
+    return f"{len(found)} ticks in {lasted_s:.2g} s, {lanes:.1f} lanes each, busy {busy:.0f} %, {late} late"

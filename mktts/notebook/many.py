@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mktts.synth import Synthesizer
 
 UTTERANCE_S = (1.0, 4.0)  # shorter than those of the bench, so that seconds see some of them
-SEVERAL = 8  # arrivals from which a load says something about the next one
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,14 @@ class Held:
 # ---- loads of this machine
 
 
-def loads(parameter: str) -> tuple[int, ...]:
-    """Numbers of listeners, "1,4,8" -> (1, 4, 8); "" -> (). Raises OptionsError."""
+def loads(name: str, parameter: str) -> tuple[int, ...]:
+    """Numbers of listeners: "1,4,8" -> (1, 4, 8). Raises OptionsError, with the parameter's name."""
     try:
-        found = tuple(int(word) for word in parameter.split(",") if word.strip())
+        found = tuple(int(word) for word in parameter.split(","))
     except ValueError:
         found = (0,)
-    if any(count < 1 for count in found):
-        raise OptionsError(f"expected numbers of listeners of at least 1 with commas between them, got {parameter!r}")
+    if min(found) < 1:
+        raise OptionsError(f'{name} must be numbers of listeners, like "1,4,8", each at least 1, got {parameter!r}')
     return found
 
 
@@ -61,6 +60,24 @@ def subject(checkpoint: str, seconds: float, seed: int, **settings: Any) -> Subj
     return Subject(
         LoadSettings(checkpoint, seconds=seconds, seed=seed, warm_s=1.5, tail_s=0.5, frames=frames, **settings)
     )
+
+
+def engine(subject: Subject) -> list[dict[str, Any]]:
+    """What serves: one row of facts about the engine of many streams, which is loaded where it is not yet."""
+    loaded = subject.loaded
+    lanes = loaded.synthesizer.lanes
+    ticks = lanes.settings
+    return [
+        {
+            "device": str(loaded.synthesizer.device),
+            "slots": lanes.slots,
+            "positions a stream": lanes.pages.rows_per_slot,
+            "pages of 64 positions": lanes.pages.free,
+            "lanes a tick, at most": ticks.max_lanes,
+            "codec": loaded.codec,
+            "deterministic": loaded.deterministic,
+        }
+    ]
 
 
 async def held(subject: Subject, listeners: Iterable[int], seconds: float, seed: int) -> list[Held]:
