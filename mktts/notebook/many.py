@@ -57,9 +57,13 @@ def subject(checkpoint: str, seconds: float, seed: int, **settings: Any) -> Subj
     """What is measured: nothing is loaded yet. settings: of LoadSettings. Raises OptionsError and CheckpointError."""
     low_s, high_s = UTTERANCE_S
     frames = round(low_s * FRAME_RATE_HZ), round(high_s * FRAME_RATE_HZ)
-    return Subject(
-        LoadSettings(checkpoint, seconds=seconds, seed=seed, warm_s=1.5, tail_s=0.5, frames=frames, **settings)
-    )
+    times = {"seconds": seconds, "warm_s": _warm_s(seconds), "tail_s": 0.5}
+    return Subject(LoadSettings(checkpoint, seed=seed, frames=frames, **times, **settings))
+
+
+def _warm_s(seconds: float) -> float:
+    """For a load to build up in: as of the bench where it is held for a minute, a part of it where it is shorter."""
+    return min(max(0.2 * seconds, 1.5), 8.0)
 
 
 def engine(subject: Subject) -> list[dict[str, Any]]:
@@ -82,7 +86,7 @@ def engine(subject: Subject) -> list[dict[str, Any]]:
 
 async def held(subject: Subject, listeners: Iterable[int], seconds: float, seed: int) -> list[Held]:
     """Holds one load after the other. In a thread beside the caller's event loop, which goes on meanwhile."""
-    subject.settings = replace(subject.settings, seconds=seconds, seed=seed)
+    subject.settings = replace(subject.settings, seconds=seconds, warm_s=_warm_s(seconds), seed=seed)
     return [await asyncio.to_thread(_held, subject, count) for count in listeners]
 
 
