@@ -36,6 +36,7 @@ _EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is pl
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
+_ADMITTING_S = 3e-3  # of a turn, while others play: so that many who come at once do not keep the device waiting
 
 
 class _Lane(NamedTuple):
@@ -81,6 +82,7 @@ class Together:
         self._door = Door(self._board, self._pages, self._settings, self._admission)
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
+        self._arrived: deque[Job] = deque()  # not looked at yet
         self._outside: list[Job] = []  # not admitted: their text has not come
         self._in_line: set[Job] = set()
         self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
@@ -90,18 +92,18 @@ class Together:
     @property
     def open_jobs(self) -> int:
         """See Executor."""
-        return len(self._jobs) + len(self._outside) + len(self._in_line)
+        return len(self._jobs) + len(self._arrived) + len(self._outside) + len(self._in_line)
 
     def take(self, job: Job) -> None:
         """See Executor."""
-        self._outside.append(job)
+        self._arrived.append(job)
 
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
         self._admit(now_s)
         running = self._running[0] if self._running else None
         if running is not None and now_s < (plan_s := running.ends_s - self._early_s):
-            return plan_s
+            return float("-inf") if self._arrived else plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         tick = next_tick(self._board, begins_s, self._fit.model, self._settings)
@@ -110,10 +112,10 @@ class Together:
         if running is not None:
             self._read()
         if self._running and self._lanes.overlaps:
-            return self._running[0].ends_s - self._early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
         if self._running:
             self._read()
-        elif tick.empty and running is None and not self._room:
+        elif tick.empty and running is None and not self._room and not self._arrived:
             return self._pause(tick)
         return float("-inf")
 
@@ -138,7 +140,7 @@ class Together:
         while self._running:
             with contextlib.suppress(Exception):
                 self._lanes.collect(self._running.popleft().launched)
-        for job in (*self._jobs.values(), *self._outside, *self._in_line):
+        for job in (*self._jobs.values(), *self._arrived, *self._outside, *self._in_line):
             with contextlib.suppress(Exception):
                 end(job)
 
@@ -152,13 +154,17 @@ class Together:
     # ---- who comes in
 
     def _admit(self, now_s: float) -> None:
-        self._outside = [job for job in self._outside if not self._arrived(job, now_s)]
+        self._outside = [job for job in self._outside if not self._settled(job, now_s)]
+        while self._arrived and (not self._jobs or time.perf_counter() - now_s < _ADMITTING_S):
+            job = self._arrived.popleft()
+            if not self._settled(job, now_s):
+                self._outside.append(job)
         self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
 
-    def _arrived(self, job: Job, now_s: float) -> bool:
+    def _settled(self, job: Job, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and it was judged."""
         work = job.work
         try:
