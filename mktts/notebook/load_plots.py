@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["growth", "ticks"]
+__all__ = ["cost", "growth", "ticks"]
 
 TICKS_SHOWN = 150  # so that single ticks can be told apart
 DASHES = ("-", "--", ":", "-.")
-LINES = "thick: 99th percentile, thin: median"
 APART = 1.02  # dots of one series beside those of the next
 ROOM = 1.3  # between two numbers of listeners that are both written down
 LANES = {"new": COLOURS["predictor"], "going on": COLOURS["mktts"], "empty": "#dddddd"}
@@ -38,13 +37,13 @@ def growth(
     name: str = "listeners",
     goal_ms: float | None = None,
 ) -> Figure:
-    """First PCM, underruns and the cost of a frame over the listeners: one line for each of `series`.
+    """First PCM, underruns and the time spent on a frame over the listeners: one line for each of `series`.
 
     First PCM: a dot for each arrival that was measured here, lines at their median and 99th percentile. goal_ms: of the
     latter. on_gpu: whose time the cost is, see `many.cost_ms`.
     """
     figure, panels = new(7.6, rows=3, sharex=True, height_ratios=(2.2, 1, 1.4))
-    first, late, cost = panels
+    first, late, spent = panels
     counts = sorted({run.point["listeners"] for runs in series.values() for run in runs})
     for index, (label, runs) in enumerate(series.items()):
         dash = DASHES[index // len(SERIES) % len(DASHES)]
@@ -54,23 +53,23 @@ def growth(
         _first_pcm(first, x, runs, line, label)
         late.plot(x, [underruns_a_minute(run.point) for run in runs], **line)
         costs = [cost_ms(run.point, on_gpu) for run in runs]
-        cost.plot(x, [math.nan if value is None else value for value in costs], **line)
+        spent.plot(x, [math.nan if value is None else value for value in costs], **line)
     if goal_ms is not None:
         first.axhline(goal_ms, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=f"goal: {goal_ms:.0f} ms")
     one = "one GPU" if on_gpu else "one core"
     budget = f"all that {one} has: {FRAME_MS:.0f} ms / listeners"
-    cost.plot(counts, [FRAME_MS / count for count in counts], "--", color=COLOURS["limit"], label=budget)
-    cost.legend(loc="best")
+    spent.plot(counts, [FRAME_MS / count for count in counts], "--", color=COLOURS["limit"], label=budget)
+    spent.legend(loc="best")
     late.set_ylim(0, max(1.0, 1.1 * late.get_ylim()[1]))
-    first.set(yscale="log", ylabel="to first PCM\n(ms)")
+    first.set(yscale="log", ylabel="to first PCM (ms)\nthick: p99, thin: median")
     late.set(ylabel="underruns\na minute of\nlistening")
-    cost.set(yscale="log", ylabel=f"{'GPU' if on_gpu else 'CPU'} time\na frame (ms)")
-    cost.set(xscale="log", xlabel="listeners (offered)")
-    cost.set_xticks(*_named(counts))
-    cost.set_xticks([], minor=True)
-    for axes in (first, cost):
+    spent.set(yscale="log", ylabel=f"{'GPU' if on_gpu else 'CPU'} time spent\non a frame (ms)")
+    spent.set(xscale="log", xlabel="listeners (offered)")
+    spent.set_xticks(*_named(counts))
+    spent.set_xticks([], minor=True)
+    for axes in (first, spent):
         _plain_scale(axes)
-    titled(first, "What more listeners do: the wait, the gaps, the cost", f"{source}; {LINES}")
+    titled(first, "What more listeners do: the wait, the gaps, the time spent", source)
     figure.align_ylabels(panels)
     legend_below(first)
     return save(figure, folder, name)
@@ -153,6 +152,35 @@ def ticks(found: np.ndarray, folder: Path, source: str, shown: int = TICKS_SHOWN
     titled(open_streams, "What the scheduler did, tick by tick", f"{source}; {in_words(found)}")
     figure.align_ylabels(panels)
     legend_below(lanes)
+    return save(figure, folder, name)
+
+
+@styled
+def cost(found: np.ndarray, folder: Path, source: str, name: str = "cost") -> Figure:
+    """What a frame costs by how many are made together: a dot for each tick without a prompt, its time over its lanes;
+    the line joins their medians, the dashed one is what it would be if lanes beside the first were free.
+
+    found (n,): ticks of dtype mktts.batch.log.TICKS. Raises MetricsError where none of them is without a prompt.
+    """
+    found = found[(found["rows"] == 0) & (found["lanes"] > 0)]
+    if not len(found):
+        raise MetricsError("expected ticks without a prompt, found none: hold a load for longer")
+    each_ms = 1e3 * found["took_s"] / found["lanes"]
+    counts = np.unique(found["lanes"])
+    medians = np.array([np.median(each_ms[found["lanes"] == count]) for count in counts])
+    figure, (axes,) = new(3.9)
+    apart = 1.0 + 0.02 * np.sin(np.arange(len(found)))
+    axes.plot(found["lanes"] * apart, each_ms, ".", color=SERIES[1], alpha=0.25, markersize=4, label="a tick")
+    axes.plot(counts, medians, "o-", color=SERIES[1], markersize=4, label="median")
+    free = "if further lanes were free"
+    axes.plot(counts, medians[0] * counts[0] / counts, "--", color=COLOURS["limit"], linewidth=1.2, label=free)
+    axes.set(xscale="log", yscale="log", xlabel="lanes in the tick", ylabel="time of the tick\nfor each (ms)")
+    shown, labels = _named(counts.tolist())
+    axes.set_xticks(shown, labels)
+    axes.set_xticks([], minor=True)
+    _plain_scale(axes)
+    titled(axes, "What one frame costs, by how many are made together", source)
+    legend_below(axes)
     return save(figure, folder, name)
 
 

@@ -99,7 +99,7 @@ def _held(subject: Subject, listeners: int) -> Held:
 
 
 def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float | None:
-    """Milliseconds of compute for one frame of one stream: on a GPU the ticks' time on the device over the frames,
+    """Milliseconds that were spent on one frame of one stream: on a GPU the ticks' time on the device over the frames,
     on a CPU the process's CPU time. None where the point does not say."""
     if not on_gpu:
         host_us = point.get("host_us_per_frame")

@@ -167,3 +167,13 @@ def test_the_ticks_shown_are_those_in_which_most_streams_began():
 def test_without_a_tick_there_is_no_picture(tmp_path):
     with pytest.raises(MetricsError, match="hold a load for longer"):
         load_plots.ticks(np.zeros(0, TICKS), tmp_path, "here")
+
+
+def test_a_frame_costs_a_ticks_time_over_its_lanes(tmp_path):
+    found = ticks_of((1, 0, 0, 1, 0.0), (1, 0, 0, 1, 0.0), (4, 0, 0, 4, 0.0), (2, 1, 30, 2, 0.0))  # 10 ms each
+    (axes,) = load_plots.cost(found, tmp_path, "here").axes
+    dots, medians, free = (line.get_ydata().tolist() for line in axes.lines)
+    assert dots == pytest.approx([10.0, 10.0, 2.5])  # the one with a prompt is left out
+    assert medians == pytest.approx([10.0, 2.5]) == free
+    with pytest.raises(MetricsError, match="without a prompt"):
+        load_plots.cost(found[3:], tmp_path, "here")

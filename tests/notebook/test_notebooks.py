@@ -220,7 +220,7 @@ SMALL = {
     "08_many_voices": (
         ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.5", "MAX_FRAMES=8"],
         ["codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
-        ["listeners.png", "one_after_another.wav", "ticks.png"],
+        ["cost.png", "listeners.png", "one_after_another.wav", "ticks.png"],
     ),
 }
 
