@@ -34,7 +34,8 @@ class TickSettings:
     min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
     max_tick_s: ticks are no longer than this, as predicted, while a smaller one is possible: the time that an arrival
         waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
-    lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane.
+    lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane,
+    or where a tick has fewer than `fill_lanes`.
     few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
     whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
     Raises OptionsError for values that contradict each other.
@@ -49,6 +50,7 @@ class TickSettings:
     fill_lead_s: float = 0.8
     few_lanes: int = 8
     idle_lanes: int = 0
+    fill_lanes: int = 0
     whole_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +82,14 @@ class TickSettings:
     def cpu(cls) -> TickSettings:
         """Ticks of any size, up to 24 lanes: operators cost by the call, not by the row, but a frame lasts 80 ms."""
         return cls(
-            max_lanes=24, max_rows=256, min_rows=16, max_tick_s=0.064, few_lanes=2, idle_lanes=2, whole_prompts=True
+            max_lanes=24,
+            max_rows=256,
+            min_rows=16,
+            max_tick_s=0.064,
+            few_lanes=2,
+            idle_lanes=4,
+            fill_lanes=8,
+            whole_prompts=True,
         )
 
     @classmethod
@@ -157,7 +166,9 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     bucket = settings.worthwhile(model, len(new) + count, len(new), rows, context_rows)
     count = min(count, bucket[0] - len(new))
     near = int(np.searchsorted(leads_s, settings.fill_lead_s))
-    count = max(count, min(near, min(bucket[0], most) - len(new)))
+    count = max(count, min(near, min(max(bucket[0], settings.fill_lanes), most) - len(new)))
+    if not settings.buckets:
+        bucket = len(new) + count, rows
     old = able[speaking[:count]]
     lanes = np.concatenate((np.array(new, np.int64), old))
     context_rows = int(board.context_rows[old].sum()) + sum(piece.start + piece.rows for piece in pieces)
