@@ -84,7 +84,7 @@ clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	$(BIN)/python -m nbstripout --extra-keys \
 	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
 
-# The grid runs first, so that 06_report, last but one of the notebooks, has it to report on.
+# The grid runs first, so that 06_report has it to report on.
 reference: $(STAMP) ## replace the notebooks' reference results, the agent's picture and the README's figures by new ones
 	rm -rf $(REFERENCE_RUNS)
 	$(BIN)/python -m mktts run notebooks/04_metrics.ipynb --out $(REFERENCE_RUNS)/runs \

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mktts.audio import read_audio, write_audio
+    from mktts.batch.settings import BatchSettings
     from mktts.errors import (
         AudioError,
         BackendUnavailable,
+        CapacityError,
         CheckpointError,
         EngineError,
         MkttsError,
@@ -40,9 +42,10 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "mktts.audio": ("read_audio", "write_audio"),
+    "mktts.batch.settings": ("BatchSettings",),
     "mktts.errors": (
-        "AudioError", "BackendUnavailable", "CheckpointError", "EngineError", "MkttsError", "OptionsError",
-        "PromptError", "SamplingError", "TextError", "VoiceError",
+        "AudioError", "BackendUnavailable", "CapacityError", "CheckpointError", "EngineError", "MkttsError",
+        "OptionsError", "PromptError", "SamplingError", "TextError", "VoiceError",
     ),
     "mktts.model.sampling": ("Choice", "Sampling"),
     "mktts.model.voice": ("Voice",),
@@ -55,10 +58,10 @@ _ROOMS = {
 }  # fmt: skip
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
-    "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "CheckpointError",
-    "Choice", "Chunk", "EngineError", "Guard", "MkttsError", "OptionsError", "PromptError", "Sampling",
-    "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError", "Voice", "VoiceError",
-    "clone_voice", "read_audio", "write_audio",
+    "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "BatchSettings",
+    "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError", "OptionsError",
+    "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError",
+    "Voice", "VoiceError", "clone_voice", "read_audio", "write_audio",
 ]  # fmt: skip
 
 

@@ -40,7 +40,8 @@ class AudioError(MkttsError, ValueError):
 
 
 class CapacityError(MkttsError):
-    """A stream asks for more positions than its key-value cache holds."""
+    """A stream asks for more than there is: more positions than its keys and values may have, or, of the batch engine,
+    a slot, pages or time for one more listener. The message says which."""
 
 
 class BackendUnavailable(MkttsError):

@@ -11,9 +11,15 @@ from mktts.errors import OptionsError
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """max_streams: open at once; None: 2 048 on a CUDA device, 32 on a CPU. positions: of one segment's prompt and
-    frames together, at most. memory_bytes: for keys and values; None: four fifths of what is free on a CUDA device, 2
-    GiB on a CPU. codec: its precision on a CUDA device.
+    """max_streams: open at once; None: on a CUDA device up to 2 048, as many as a quarter of the memory holds the slots
+    of; on a CPU 32. positions: of one segment's prompt and frames together, at most. memory_bytes: for keys and values;
+    None: on a CUDA device what weights and slots leave of four fifths of what is free, on a CPU 2 GiB. codec: its
+    precision on a CUDA device; "fast" computes the waveform in fp16, in half the memory a slot.
+
+    What takes the memory: a slot, which every one of `max_streams` has whether it speaks or not (the codec's state and
+    a few numbers), and pages of 64 positions of keys and values in all layers. A stream has the pages of its prompt and
+    of the most frames that it may speak from the start of a segment to its end, so that none stops for want of one: a
+    lower `max_frames` lets more streams in. On a CUDA device pages are allocated at once, on a CPU as they fill.
     Raises OptionsError for values out of range.
     """
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
+    "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected --parts kernel,text "
     "--output outputs/reference/h200/parity.json",
 }
@@ -31,6 +32,7 @@ SHOWN_IN = {
     "codec": "02_parity",
     "gpu_tests": "LOG.md: which GPU tests passed, and when",
     "ladder": "04_metrics",
+    "load": "08_many_voices",
     "parity": "02_parity",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
@@ -70,9 +72,11 @@ def committed(folder: Path = FOLDER) -> list[dict[str, str]]:
 
 
 def provenance(found: Mapping[str, Any] | None) -> str:
-    """Where a document comes from, on one line; "" for None."""
+    """Where a document comes from, on one line; "" for None. Of one that several runs were merged into, all of them."""
     if found is None:
         return ""
+    if "points" in found and "revision" not in found:
+        return _provenance_of_runs(found)
     facts = found.get("environment", found)
     device = found.get("device") or facts.get("gpu") or facts.get("cpu")
     parts = [f"measured on {device}", str(found.get("date") or facts.get("date_utc") or "")[:10]]
@@ -82,6 +86,20 @@ def provenance(found: Mapping[str, Any] | None) -> str:
     if found.get("settings", {}).get("random_weights"):
         parts.append("random weights")
     return ", ".join(part for part in parts if part)
+
+
+def _provenance_of_runs(found: Mapping[str, Any]) -> str:
+    runs = [*found["points"], *found["figures"].values()]
+    if not runs:
+        return "nothing measured yet"
+    days = sorted({str(run["date"])[:10] for run in runs})
+    commits = list(dict.fromkeys(run["revision"].partition("+")[0][:8] for run in runs))
+    named = ", ".join(commits) if len(commits) <= 3 else f"{commits[0]} to {commits[-1]} ({len(commits)})"
+    changed = "+" if any("+" in run["revision"] for run in runs) else ""
+    random = any(run.get("random_weights") for run in found["points"])
+    parts = [f"measured on {found['device']}", " to ".join(dict.fromkeys((days[0], days[-1])))]
+    parts += [f"at revision{'s'[: len(commits) > 1]} {named}{changed}", "random weights" * random]
+    return ", ".join(filter(None, parts))
 
 
 def bench_here(sections: str, folder: Path) -> dict[str, Any]:

@@ -83,6 +83,13 @@ def new(height: float, rows: int = 1, **options: Any) -> tuple[Figure, list[Axes
     return figure, list(figure.subplots(rows, 1, squeeze=False, **options)[:, 0])
 
 
+def titled(axes: Axes, title: str, source: str) -> None:
+    """The title, and under it in plain type where the numbers come from."""
+    axes.set_title(title, pad=20)
+    at = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(source, (0, 1), (0, 7), fontsize=9, color="#444444", **at)
+
+
 def legend_below(axes: Axes, after: Sequence[str] = ()) -> None:
     """The legend of `axes` under the figure, in drawing order, labels of `after` last; one line if it fits."""
     entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.notebook.evidence import WHOLE
-from mktts.notebook.figure import COLOURS, SERIES, colour, legend_below, new, save, styled
+from mktts.notebook.figure import COLOURS, SERIES, colour, legend_below, new, save, styled, titled
 from mktts.notebook.plots import stacked_bars
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def against_limit(
     _plain_ticks(axes)
     axes.set_xlim(min(least) / 1.5, max(measured) * 6)  # room for the words on the right
     axes.set_yticks(lines, [row.stage for row in rows])
-    _title(axes, "What the weights' bytes allow, and what it takes", source)
+    titled(axes, "What the weights' bytes allow, and what it takes", source)
     axes.grid(axis="y", visible=False)
     legend_below(axes)
     return save(figure, folder, name)
@@ -59,7 +59,7 @@ def first_pcm(
     figure, (axes,) = new(1.9 + 0.45 * len(rows))
     longest_ms = stacked_bars(axes, rows, "{:.3g}")
     axes.set(xlabel="time (ms)", xlim=(0, longest_ms * 1.1))
-    _title(axes, "Where the milliseconds go", source)
+    titled(axes, "Where the milliseconds go", source)
     legend_below(axes)
     return save(figure, folder, name)
 
@@ -88,7 +88,7 @@ def stage_timeline(
     axes.set_yticks(range(len(rows)), labels)
     axes.set(xlabel="time since the call (ms)", ylim=(len(rows) - 0.5, -0.5))
     axes.set_xlim(0, max(row["ready_ms"] for row in rows) * 1.1)
-    _title(axes, "From the call to the PCM, by stage", source)
+    titled(axes, "From the call to the PCM, by stage", source)
     axes.grid(axis="y", visible=False)
     legend_below(axes, after=["PCM on the host"])
     return save(figure, folder, name)
@@ -112,7 +112,7 @@ def peers(axes_rows: Mapping[str, Mapping[str, float]], folder: Path, source: st
         axes.set(xscale="log", xlabel=quantity, xlim=(values.min() / 3, values.max() * 12))
         axes.set_ylim(len(row) - 0.5, -0.5)
         _plain_ticks(axes)
-    _title(panels[0], "Beside other programs, one stream, warm (lower is better)", source)
+    titled(panels[0], "Beside other programs, one stream, warm (lower is better)", source)
     return save(figure, folder, name)
 
 
@@ -133,7 +133,7 @@ def ladder(document: Mapping[str, Any], least_ms: float, folder: Path, source: s
     axes.set_yticks(lines, words, fontsize=9)
     axes.set(xlabel=f"time per frame (ms), {usual} frames a launch", ylim=(len(steps) - 0.5, -0.5))
     axes.set_xlim(0, max(times_ms) * 1.12)
-    _title(axes, "How the frame kernel became faster", source)
+    titled(axes, "How the frame kernel became faster", source)
     axes.grid(axis="y", visible=False)
     legend_below(axes)
     return save(figure, folder, name)
@@ -147,13 +147,6 @@ def _step_words(step: Mapping[str, Any], usual_frames: int) -> str:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1_000 else f"{value:.3g}"
-
-
-def _title(axes: Axes, title: str, source: str) -> None:
-    """The title, and under it in plain type where the numbers come from."""
-    axes.set_title(title, pad=20)
-    at = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(source, (0, 1), (0, 7), fontsize=9, color="#444444", **at)
 
 
 def _plain_ticks(axes: Axes) -> None:

@@ -128,12 +128,15 @@ class Synthesizer:
             fastest one that can run here.
         device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
         dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
-            on the CPU. The codec always computes in float32.
+            on the CPU. The codec computes in float32, unless BatchSettings(codec="fast") says otherwise.
         cpu_threads: that one operator may use; None takes `default_cpu_threads`.
         engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
-            serves one or two streams singly and further ones together. It keeps to "single" where a backend is named.
-        deterministic: with the batch engine, a stream's codes do not depend on what else is open; None: where that
-            costs little. True takes the batch engine for every stream.
+            serves one or two streams singly and further ones together. It keeps to "single" where a backend is named,
+            and on a CPU for models that are slower than speech there. On CUDA, "auto" makes the batch engine when the
+            third stream opens, beside those that are open; until it is there streams take turns.
+        deterministic: with the batch engine, a stream's codes do not depend on its neighbours, on the number of lanes,
+            on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
+            version. None: where that costs little. True takes the batch engine for every stream.
         batch: how many may be open, and the memory that they take.
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.

@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
+from load_document import BESIDE, point
 
 from mktts.errors import MetricsError
 from mktts.measure.bench.load.book import carried, figure, merge, read, same
 from mktts.measure.bench.load.point import SCHEMA
-
-BESIDE = {
-    "revision": "abc",
-    "device": "NVIDIA H200",
-    "driver": "580",
-    "torch": "2.11",
-    "date": "2026-11-22T00:00:00+00:00",
-    "command": "python -m mktts bench --load",
-}
-
-
-def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
-    return {
-        "held": True,
-        "listeners": listeners,
-        "offered_rps": listeners / 7,
-        "open_mean": float(listeners),
-        "playing_mean": float(listeners),
-        "duration_s": 60.0,
-        "arrivals": 4_000,
-        "ttfc_p50_ms": 10.0,
-        "ttfc_p95_ms": 15.0,
-        "ttfc_p99_ms": 20.0,
-        "audible_p95_ms": 100.0,
-        "underruns": 0,
-        "refused": 0,
-        "unanswered": 0,
-        "errors": 0,
-        "codec": "fast",
-        "deterministic": False,
-        "engine": "batch",
-        "context_rows": 32,
-        "context": "text",
-        "checkpoint": "random:0.6b",
-        "model_size": "0b6",
-        "backend": "megakernel",
-        "dtype": "bfloat16",
-        **changes,
-    }
 
 
 def test_points_and_figures_of_several_commands_stand_in_one_file_with_their_origin(tmp_path):

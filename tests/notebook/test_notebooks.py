@@ -6,12 +6,14 @@ import ast
 import io
 import itertools
 import json
+import os
 import re
 import tokenize
 from pathlib import Path
 
 import nbformat
 import pytest
+from load_document import load_file
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.notebook import evidence, grid, runs
@@ -20,6 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TITLES = [
     "00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "06_report", "07_voice",
+    "08_many_voices",
 ]  # fmt: skip
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
 COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
@@ -177,7 +180,7 @@ def test_the_last_cell_records_metrics(path):
     assert "metrics.record(\n    run_dir," in code_cells(path)[-1].source
 
 
-@pytest.mark.parametrize("stem", ["02_parity", "03_streaming", "04_metrics", "05_pipecat_live"])
+@pytest.mark.parametrize("stem", ["02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "08_many_voices"])
 def test_a_notebook_that_may_run_on_random_weights_says_what_its_audio_is(stem):
     prose = "\n".join(cell.source for cell in read(FOLDER / f"{stem}.ipynb").cells if cell.cell_type == "markdown")
     assert re.search(r"Random weights: this is noise; timing and (parity|turn-taking) are real\.", prose)
@@ -214,6 +217,11 @@ SMALL = {
     ),
     "06_report": ([], ["missing", "runs_read"], []),
     "07_voice": (["MAX_FRAMES=8"], ["missing", "params", "rtf_median", "ttfc_ms_median"], []),
+    "08_many_voices": (
+        ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.5", "MAX_FRAMES=8"],
+        ["codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
+        ["cost.png", "listeners.png", "one_after_another.wav", "ticks.png"],
+    ),
 }
 
 
@@ -262,6 +270,15 @@ def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
     assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]
 
 
+def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(run_notebook, tmp_path):
+    settings = ["LISTENERS=2", "IN_TURNS=", "SECONDS=1.0", "MAX_FRAMES=4"]
+    _, folder = run_notebook("08_many_voices", [*settings, f"LOAD={load_file(tmp_path)}"])
+    shown = str([cell.outputs for cell in code_cells(folder / "executed.ipynb")])
+    assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in shown and "listeners_h200.png" in os.listdir(
+        folder
+    )
+
+
 @pytest.mark.parametrize(
     ("stem", "settings", "error"),
     [
@@ -269,6 +286,7 @@ def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
         ("04_metrics", ["REPEATS=0"], "OptionsError: REPEATS must be a whole number of at least 1"),
         ("03_streaming", ["SCHEDULE=a"], "OptionsError: SCHEDULE must be frames per chunk"),
         ("02_parity", ["SCHEDULE=0"], "OptionsError: SCHEDULE must be frames per chunk"),
+        ("08_many_voices", ['LISTENERS="4,0"'], "OptionsError: LISTENERS must be numbers of listeners"),
     ],
 )
 def test_a_wrong_parameter_ends_the_run_by_name(stem, settings, error, monkeypatch, tmp_path):

@@ -87,16 +87,20 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
     }
 
 
+def held_ticks(seen: Attendance, ticks: np.ndarray) -> np.ndarray:
+    """Those of `ticks` (dtype mktts.batch.log.TICKS) that ended in the held time; none where the run did not hold."""
+    if seen.begin is None or seen.end is None:
+        return ticks[:0]
+    return ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
+
+
 def ticked(seen: Attendance, ticks: np.ndarray) -> dict[str, Any]:
-    """What the batch engine did in the held time, by its `ticks` (dtype mktts.batch.log.TICKS); nothing of another.
+    """What the batch engine did in the held time, by its `held_ticks`; nothing of another engine.
 
     device_busy_percent: of the time, in ticks. lanes_mean: filled, of a tick. padding_percent: lanes of the buckets
     that were not. tick_p50_ms, tick_p99_ms: on the device.
     """
-    if seen.begin is None or seen.end is None:
-        return {}
-    ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
-    if not len(ticks):
+    if not len(ticks) or seen.begin is None or seen.end is None:
         return {}
     took_s = ticks["took_s"]
     return {

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.bench.load import frames, soak
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.book import figure
 from mktts.measure.bench.load.crowd import attend
-from mktts.measure.bench.load.point import measured, named, percentile, ticked
+from mktts.measure.bench.load.point import held_ticks, measured, named, percentile, ticked
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
 from mktts.measure.bench.load.visits import Visit, visits
@@ -65,11 +67,15 @@ class Subject:
         begin_s, end_s = settings.warm_s, settings.warm_s + settings.seconds
         return attend(self.loaded.synthesizer, self.said, plan, begin_s, end_s, end_s + settings.tail_s)
 
+    def met(self, listeners: int) -> tuple[dict[str, Any], Attendance, np.ndarray]:
+        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time."""
+        seen = self.attended(visits(self.settings, listeners))
+        ticks = held_ticks(seen, self.loaded.synthesizer.ticks)
+        return measured(seen, self.settings) | ticked(seen, ticks) | self.named(listeners), seen, ticks
+
     def held(self, listeners: int) -> dict[str, Any]:
         """The point of a load."""
-        seen = self.attended(visits(self.settings, listeners))
-        ticks = self.loaded.synthesizer.ticks
-        return measured(seen, self.settings) | ticked(seen, ticks) | self.named(listeners)
+        return self.met(listeners)[0]
 
 
 @dataclass

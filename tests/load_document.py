@@ -1,0 +1,57 @@
+"""A made-up document of `python -m mktts bench --load --into`, as the notebook and the book of loads read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mktts.measure.bench.load.book import figure, merge
+
+BESIDE = {
+    "revision": "abc",
+    "device": "NVIDIA H200",
+    "driver": "580",
+    "torch": "2.11",
+    "date": "2026-11-22T00:00:00+00:00",
+    "command": "python -m mktts bench --load",
+}
+
+
+def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
+    """One that was held for a minute without a stutter."""
+    return {
+        "held": True,
+        "listeners": listeners,
+        "offered_rps": listeners / 7,
+        "open_mean": float(listeners),
+        "playing_mean": float(listeners),
+        "duration_s": 60.0,
+        "arrivals": 4_000,
+        "ttfc_p50_ms": 10.0,
+        "ttfc_p95_ms": 15.0,
+        "ttfc_p99_ms": 20.0,
+        "audible_p95_ms": 100.0,
+        "underruns": 0,
+        "refused": 0,
+        "unanswered": 0,
+        "errors": 0,
+        "codec": "fast",
+        "deterministic": False,
+        "engine": "batch",
+        "context_rows": 32,
+        "context": "text",
+        "checkpoint": "random:0.6b",
+        "model_size": "0b6",
+        "backend": "megakernel",
+        "dtype": "bfloat16",
+        **changes,
+    }
+
+
+def load_file(folder: Path) -> Path:
+    """Two loads of one kind and one of another, with a figure: `folder`/load.json."""
+    busy = {"device_busy_percent": 50.0, "frames": 60 * 512 * 12, "lanes_mean": 64.0}
+    points = [point(512, **busy), point(1_024, underruns=3, refused=2), point(512, codec="full", deterministic=True)]
+    path = folder / "load.json"
+    merge(path, BESIDE, True, points, {"frame_64_ms": figure([5.0, 5.1, 5.2], "ms")})
+    return path
