@@ -110,7 +110,9 @@ class Desk:
         assert len(together._free) + len(slots) == self.lanes.slots and not slots & set(together._free)
         assert set(board.open.nonzero()[0].tolist()) == slots
         assert set(together._waiting) <= slots
-        assert all(job.open for job in (*together._jobs.values(), *together._arrived, *together._outside, *together._in_line))
+        assert all(
+            job.open for job in (*together._jobs.values(), *together._arrived, *together._outside, *together._in_line)
+        )
         assert together._door.line == len(together._in_line)
         for slot, job in together._jobs.items():
             coming = sum(lane.job is job for running in together._running for lane in running.lanes)

@@ -60,7 +60,7 @@ def measure(
         lanes = make(checkpoint, codec, ordered, most, ROWS + len(counts) * (SAMPLES + _UNTIMED) + 1)
         enter(lanes, most, torch.zeros(ROWS, checkpoint.config.talker.hidden_size, device=device, dtype=dtype))
         row = torch.zeros(checkpoint.config.talker.hidden_size, device=device, dtype=dtype)
-        return {count: tick_s(lanes, count, row) for count in counts}
+        return {count: tick_s(lanes, count, row) for count in reversed(counts)}  # each tick adds a row to its lanes
 
     plain = timed(None, False, counts)
     ordered = timed(None, True, counts)
