@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mktts.errors import (
         AudioError,
         BackendUnavailable,
+        BusyError,
         CapacityError,
         CheckpointError,
         EngineError,
@@ -44,7 +45,7 @@ _ROOMS = {
     "mktts.audio": ("read_audio", "write_audio"),
     "mktts.batch.settings": ("BatchSettings",),
     "mktts.errors": (
-        "AudioError", "BackendUnavailable", "CapacityError", "CheckpointError", "EngineError", "MkttsError",
+        "AudioError", "BackendUnavailable", "BusyError", "CapacityError", "CheckpointError", "EngineError", "MkttsError",
         "OptionsError", "PromptError", "SamplingError", "TextError", "VoiceError",
     ),
     "mktts.model.sampling": ("Choice", "Sampling"),
@@ -59,7 +60,7 @@ _ROOMS = {
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "BatchSettings",
-    "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError", "OptionsError",
+    "BusyError", "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError", "OptionsError",
     "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError",
     "Voice", "VoiceError", "clone_voice", "read_audio", "write_audio",
 ]  # fmt: skip

@@ -44,6 +44,12 @@ class CapacityError(MkttsError):
     a slot, pages or time for one more listener. The message says which."""
 
 
+class BusyError(CapacityError):
+    """Every place is taken for now, of a server or of the engine in this process: ask again later."""
+
+    exit_status = 1
+
+
 class BackendUnavailable(MkttsError):
     """The requested backend or device cannot run on this machine."""
 
@@ -68,12 +74,6 @@ class ServerError(MkttsError):
 
 class AccessError(MkttsError):
     """A server wants a key, or another one."""
-
-
-class BusyError(MkttsError):
-    """Every place of a server is taken for now: ask again later."""
-
-    exit_status = 1
 
 
 class AgentError(MkttsError):

@@ -26,7 +26,7 @@ from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickFit
 from mktts.batch.utterance import LaneUtterance
-from mktts.errors import CapacityError, EngineError
+from mktts.errors import BusyError, CapacityError, EngineError
 from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 
@@ -201,7 +201,8 @@ class Together:
         elif verdict.decision == "queue":
             self._in_line.add(job)
         else:
-            job.fail(CapacityError(refusal(verdict.reason, request, self._pages, len(self._jobs))))
+            kind = CapacityError if verdict.reason == "too_long" else BusyError
+            job.fail(kind(refusal(verdict.reason, request, self._pages, len(self._jobs))))
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its pages, and its prompt waits to enter."""

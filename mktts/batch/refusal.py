@@ -16,7 +16,7 @@ _OBSTACLES: dict[Reason, str] = {
 
 
 def refusal(reason: Reason, request: Request, pages: Pages, open_streams: int) -> str:
-    """The message of the CapacityError that ends a stream which was refused for `reason`."""
+    """The message of the CapacityError or BusyError that ends a stream which was refused for `reason`."""
     if reason == "too_long":
         return (
             f"a stream of {request.max_rows} positions (prompt and frames) was asked for, one may have "

@@ -43,12 +43,12 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     Text that cannot be spoken leaves the service usable, and so does a server with no place free. Settings that do
     not fit the checkpoint do not, and neither does a failed engine: after a CUDA error every later call fails too.
     """
-    if isinstance(error, _OF_THE_TEXT):
+    if isinstance(error, BusyError):
+        category, permanent = ErrorCategory.RATE_LIMIT, False
+    elif isinstance(error, _OF_THE_TEXT):
         category, permanent = ErrorCategory.APPLICATION, False
     elif isinstance(error, _OF_THE_SETTINGS):
         category, permanent = ErrorCategory.INVALID_REQUEST, True
-    elif isinstance(error, BusyError):
-        category, permanent = ErrorCategory.RATE_LIMIT, False
     elif isinstance(error, AccessError):
         category, permanent = ErrorCategory.AUTHENTICATION, True
     else:

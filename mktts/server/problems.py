@@ -8,7 +8,16 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from mktts.errors import CapacityError, MkttsError, OptionsError, PromptError, SamplingError, TextError, VoiceError
+from mktts.errors import (
+    BusyError,
+    CapacityError,
+    MkttsError,
+    OptionsError,
+    PromptError,
+    SamplingError,
+    TextError,
+    VoiceError,
+)
 from mktts.server.schemas import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
@@ -50,6 +59,8 @@ def from_error(error: BaseException) -> Problem:
     """The caller's mistakes with their message; anything else as a failure whose message stays in the log."""
     if isinstance(error, Problem):
         return error
+    if isinstance(error, BusyError):
+        return Problem(503, "busy", str(error), retry_after_s=RETRY_AFTER_S)
     for kind, (code, param) in _CALLERS.items():
         if isinstance(error, kind):
             return Problem(422, code, str(error), param)
