@@ -45,8 +45,8 @@ _ROOMS = {
     "mktts.audio": ("read_audio", "write_audio"),
     "mktts.batch.settings": ("BatchSettings",),
     "mktts.errors": (
-        "AudioError", "BackendUnavailable", "BusyError", "CapacityError", "CheckpointError", "EngineError", "MkttsError",
-        "OptionsError", "PromptError", "SamplingError", "TextError", "VoiceError",
+        "AudioError", "BackendUnavailable", "BusyError", "CapacityError", "CheckpointError", "EngineError",
+        "MkttsError", "OptionsError", "PromptError", "SamplingError", "TextError", "VoiceError",
     ),
     "mktts.model.sampling": ("Choice", "Sampling"),
     "mktts.model.voice": ("Voice",),
@@ -60,8 +60,8 @@ _ROOMS = {
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "BatchSettings",
-    "BusyError", "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError", "OptionsError",
-    "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError",
+    "BusyError", "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError",
+    "OptionsError", "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError",
     "Voice", "VoiceError", "clone_voice", "read_audio", "write_audio",
 ]  # fmt: skip
 
