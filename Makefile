@@ -11,7 +11,7 @@ CPU ?=
 TORCH_INDEX ?= $(if $(filter 1,$(CPU)),https://download.pytorch.org/whl/cpu)
 RUN_ARGS ?=
 BENCH_ARGS ?=
-LOAD_ARGS ?= --listeners 1,2,3,4
+LOAD_ARGS ?= --engine batch --listeners 8,16,20 --seconds 90
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin

@@ -61,8 +61,8 @@ _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "BatchSettings",
     "BusyError", "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError",
-    "OptionsError", "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer", "TextError",
-    "Voice", "VoiceError", "clone_voice", "read_audio", "write_audio",
+    "OptionsError", "PromptError", "Sampling", "SamplingError", "Session", "Stream", "StreamOptions", "Synthesizer",
+    "TextError", "Voice", "VoiceError", "clone_voice", "read_audio", "write_audio",
 ]  # fmt: skip
 
 
