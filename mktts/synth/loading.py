@@ -101,7 +101,7 @@ def load_models(
     """
     if wanted.backend == "upstream":
         return _upstream_model(checkpoint, wanted), None, None
-    single = _step_model(checkpoint, wanted) if wanted.single else None
+    single = step_model(wanted.backend, checkpoint, wanted.device, wanted.dtype) if wanted.single else None
     together = later = None
     cuda = wanted.device.type == "cuda"
     if wanted.together and (single is None or not cuda):
@@ -129,11 +129,12 @@ def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype:
     return TorchBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
 
 
-def _step_model(checkpoint: Checkpoint, wanted: Loading) -> StepModel:
-    config, tensors, device = checkpoint.config, checkpoint.tensors(), wanted.device
-    backend = step_backend(wanted.backend, checkpoint, device, wanted.dtype)
+def step_model(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StepModel:
+    """The model that makes one stream a step, on the backend of `step_backend`."""
+    config, tensors = checkpoint.config, checkpoint.tensors()
+    backend = step_backend(name, checkpoint, device, dtype)
     return StepModel(
-        prompts=PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, wanted.dtype),
+        prompts=PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, dtype),
         positions=config.talker.max_position_embeddings,
         backend=backend,
         codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def _model(checkpoint: Checkpoint, settings: BenchSettings) -> tuple[Checkpoint, StepModel]:
-    from mktts.synth.synthesizer import _step_model
+    from mktts.synth.loading import step_model
 
-    return checkpoint, _step_model(settings.backend, checkpoint, torch.device(settings.device), settings.dtype)
+    return checkpoint, step_model(settings.backend, checkpoint, torch.device(settings.device), settings.dtype)
 
 
 def _frames_of(checkpoint: Checkpoint, model: StepModel, settings: BenchSettings) -> list[tuple[float, Frame]]:
