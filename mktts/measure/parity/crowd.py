@@ -41,7 +41,7 @@ class CrowdStream:
         return len(self.prompt) + len(self.text)
 
 
-class Made(NamedTuple):
+class MadeFrame(NamedTuple):
     """A frame that a tick made: codes (16,) int64 on the host, of a lane of the tick."""
 
     lane: int
@@ -69,7 +69,7 @@ class Crowd:
         self._open: dict[int, _Open] = {}
         self.cut = self.kept = 0
 
-    def play(self, each: Callable[[list[Made]], None] | None = None) -> list[Tensor]:
+    def play(self, each: Callable[[list[MadeFrame]], None] | None = None) -> list[Tensor]:
         """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself.
 
         each: called behind every tick with the frames that it made.
@@ -135,7 +135,7 @@ class Crowd:
         fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
         return min(fitting) if fitting else settings.bucket(self._lanes.model, lanes, rows)
 
-    def _run(self, tick: Tick) -> list[Made]:
+    def _run(self, tick: Tick) -> list[MadeFrame]:
         slots = tick.lanes.tolist()
         opened = [self._open[slot] for slot in slots]
         texts = [self._streams[stream.index].text for stream in opened]
@@ -153,7 +153,7 @@ class Crowd:
             over = bool(ended) or codes[0] < 0
             stream.made.append(None if over else torch.from_numpy(codes.copy()))
             if not over:
-                frames.append(Made(lane, stream.index, len(stream.made) - 1, stream.made[-1]))
+                frames.append(MadeFrame(lane, stream.index, len(stream.made) - 1, stream.made[-1]))
         return frames
 
 

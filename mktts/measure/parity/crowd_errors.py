@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
 from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.crowd import Crowd, CrowdStream, Made
+from mktts.measure.parity.crowd import Crowd, CrowdStream, MadeFrame
 from mktts.measure.parity.forced import ForcedErrors, first_difference
 from mktts.measure.parity.lanes_probe import LanesProbe
 from mktts.measure.parity.probe import Observed, forced, random_rows
@@ -81,7 +81,7 @@ def forced_crowds(
         watched = range(len(streams) - min(scope.watched, len(streams)), len(streams))
         seen: dict[int, list[Observed]] = {stream: [] for stream in watched}
 
-        def watch(made: list[Made], seen: dict[int, list[Observed]] = seen) -> None:
+        def watch(made: list[MadeFrame], seen: dict[int, list[Observed]] = seen) -> None:
             for lane, stream, frame, codes in made:
                 if stream in seen:
                     seen[stream].append(probe.observed(lane, codes, frame == 0))
