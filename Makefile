@@ -24,7 +24,7 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lab lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow sanitize lab lint format docs bench load clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
@@ -56,6 +56,9 @@ test: $(STAMP) ## the tests, on every core; GPU tests skip themselves where ther
 
 test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
+	$(PYTEST) -k sanitizer tests/kernel/test_megakernel_endurance.py tests/batch/test_sanitized.py $(PYTEST_ARGS)
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab notebooks

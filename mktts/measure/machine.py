@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import shutil
@@ -107,6 +108,13 @@ def kernel_missing() -> str | None:
     except BackendUnavailable as error:
         return str(error)
     return None
+
+
+def batch_missing() -> str | None:
+    """Why the batched frame cannot run here; None where it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None if importlib.util.find_spec("triton") else "triton is not installed: it comes with torch's CUDA builds"
 
 
 def _kernel_row() -> dict[str, str]:

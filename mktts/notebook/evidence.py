@@ -23,8 +23,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
-    "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected --parts kernel,text "
-    "--output outputs/reference/h200/parity.json",
+    "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
+    "--parts kernel,batch,text --output outputs/reference/h200/parity.json",
 }
 SHOWN_IN = {
     "agent": "README: the agent's times",

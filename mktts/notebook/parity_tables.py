@@ -16,6 +16,7 @@ def parity_rows(document: Mapping[str, Any] | None, otherwise: str) -> list[dict
     if document is None:
         return [{"kernel parity": otherwise}]
     rows = [_parity_row(source, found, document) for source, found in document["checkpoints"].items()]
+    rows += [row for source, found in document["checkpoints"].items() for row in _batch_rows(source, found)]
     if text := document.get("text"):
         rows.append(_text_row(text))
     return rows
@@ -98,6 +99,25 @@ def _parity_row(source: str, found: Mapping[str, Any], document: Mapping[str, An
     if found.get("errors"):
         row["errors"] = "; ".join(f"{name}: {reason}" for name, reason in found["errors"].items())
     return row
+
+
+def _batch_rows(source: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row for every mode of the batched frame that was compared."""
+    rows = []
+    for mode, compared in found.get("batch", {}).items():
+        if not isinstance(compared, Mapping) or "forced" not in compared:
+            continue
+        forced, free, exact = compared["forced"], compared["free"], compared.get("exact")
+        passed = all(part["passed"] for part in compared.values())
+        row = {"checkpoint": source, "kernel": f"batch, {mode}", "passed": passed}
+        row["frames forced"] = sum(forced["frames"].values())
+        row |= {f"{name}: ratio": value["ratio"] for name, value in forced["pooled"].items()}
+        why = "all explained by rounding" if free["passed"] else "NOT all explained by rounding"
+        row["first divergence"] = f"{len(free['differences'])} of {free['streams']} streams: {why}"
+        if exact:
+            row["frames equal (wide margins)"] = f"{exact['equal']} of {exact['frames']}"
+        rows.append(row)
+    return rows
 
 
 def _divergence(found: Mapping[str, Any]) -> str:

@@ -45,9 +45,10 @@ def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(tiny, quick, tmp
     assert status == 0 and document["passed"]
     found = document["checkpoints"]["random:tiny"]["sections"]
     assert {name: value["status"] for name, value in found.items()} == {
-        "prompt": "passed", "codes": "passed", "codec": "passed", "kernel": "skipped"
+        "prompt": "passed", "codes": "passed", "codec": "passed", "kernel": "skipped",
+        "batch": "skipped",
     }  # fmt: skip
-    assert found["kernel"]["reason"] == "no CUDA device"
+    assert found["kernel"]["reason"] == found["batch"]["reason"] == "no CUDA device"
     assert found["prompt"]["prompts"] == found["prompt"]["equal"] == found["prompt"]["asked"] >= 9
     assert found["codes"]["frames"] == {"bf16": 6, "fp32": 6} and found["codes"]["asked"] == 6
     assert {row["sampled"] for row in found["codes"]["rows"]} == {True, False}
@@ -113,7 +114,7 @@ def test_without_upstream_the_codec_is_compared_with_ours_alone(tiny, quick, tmp
 
 def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "kernel,text", *CPU)
+    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "kernel,batch,text", *CPU)
     assert status == 1 and not document["passed"]
     assert document["text"] == {
         "source": "random:0.6b", "status": "skipped", "reason": "no CUDA device", "passed": None
@@ -146,7 +147,7 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
         [str(tmp_path / "absent")],
     ):
         assert main(["parity", *words, "--output", str(tmp_path / "parity.json")]) == 2
-    assert "prompt, codes, codec, kernel, text" in capsys.readouterr().err
+    assert "prompt, codes, codec, kernel, batch, text" in capsys.readouterr().err
 
 
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):

@@ -2,7 +2,8 @@
 
 The file and the last line of standard output are the same JSON document: the machine, and for every checkpoint its
 `sections` (mktts.measure.parity.sections) with status, reason, seconds and figures, beside the kernel's comparisons
-(mktts.measure.parity.kernel). No path of this machine is in it.
+(mktts.measure.parity.kernel) and the batched frame's, `batch` (mktts.measure.parity.batch). No path of this machine is
+in it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from mktts.common import write_json
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.checkpoint_maker import CheckpointMaker
 from mktts.measure.environment import head, provided_by, versions
-from mktts.measure.machine import kernel_missing
+from mktts.measure.machine import batch_missing, kernel_missing
 from mktts.measure.parity import document as documents
+from mktts.measure.parity.batch import batch_outcome, batch_parity_of
 from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.crowd_errors import BatchScope
 from mktts.measure.parity.kernel import MARGIN, Scope, parity_of
 from mktts.measure.parity.probe import LIMIT
 from mktts.measure.parity.sections import Upstream, codec_section, codes_section, passed, prompt_section, section
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
-PARTS = ("prompt", "codes", "codec", "kernel", "text")
+PARTS = ("prompt", "codes", "codec", "kernel", "batch", "text")
 DEFAULT_PARTS = PARTS[:-1]
 # How the minutes are shared. They run in this order: the codec uses the upstream model that the prompts left loaded.
-_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6}
+_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
+_ON_DEVICE = ("kernel", "batch", "text")
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
 
 EXAMPLES = """examples:
@@ -73,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernel.add_argument(
         "--exact-frames", type=int, default=scope.exact, help="of a random checkpoint's wide-margin variant; 0: none"
     )
+    lanes = BatchScope()
+    batch = parser.add_argument_group("how much the batched frame is compared, at the kernel's contexts")
+    batch.add_argument("--lanes", type=int, nargs="+", default=lanes.lanes, help="of its ticks")
+    batch.add_argument("--lane-frames", type=int, default=lanes.frames, help="of each stream that is compared")
+    batch.add_argument("--exact-lane-frames", type=int, default=lanes.exact, help="as --exact-frames, of each lane")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -85,6 +94,12 @@ def main(arguments: argparse.Namespace) -> int:
     torch.set_float32_matmul_precision("highest")
     device = str(device_named(arguments.device))
     scope = Scope(tuple(arguments.contexts), arguments.forced_frames, arguments.exact_frames)
+    batch_scope = BatchScope(
+        tuple(arguments.lanes),
+        frames=arguments.lane_frames,
+        exact=arguments.exact_lane_frames,
+        contexts=scope.contexts,
+    )
     document: dict[str, Any] = {
         **head(device),
         "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
@@ -93,6 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
         "minutes": arguments.minutes,
         "parts": list(parts),
         "scope": asdict(scope),
+        "batch_scope": asdict(batch_scope),
         "checkpoints": {},
         "text": {},
         "passed": False,
@@ -109,14 +125,14 @@ def main(arguments: argparse.Namespace) -> int:
         if not source.startswith("random:"):
             open_checkpoint(source, arguments.revision)  # likewise one that cannot be opened
     # Only what will be opened is made.
-    runs = [part for part in parts if part not in ("kernel", "text") or not _missing(arguments.kernel, device)]
-    maker = _maker(sources, runs, scope, arguments.text_model)
+    runs = [part for part in parts if part not in _ON_DEVICE or not _missing(arguments.kernel, device, part)]
+    maker = _maker(sources, runs, scope, batch_scope, arguments.text_model)
     for source in sources:
         name = documents.name_of(source)
         while name in document["checkpoints"]:
             name += "'"
         result = document["checkpoints"][name] = {"passed": False, "sections": {}, "errors": {}}
-        _prove(source, name, parts, scope, device, arguments, maker, result, store)
+        _prove(source, name, parts, scope, batch_scope, device, arguments, maker, result, store)
     if "text" in parts:
         document["text"] = _text(arguments, device, maker)
         store()
@@ -132,6 +148,7 @@ def _prove(
     name: str,
     parts: Sequence[str],
     scope: Scope,
+    batch_scope: BatchScope,
     device: str,
     arguments: argparse.Namespace,
     maker: CheckpointMaker,
@@ -143,12 +160,15 @@ def _prove(
     checkpoint = open_checkpoint(source, arguments.revision)
     result["checkpoint"] = documents.describe(checkpoint, name)
     upstream, budget = Upstream(checkpoint), Budget(60 * arguments.minutes)
-    missing = _missing(arguments.kernel, device)
+    missing = {part: why for part in _ON_DEVICE if (why := _missing(arguments.kernel, device, part))}
+
+    def ready(part: str) -> None:
+        upstream.free()
+        if part in missing:
+            raise BackendUnavailable(missing[part])
 
     def kernel(within: Budget) -> dict[str, Any]:
-        upstream.free()
-        if missing:
-            raise BackendUnavailable(missing)
+        ready("kernel")
         found = parity_of(
             source, scope, arguments.kernel, device, revision=arguments.revision, maker=maker, budget=within
         )
@@ -156,15 +176,22 @@ def _prove(
         result.update(found)
         return _kernel_outcome(found)
 
+    def batch(within: Budget) -> dict[str, Any]:
+        ready("batch")
+        found = result["batch"] = batch_parity_of(
+            source, batch_scope, arguments.kernel, device, revision=arguments.revision, maker=maker, budget=within
+        )
+        return batch_outcome(found)
+
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
         "codec": partial(codec_section, checkpoint, upstream, device),
         "codes": partial(codes_section, checkpoint, upstream),
         "kernel": kernel,
+        "batch": batch,
     }
     wanted = {part: share for part, share in _SHARES.items() if part in parts}
-    if missing and "kernel" in wanted:
-        wanted["kernel"] = 0  # the others take its time
+    wanted |= {part: 0 for part in wanted if part in missing}  # the others take its time
     for part, share in list(wanted.items()):
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
         within = budget.share(share / max(1, sum(wanted.values())))
@@ -198,7 +225,7 @@ def _text(arguments: argparse.Namespace, device: str, maker: CheckpointMaker) ->
     from mktts.measure.parity.text import compare_text
 
     name = documents.name_of(arguments.text_model)
-    if missing := _missing(arguments.kernel, device):
+    if missing := _missing(arguments.kernel, device, "text"):
         return {"source": name, "status": "skipped", "reason": missing, "passed": None}
     print(f"{name}: text ...", file=sys.stderr, flush=True)
     for source in (arguments.text_model, arguments.text_model + MARGIN):
@@ -207,15 +234,18 @@ def _text(arguments: argparse.Namespace, device: str, maker: CheckpointMaker) ->
     return {**found, "source": name, "status": "passed" if found["passed"] else "failed"}
 
 
-def _missing(kernel: str, device: str) -> str | None:
-    """Why the kernel cannot run on `device`; None where it can."""
+def _missing(kernel: str, device: str, part: str) -> str | None:
+    """Why the kernels of a part cannot run on `device`; None where they can."""
     if kernel != "megakernel":
         return None
-    return kernel_missing() or (None if device.startswith("cuda") else f"the megakernel does not run on {device}")
+    name, missing = ("batched frame", batch_missing) if part == "batch" else ("megakernel", kernel_missing)
+    return missing() or (None if device.startswith("cuda") else f"the {name} does not run on {device}")
 
 
-def _maker(sources: Sequence[str], parts: Sequence[str], scope: Scope, text_model: str) -> CheckpointMaker:
-    margins = "kernel" in parts and scope.exact > 0
+def _maker(
+    sources: Sequence[str], parts: Sequence[str], scope: Scope, batch_scope: BatchScope, text_model: str
+) -> CheckpointMaker:
+    margins = ("kernel" in parts and scope.exact > 0) or ("batch" in parts and batch_scope.exact > 0)
     speech = [name for source in sources for name in ((source, source + MARGIN) if margins else (source,))]
     return CheckpointMaker(speech, (text_model, text_model + MARGIN) if "text" in parts else ())
 

@@ -61,7 +61,7 @@ def table(document: dict[str, Any]) -> str:
         for name, found in result["sections"].items():
             said = found.get("reason") or _in_words(name, found)
             lines.append(f"  {name:8}{found['status']:9}{found['seconds']:6.1f} s  {said}")
-        lines += _of_the_kernel(result)
+        lines += [*_of_the_kernel(result), *_of_the_batch(result.get("batch", {}))]
     if document["text"]:
         lines.append(f"\ntext: {json.dumps(document['text'])}")
     return "\n".join(lines)
@@ -90,15 +90,39 @@ def _of_the_kernel(result: dict[str, Any]) -> list[str]:
     lines = []
     if "forced" in result:
         found = result["forced"]
-        lines.append(f"  teacher-forced, {sum(found['frames'].values())} frames; relative rms error to fp32")
-        for name, value in {**found["pooled"], **found["by_context"]}.items():
-            lines.append(f"  {name:24} kernel {value['kernel']:.3e}  bf16 {value['bf16']:.3e}  x {value['ratio']:.3f}")
-        lines.append(f"  largest ratio of a head or layer: {found['largest_ratio_of_a_head_or_layer']:.3f}")
-        for name, value in found["total_variation"].items():
-            means = "  ".join(f"{side} {v['mean']:.4f} (max {v['max']:.4f})" for side, v in value.items())
-            lines.append(f"  total variation, {name}: {means}")
+        lines += _forced(found, "", found["by_context"])
     lines += [f"  {name}: {json.dumps(result[name])}" for name in ("divergence", "exact") if name in result]
     return lines + [f"  error in {name}: {reason}" for name, reason in result.get("errors", {}).items()]
+
+
+def _of_the_batch(batch: dict[str, Any]) -> list[str]:
+    lines = []
+    for mode, found in batch.items():
+        if not isinstance(found, dict) or "forced" not in found:
+            continue
+        lines += _forced(found["forced"], f"batch, {mode}, ", found["forced"]["by_label"])
+        free = found["free"]
+        explained = sum(difference["explained"] for difference in free["differences"])
+        lines.append(
+            f"  batch, {mode}, greedy: {free['equal']} of {free['frames']} frames fp32's before a stream differs; "
+            f"{explained} of {len(free['differences'])} differences explained by rounding"
+        )
+        if exact := found.get("exact"):
+            lines.append(f"  batch, {mode}, wide margins: {exact['equal']} of {exact['frames']} frames fp32's")
+    lines += [f"  batch, codec: {json.dumps(batch['codec'])}"] if "codec" in batch else []
+    return lines + [f"  error in batch, {name}: {reason}" for name, reason in batch.get("errors", {}).items()]
+
+
+def _forced(found: dict[str, Any], of: str, by_label: dict[str, Any]) -> list[str]:
+    frames = sum(found["frames"].values())
+    lines = [f"  {of}teacher-forced, {frames} frames; relative rms error to fp32"]
+    for name, value in {**found["pooled"], **by_label}.items():
+        lines.append(f"  {name:24} kernel {value['kernel']:.3e}  bf16 {value['bf16']:.3e}  x {value['ratio']:.3f}")
+    lines.append(f"  largest ratio of a head or layer: {found['largest_ratio_of_a_head_or_layer']:.3f}")
+    for name, value in found["total_variation"].items():
+        means = "  ".join(f"{side} {v['mean']:.4f} (max {v['max']:.4f})" for side, v in value.items())
+        lines.append(f"  total variation, {name}: {means}")
+    return lines
 
 
 def _digest(path: Path) -> str | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,22 +29,11 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.measure.checkpoint_maker import CheckpointMaker
 from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.probe import (
-    LIMIT,
-    Errors,
-    Observed,
-    Probe,
-    compare,
-    forced,
-    probe_of,
-    random_rows,
-    scores,
-    spoken_rows,
-)
+from mktts.measure.parity.forced import ForcedErrors, first_difference
+from mktts.measure.parity.probe import Observed, Probe, forced, probe_of, random_rows, spoken_rows
 from mktts.model.backend import Backend, PromptRows
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Choice, Sampling, distribution
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.model.sampling import Sampling
 
 GREEDY = Sampling().greedy()
 MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
@@ -129,56 +117,22 @@ def forced_errors(
     sides: Sides, contexts: Sequence[int], frames: int, sampling: Sampling, budget: Budget | None = None
 ) -> dict[str, Any]:
     """The comparisons `forced` and `distributions` of the module docstring."""
-    config, budget = sides.fp32.config, budget or Budget()
-    errors, distances = (Errors(), Errors()), (defaultdict(list), defaultdict(list))
+    sums, budget = ForcedErrors(sides.fp32.config), budget or Budget()
     made: dict[str, int] = {}
     for index, context in enumerate(contexts):
 
         def each(ours: Observed, bf16: Observed, fp32: Observed, history: Tensor, context: int = context) -> None:
-            truth = _distributions(fp32, history, sampling, config)
-            for observed, sums, distance in zip((ours, bf16), errors, distances, strict=True):
-                for group, (found, expected) in enumerate(zip(observed.logits, fp32.logits, strict=True)):
-                    part = "logits of code 0" if group == 0 else "logits of codes 1-15"
-                    sums.add(found, expected, part, f"head {group}", f"logits at {context}")
-                if fp32.hidden is not None:
-                    for layer, (found, expected) in enumerate(zip(observed.hidden, fp32.hidden, strict=True)):
-                        sums.add(found, expected, "hidden", f"layer {layer}", f"hidden at {context}")
-                drawn_from = _distributions(observed, history, sampling, config)
-                for group, (p, q) in enumerate(zip(drawn_from, truth, strict=True)):
-                    distance["code 0" if group == 0 else "codes 1-15"].append((p - q).abs().sum() / 2)
+            sums.add(ours, bf16, fp32, history, sampling, [f"at {context}"])
 
         made[str(context)] = sides.run(context, frames, sampling, each, budget.share(1 / (len(contexts) - index)))
-    by_name = compare(*errors)
-    pooled = {name: by_name[name] for name in ("logits of code 0", "logits of codes 1-15", "hidden") if name in by_name}
-
-    def numbered(kind: str) -> list[dict[str, float]]:
-        return [value for name, value in by_name.items() if name.split()[0] == kind and name.split()[1].isdigit()]
-
-    distances_by_name = {
-        name: {
-            side: {"mean": float(torch.stack(d[name]).mean()), "max": float(torch.stack(d[name]).max())}
-            for side, d in zip(("kernel", "bf16"), distances, strict=True)
-        }
-        for name in distances[0]
-    }
+    found = sums.found()
     return {
         "frames": made,
         "asked": frames,
         "prompt_rows_one_by_one": {str(context): sides.rows_one_by_one(context) for context in contexts},
-        "pooled": pooled,
-        "by_head": numbered("head"),
-        "by_layer": numbered("layer"),
-        "by_context": {name: value for name, value in by_name.items() if " at " in name},
-        "largest_ratio_of_a_head_or_layer": max(v["ratio"] for v in numbered("head") + numbered("layer")),
-        "total_variation": distances_by_name,
-        "passed": sum(made.values()) > 0 and all(value["ratio"] <= LIMIT for value in pooled.values()),
+        "by_context": found.pop("by_label"),
+        **found,
     }
-
-
-def _distributions(observed: Observed, history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:
-    choices: list[Choice] = [sampling.talker] + [sampling.predictor] * (NUM_CODEBOOKS - 1)
-    made_from = scores(observed.logits, history, sampling, config)
-    return [distribution(logits, choice) for logits, choice in zip(made_from, choices, strict=True)]
 
 
 @torch.inference_mode()
@@ -189,24 +143,9 @@ def first_divergence(sides: Sides, frames: int, budget: Budget | None = None) ->
 
     def each(ours: Observed, bf16: Observed, fp32: Observed, history: Tensor) -> bool:
         nonlocal position
-        made_from = [scores(observed.logits, history, GREEDY, config) for observed in (ours, bf16, fp32)]
-        for group, (kernel, near, truth) in enumerate(zip(*made_from, strict=True)):
-            best, chosen = int(truth.argmax()), int(ours.codes[group])
-            if best != chosen:
-                kept = truth.isfinite()
-                gap = float(truth[best] - truth[chosen])
-                bound = 2 * float((near - truth)[kept].abs().max())
-                found.update(
-                    frame=position,
-                    codebook=group,
-                    ids=[best, chosen],
-                    fp32_gap=gap,
-                    kernel_error_of_the_two=float((kernel - truth)[[best, chosen]].abs().sum()),
-                    kernel_largest_error=float((kernel - truth)[kept].abs().max()),
-                    bf16_largest_error=bound / 2,
-                    explained=gap <= bound,
-                )
-                return True
+        if difference := first_difference(ours, bf16, fp32, history, config):
+            found.update(frame=position, **difference)
+            return True
         position += 1
         return False
 

@@ -4,7 +4,7 @@
 * codes: codes of PyTorch in bf16, and in fp32 where time allows, frame for frame upstream's: greedy and drawn.
 * codec: codes decoded in the default schedule of chunks, as the synthesizer on this device does it, against our
   decode in one pass (fp32, on the CPU) and against upstream's own.
-* kernel: see mktts.measure.parity.kernel.
+* kernel, batch: see mktts.measure.parity.kernel and .batch.
 
 Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way.
 """

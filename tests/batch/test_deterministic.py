@@ -1,0 +1,141 @@
+"""deterministic=True: a stream's codes are the same bits whatever its neighbours, the number of lanes, how its prompt
+was cut over ticks, and whether its prefix was kept. In bf16, sampled, on a CUDA device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mktts.batch.lanes import Lanes
+from mktts.batch.settings import BatchSettings
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.measure.parity.batch import crowd_settings
+from mktts.measure.parity.crowd import Crowd, CrowdStream, pages_for
+from mktts.model.sampling import Choice, Sampling
+from mktts.synth import Synthesizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = torch.device("cuda")
+SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
+PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
+PROMPTS = (2, 31, 64, 65, 75, 100, 130, 150)  # rows of the streams that are compared; the last four share a prefix
+PREFIX_ROWS, SHARING, KEY = 70, 4, "voice"  # one whole page and a part of the next
+FRAMES = 8
+SAMPLINGS = (Sampling(), Sampling(Choice(top_p=0.8), Choice(top_p=0.8)), Sampling().greedy(), Sampling(Choice(top_k=0)))
+
+
+def rows(count: int, width: int, seed: int) -> Tensor:
+    return (0.5 * torch.randn(count, width, generator=torch.Generator().manual_seed(seed))).to(DEVICE, torch.bfloat16)
+
+
+def streams_of(width: int) -> list[CrowdStream]:
+    prefix, streams = rows(PREFIX_ROWS, width, 1), []
+    for index, count in enumerate(PROMPTS):
+        prompt, shares = rows(count, width, 10 + index), index >= len(PROMPTS) - SHARING
+        if shares:
+            prompt[:PREFIX_ROWS] = prefix
+        text, sampling = rows(FRAMES, width, 50 + index), SAMPLINGS[index % len(SAMPLINGS)]
+        key, kept = (KEY, PREFIX_ROWS) if shares else (None, 0)
+        streams.append(CrowdStream(prompt, text, sampling, 7 * index + (3 << 33), key, kept))
+    return streams
+
+
+def neighbours(width: int, count: int, seed: int) -> list[CrowdStream]:
+    """Short streams, so that many come and go; a page of keys and values each."""
+    chance = np.random.default_rng(seed)
+    lengths = zip(chance.integers(2, 13, count).tolist(), chance.integers(2, FRAMES + 1, count).tolist(), strict=True)
+    return [
+        CrowdStream(rows(prompt, width, seed + i), rows(frames, width, 2 * seed + i), SAMPLINGS[i % 4], seed + i)
+        for i, (prompt, frames) in enumerate(lengths)
+    ]
+
+
+@dataclass(frozen=True)
+class Played:
+    """codes: of each stream alone in a tick of the smallest bucket, no prefix kept."""
+
+    lanes: Lanes
+    width: int
+    streams: list[CrowdStream]
+    codes: list[Tensor]
+
+    def same(self, crowd: Crowd, places: list[int]) -> list[bool]:
+        """Whether the streams at `places` of a crowd, which plays now, have their codes."""
+        made = crowd.play()
+        return [torch.equal(made[place], codes) for place, codes in zip(places, self.codes, strict=True)]
+
+
+def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
+    from mktts.batch.cuda.lanes import CudaLanes
+
+    lanes = CudaLanes(
+        checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), pages=pages,
+        positions=max(PROMPTS) + FRAMES, settings=crowd_settings(SIZES, PROMPT_ROWS), deterministic=True,
+    )  # fmt: skip
+    lanes.prepare()
+    return lanes
+
+
+@pytest.fixture(scope="module", params=["random:0.6b", "small"])
+def played(request) -> Iterator[Played]:
+    checkpoint = open_checkpoint(request.param)
+    width = checkpoint.config.talker.hidden_size
+    streams = streams_of(width)
+    lanes = lanes_of(checkpoint, pages_for([*streams, *neighbours(width, max(SIZES), 0)]))
+    codes = []
+    for stream in streams:
+        lanes.pages.forget(KEY)
+        codes += Crowd(lanes, [stream], SIZES[0]).play()
+    assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
+    yield Played(lanes, width, streams, codes)
+    del lanes
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("size", SIZES)
+def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, size, kept):
+    chance = np.random.default_rng(size + kept)
+    count = len(played.streams)
+    crowd = neighbours(played.width, max(size, count) - count, 1_000 * size)
+    places = sorted(chance.choice(len(crowd) + count, count, replace=False).tolist())
+    for place, stream in zip(places, played.streams, strict=True):
+        crowd.insert(place, stream)
+    if kept:
+        Crowd(played.lanes, played.streams[-1:], SIZES[0]).play()
+    else:
+        played.lanes.pages.forget(KEY)
+        crowd = [replace(stream, key=None) for stream in crowd]
+    playing = Crowd(played.lanes, crowd, size, seed=2 * size + kept)
+    assert played.same(playing, places) == [True] * count
+    assert playing.kept == (SHARING if kept else 0)
+    assert playing.cut > 0 or size == SIZES[0]
+
+
+def test_a_stream_alone_says_the_same_in_every_bucket(played):
+    for size in SIZES:
+        for index in (0, len(played.streams) - 1):
+            played.lanes.pages.forget(KEY)
+            (made,) = Crowd(played.lanes, played.streams[index : index + 1], size, seed=3).play()
+            assert torch.equal(made, played.codes[index]), (size, index)
+
+
+def test_a_stream_of_the_synthesizer_sounds_the_same_alone_and_beside_sixty_others():
+    text, settings = "Whoever listens to this hears the same, whoever else is here.", {"seed": 11, "max_frames": 40}
+    batch = BatchSettings(max_streams=64, memory_bytes=1 << 30)
+    with Synthesizer.load("small", device="cuda", deterministic=True, batch=batch) as synth:
+        alone = synth.stream(text, **settings)
+        pcm, codes = alone.read(), alone.codes
+        others = [synth.stream(f"Somebody else says sentence {i}.", seed=i, max_frames=60) for i in range(60)]
+        beside = synth.stream(text, **settings)
+        assert np.array_equal(beside.read(), pcm) and torch.equal(beside.codes, codes) and len(codes) > 1
+        assert synth.lanes.deterministic and synth.ticks["open"].max() > 20 and synth.ticks["lanes"].max() > 4
+        for other in others:
+            other.cancel()

@@ -1,0 +1,42 @@
+"""The batch engine under NVIDIA's compute-sanitizer: no kernel reads or writes what is not its own. `make sanitize`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mktts.common import python_path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SCRIPT = Path(__file__).with_name("strain.py")
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+# Calls that PyTorch and Triton make to ask for something, and that may fail, are no errors of a kernel.
+WATCHED = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
+
+
+def strained(mode: str, before: list[str], **environment: str) -> None:
+    done = subprocess.run(
+        [*before, sys.executable, str(SCRIPT), mode],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **python_path(), **environment},
+        timeout=580,
+    )
+    assert done.returncode == 0 and "made " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_random_ticks_run_to_their_end(mode):
+    strained(mode, [])
+
+
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer of the CUDA toolkit")
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_the_sanitizer_has_nothing_to_say_of_the_batch_engine(mode):
+    strained(mode, WATCHED, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if mode == "eager" else {}))
