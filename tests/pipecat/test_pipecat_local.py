@@ -38,7 +38,7 @@ Settings = MkttsTTSService.Settings
 
 @pytest.fixture(scope="module")
 def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1) as loaded:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
         yield loaded
 
 
@@ -70,7 +70,7 @@ async def test_an_interruption_wastes_the_one_frame_in_flight():
 
 
 async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
-    synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1)
+    synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single")
     tts = MkttsTTSService(source=LocalSource(synth, options=StreamOptions(guard=Guard.off())))
     async with Talk(tts) as talk:
         await talk.say(TTSSpeakFrame("One two three four five six seven eight nine ten eleven."))
@@ -90,7 +90,7 @@ async def test_what_the_checkpoint_refuses_is_refused_at_once(synth):
 
 
 async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
-    with Synthesizer.load(tiny_base, device="cpu", cpu_threads=1) as synth:
+    with Synthesizer.load(tiny_base, device="cpu", cpu_threads=1, engine="single") as synth:
         with pytest.raises(PromptError, match="voice"):
             service(synth, settings=Settings())
         hidden = tiny_base.config.talker.hidden_size

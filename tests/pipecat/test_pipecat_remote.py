@@ -39,7 +39,7 @@ MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loo
 
 @pytest.fixture(scope="module")
 def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1) as loaded:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
         yield loaded
 
 

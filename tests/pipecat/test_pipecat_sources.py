@@ -38,7 +38,7 @@ Settings = MkttsTTSService.Settings
 
 @pytest.fixture(scope="module")
 def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1) as loaded:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
         yield loaded
 
 

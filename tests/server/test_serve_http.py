@@ -36,7 +36,7 @@ LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 
 @pytest.fixture(scope="module")
 def synthesizer(tiny):
-    with Synthesizer.load(tiny) as made:
+    with Synthesizer.load(tiny, engine="single") as made:
         yield made
 
 

@@ -16,7 +16,7 @@ KEY = "a-key-of-the-tests"
 
 @pytest.fixture(scope="module")
 def synthesizer(tiny):
-    with Synthesizer.load(tiny) as made:
+    with Synthesizer.load(tiny, engine="single") as made:
         yield made
 
 
@@ -94,7 +94,7 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(tiny_base):
         for value in (0.5, -0.5)
     )
     how = {"max_frames": 6, "seed": 1}
-    with Synthesizer.load(tiny_base) as synthesizer, served(synthesizer, voices={"Anna": anna, "ben": ben}) as server:
+    with Synthesizer.load(tiny_base, engine="single") as synthesizer, served(synthesizer, voices={"Anna": anna, "ben": ben}) as server:
         assert server.studio.health.speakers == ["anna", "ben"]
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             for name, voice in (("default", anna), ("anna", anna), ("BEN", ben)):
@@ -105,7 +105,7 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(tiny_base):
 
 def test_a_voice_design_checkpoint_takes_instructions_and_the_default_voice(tiny_design):
     how = {"max_frames": 6, "seed": 1}
-    with Synthesizer.load(tiny_design) as synthesizer, served(synthesizer) as server:
+    with Synthesizer.load(tiny_design, engine="single") as synthesizer, served(synthesizer) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             request = {"model": "x", "voice": "default", "input": "Hello.", "response_format": "pcm"}
             content = client.audio.speech.create(**request, instructions="An old sailor.", extra_body=how).content

@@ -21,7 +21,7 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def synthesizer(tiny):
-    with Synthesizer.load(tiny) as made:
+    with Synthesizer.load(tiny, engine="single") as made:
         yield made
 
 
