@@ -94,7 +94,10 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(tiny_base):
         for value in (0.5, -0.5)
     )
     how = {"max_frames": 6, "seed": 1}
-    with Synthesizer.load(tiny_base, engine="single") as synthesizer, served(synthesizer, voices={"Anna": anna, "ben": ben}) as server:
+    with (
+        Synthesizer.load(tiny_base, engine="single") as synthesizer,
+        served(synthesizer, voices={"Anna": anna, "ben": ben}) as server,
+    ):
         assert server.studio.health.speakers == ["anna", "ben"]
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             for name, voice in (("default", anna), ("anna", anna), ("BEN", ben)):
