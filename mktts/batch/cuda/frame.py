@@ -19,13 +19,12 @@ from mktts.batch.cuda.paged import PagedMemory
 from mktts.batch.cuda.products import Products
 from mktts.batch.cuda.slots import Slots
 from mktts.batch.cuda.weights import FrameWeights, StackWeights
-from mktts.batch.cuda.workspace import Workspace, space_shapes
+from mktts.batch.cuda.workspace import ATTENTION_PARTS, Workspace, space_shapes
 from mktts.batch.pages import PAGE_ROWS
 from mktts.codec.state import CodecState
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 _BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
-PARTS = 8  # of a row's positions at most; its length alone decides them, see mktts.batch.cuda.kernels.attention
 _QUERIES = 16  # the least that a matrix product takes
 
 
@@ -65,7 +64,7 @@ class Frame:
         self._products = products
         self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
         self._numbers, self._workspace = layout.parts(block), workspace
-        self._programs = PARTS if self.lane_count * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
+        self._programs = ATTENTION_PARTS if self.lane_count * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
         dtype = weights.talker.norm.dtype
         self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._programs)
         workspace.reserve(self._shapes)
@@ -106,12 +105,13 @@ class Frame:
         launch(attention.attend, (count, c.num_key_value_heads, self._programs),
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
             space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
-            **shape, PARTS=PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, maxnreg=128, enable_fp_fusion=False,
+            **shape, PARTS=ATTENTION_PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, maxnreg=128,
+            enable_fp_fusion=False,
         )  # fmt: skip
         if self._programs > 1:
             launch(attention.combine, (count, c.num_attention_heads),
                 space.row_pos, space.part, space.bounds, space.attended, HEADS=c.num_attention_heads, D=c.head_dim,
-                PAGE=PAGE_ROWS, PARTS=PARTS, num_warps=1, enable_fp_fusion=False,
+                PAGE=PAGE_ROWS, PARTS=ATTENTION_PARTS, num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
         return space.attended
 

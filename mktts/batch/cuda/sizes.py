@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.workspace import space_bytes, space_shapes
+from mktts.batch.cuda.workspace import ATTENTION_PARTS, space_bytes, space_shapes
 from mktts.batch.pages import PAGE_ROWS
 from mktts.spec import ModelConfig, StackConfig
-
-_MOST_SPLITS = 8
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,12 @@ class LaneMemory:
         """positions: of the longest stream. codec_state: bytes of one stream's. lanes, prompt_rows: of the largest
         tick."""
         c, rows = config.talker, lanes + prompt_rows
+        space = space_bytes(space_shapes(config, dtype, lanes, prompt_rows, ATTENTION_PARTS))
         widest = max(_widest(config.talker) * rows, _widest(config.predictor) * 2 * lanes)
         return cls(
             page=PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize,
             slot=Slots.bytes_each(config) + 4 * -(-positions // PAGE_ROWS) + codec_state,
-            tick=space_bytes(space_shapes(config, dtype, lanes, prompt_rows, _MOST_SPLITS)) + widest * dtype.itemsize,
+            tick=space + widest * dtype.itemsize,
         )
 
     def bytes(self, slots: int, pages: int) -> int:

@@ -12,6 +12,9 @@ from torch import Tensor
 from mktts.errors import EngineError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
 
+# Of a row's positions at most, in attention; its length alone decides them, see mktts.batch.cuda.kernels.attention.
+ATTENTION_PARTS = 8
+
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -20,8 +23,8 @@ class Space:
     """What one bucket of B lanes and P prompt rows works in; R = B + P rows of the talker. T: dtype of activations.
 
     row_slot, row_pos (R,) int32: slot and position of every row. x, h (R, H) T: the residual stream and its norm.
-    queries, attended (R, heads * D) T. part (R, heads, splits, D), bounds (R, heads, splits, 2) fp32: see
-    `kernels.rows.attend`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T: the
+    queries, attended (R, heads * D) T. part (R, heads, parts, D), bounds (R, heads, parts, 2) fp32: see
+    `kernels.attention`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T: the
     predictor's input and its norm. cache (layers, B, kv heads, 2, 16, D) T: the predictor's keys and values. made
     (17 B,) int32: codes (B, 16), then 1 for lanes that have ended. codec_slots (B,) int32: the slot whose codec state
     goes on. pcm (B, 1920) fp32.
@@ -44,7 +47,7 @@ class Space:
     pcm: Tensor
 
 
-def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, splits: int) -> Shapes:
+def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int) -> Shapes:
     """Shapes and dtypes of a bucket's `Space`."""
     talker, predictor, rows = config.talker, config.predictor, lanes + prompt_rows
     width, heads = talker.hidden_size, talker.num_attention_heads
@@ -56,8 +59,8 @@ def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_row
         "h": ((rows, width), dtype),
         "queries": ((rows, heads * talker.head_dim), dtype),
         "attended": ((rows, heads * talker.head_dim), dtype),
-        "part": ((rows, heads, splits, talker.head_dim), torch.float32),
-        "bounds": ((rows, heads, splits, 2), torch.float32),
+        "part": ((rows, heads, parts, talker.head_dim), torch.float32),
+        "bounds": ((rows, heads, parts, 2), torch.float32),
         "hidden": ((lanes, width), dtype),
         "px": ((2 * lanes, width), dtype),
         "ph": ((2 * lanes, predictor.hidden_size), dtype),

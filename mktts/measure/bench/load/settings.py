@@ -116,7 +116,7 @@ def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
     given["deterministic"] = settings.deterministic
     if settings.engine is not None:
         given["engine"] = settings.engine
-    asked = {name: getattr(settings, of) for name, of in (("codec", "codec"), ("max_streams", "max_streams"))}
+    asked = {"codec": settings.codec, "max_streams": settings.max_streams}
     given["batch"] = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
     synthesizer = Synthesizer.load(checkpoint, **given)
     synthesizer.warm_up()
