@@ -4,8 +4,8 @@
 // a flag, so there is no fence, no counter to reset, and nothing an aborted launch can leave in a wrong state but tags,
 // which the host clears. A buffer is written again only after an all-to-all exchange that every reader has passed.
 //
-// A sum over groups goes to the block that owns the rows, which adds in a fixed order and mails the result to every
-// block.
+// A sum over groups goes to the block that owns the rows, which adds in a fixed order and mails the result to BOXES
+// boxes, of which every block polls one.
 #pragma once
 #include "state.cuh"
 
@@ -62,7 +62,7 @@ template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value
   u64* to = &c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO];
   put64(to, ((u64)tag << 32) | __float_as_uint(value));
 }
-// Warp 0 of the owner: residual + sum over groups, mailed to all blocks.
+// Warp 0 of the owner: residual + sum over groups, mailed to all boxes.
 template <int H, int NT> DEV void own_rows(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {
   constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32), STRIDE = MAXH / CTAS;
   static_assert(RPO <= 32 && 32 % RPO == 0 && RPO % 4 == 0, "an owner's rows fit a warp");
@@ -78,9 +78,9 @@ template <int H, int NT> DEV void own_rows(Ctx& c, int half, u32 (*boxes)[POSITI
     u32 w[4];
     UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
     constexpr int AT_ONCE = 32 / (RPO / 4);
-    UNROLL for (int k = 0; k < ceil_div(CTAS, AT_ONCE); k++) {
+    UNROLL for (int k = 0; k < ceil_div(BOXES, AT_ONCE); k++) {
       const u32 to = k * AT_ONCE + c.lane / (RPO / 4);
-      if (to < CTAS) put32x4(&boxes[(to + c.block) % CTAS][n][base + c.lane % (RPO / 4) * 4], w);
+      if (to < BOXES) put32x4(&boxes[(to + c.block) % BOXES][n][base + c.lane % (RPO / 4) * 4], w);
     }
   }
 }

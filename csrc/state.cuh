@@ -6,8 +6,7 @@
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
 struct Exchange {
   u64 parts[CTAS][POSITIONS][NKV][MAXH / CTAS];             // partial sums of an owner's rows, from each group
-  // A mailbox for each reader: no line is polled by two blocks.
-  u32 h[CTAS][POSITIONS][MAXH], x[CTAS][POSITIONS][MAXH];
+  u32 h[BOXES][POSITIONS][MAXH], x[BOXES][POSITIONS][MAXH];  // the residual before the feed-forward, and after it
   u64 part[NKV][GROUP][GROUP][QPK * HD / GROUP + 2];  // talker attention partials: [group][to][from]
   u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];

@@ -130,7 +130,7 @@ DEV int choose(Ctx& c, Logits& x, int index) {
 }
 
 DEV void feeder(Ctx& c) {
-  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, true};
+  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, TALKER_COPIES, true};
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
     if (p.prefill || u.frame + i > 0)
