@@ -88,7 +88,7 @@ DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row
   if (c.warp == 0) own_rows<S::H, NT>(c, half, boxes, tag);   // before anything that may wait: every block waits for it
   if (more) preload(c, next);
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-    u32 a, b; poll4(c, &boxes[c.block * BOXES / CTAS][n][element<S>(c, g)], tag, a, b);
+    u32 a, b; poll4(c, &boxes[c.block % BOXES][n][element<S>(c, g)], tag, a, b);
     x[n].v[g][0] = low(a); x[n].v[g][1] = high(a); x[n].v[g][2] = low(b); x[n].v[g][3] = high(b);
   }
 }
