@@ -11,7 +11,7 @@ from mktts.server.limits import Limits
 from mktts.server.schemas import ErrorBody, ErrorDetail
 from mktts.server.studio import Studio
 from mktts.server.voices import DEFAULT
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
 TITLE = "mktts"
 DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
@@ -49,8 +49,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": meaning[status], "content": body} for status in statuses}
 
 
-def audio_response(*media_types: str) -> dict[str, Any]:
-    """FastAPI's entry for a streamed body and its headers."""
+def audio_response(*media_types: str, events: bool = False) -> dict[str, Any]:
+    """FastAPI's entry for a streamed body and its headers. events: it may come in server-sent events too."""
     header = {
         "X-Request-Id": "for GET /tts/stream/{id}",
         "X-Seed": "repeats this draw",
@@ -60,9 +60,15 @@ def audio_response(*media_types: str) -> dict[str, Any]:
         "X-Channels": "always 1",
         "X-Random-Weights": "true: the audio is noise, not speech",
     }
+    content: dict[str, Any] = {
+        media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types
+    }
+    if events:
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     return {
         "description": "Audio, sent while it is made.",
-        "content": {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types},
+        "content": content,
         "headers": {
             name: {"description": text, "required": True, "schema": {"type": "string"}} for name, text in header.items()
         },
@@ -77,7 +83,7 @@ def describe(app: FastAPI, studio: Studio) -> dict[str, Any]:
     speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
     for properties, text in ((speech, "text"), (openai, "input")):
         properties[text]["maxLength"] = limits.max_chars
-        properties["language"]["examples"] = studio.languages
+        _set_languages(properties["language"], studio.languages)
         _narrow(properties["max_frames"], maximum=limits.max_frames)
     for properties, instruct in ((speech, "instruct"), (openai, "instructions")):
         if not studio.takes_instruct:  # it would be refused whatever it says
@@ -94,6 +100,15 @@ def describe(app: FastAPI, studio: Studio) -> dict[str, Any]:
         schemas[shape.__name__].pop("$defs", None)
     _drop_impossible(document)
     return document
+
+
+def _set_languages(schema: dict[str, Any], languages: list[str]) -> None:
+    """Their names, then their codes; a code may have a region behind it, which no enumeration can hold."""
+    spoken = [*languages, *(code for code, name in LANGUAGE_CODES.items() if name in languages)]
+    if "anyOf" in schema:
+        _narrow(schema, enum=spoken)
+    else:
+        schema["enum"] = spoken
 
 
 def _voices(names: list[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS
 from mktts.model.voice import Voice
-from mktts.server import events
 from mktts.server.answer import MEDIA_TYPES, AudioAnswer, Body, headers
 from mktts.server.document import audio_response, error_responses
 from mktts.server.problems import Problem
@@ -44,7 +43,7 @@ def add_openai_routes(
         response_class=Response,
         dependencies=[*locked, *checks],
         responses={
-            200: audio_response(*media, events.MEDIA_TYPE),
+            200: audio_response(*media, events=True),
             **known,
             **error_responses(400, 413, 415, 500, 503),
         },
@@ -114,7 +113,7 @@ async def _brought(body: OpenAISpeechRequest, studio: Studio, references: Refere
     recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
     if not recording:
         if transcript is not None:
-            raise Problem(400, "bad_reference", "ref_text: is what ref_audio says, which is missing", "ref_text")
+            raise Problem(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
         return None
     if studio.model.type != "base":
         message = f"ref_audio: a {studio.model.type} checkpoint clones no voices; leave it out, or serve a Base one"

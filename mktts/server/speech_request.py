@@ -20,7 +20,7 @@ from mktts.server.schemas import Draws, Manner, StrictModel
 from mktts.server.voices import DEFAULT
 from mktts.spec import SAMPLE_RATE_HZ
 
-SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
+SAMPLE_RATES_HZ = sorted({SAMPLE_RATE_HZ, 8_000, 12_000, 16_000, 22_050, 32_000, 44_100, 48_000})
 TASKS = {"custom_voice": "CustomVoice", "voice_design": "VoiceDesign", "base": "Base"}
 
 # Keys of other servers that would change what is heard, or what the answer holds, and that nothing here can honour.
@@ -36,7 +36,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 def _voice_name(value: Any) -> Any:
     """OpenAI's second way of naming a voice is {"id": name}."""
-    if isinstance(value, dict) and list(value) == ["id"]:
+    if isinstance(value, dict) and list(value) == ["id"] and isinstance(value["id"], str):
         return value["id"]
     return value
 
