@@ -59,7 +59,15 @@ def make_app(
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["X-Request-Id", "X-Seed", "X-Sample-Rate-Hz", "X-Random-Weights", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Seed",
+                "X-Sample-Rate-Hz",
+                "X-Sample-Rate",
+                "X-Random-Weights",
+                "X-Ignored-Keys",
+                "Retry-After",
+            ],
         )
     # The gate checks the key; naming the scheme here puts it into the document.
     locked = [Security(HTTPBearer(auto_error=False))] if api_key is not None else []
