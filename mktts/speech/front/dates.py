@@ -15,7 +15,9 @@ _DAY = "mon|tues?|wed|thu(?:rs?)?|fri|sat|sun"
 _YEAR = r"(?:1[1-9]\d\d|20\d\d)"
 
 _DAY_SPAN = re.compile(rf"\b({_DAY})\.?\s?-\s?({_DAY})\b\.?", re.IGNORECASE)
-_DAY_DOT = re.compile(rf"\b(?:({_DAY})\.(?!\w)|(Mon|Tues?|Wed|Thu(?:rs?)?|Fri)\b)", re.IGNORECASE)
+_DAY_DOT = re.compile(
+    rf"\b(?:({_DAY})\.(?!\w)|({_DAY})(?=,?\s+(?:\d|(?:{_MONTH})\b))|(tues?|thu(?:rs?)?|fri)\b)", re.IGNORECASE
+)
 _MONTH_DAY = re.compile(
     rf"\b(?P<month>{_MONTH})\.?\s+(?P<day>\d{{1,2}})(?P<th>st|nd|rd|th)?(?:\s?-\s?(?P<end>\d{{1,2}})(?:st|nd|rd|th)?)?"
     rf"(?![\w%:.,]?\d)(?:(?P<comma>,?)\s+(?P<year>{_YEAR})\b)?",
@@ -30,7 +32,7 @@ _MONTH_DOT = re.compile(r"\b(jan|feb|aug|sept?|oct|nov|dec)\.(?!\w)", re.IGNOREC
 _SLASHES = re.compile(r"(?<![\d/.])(\d{1,2})/(\d{1,2})/(\d{4}|\d\d)(?![\d/])")
 _DOTS = re.compile(rf"(?<![\d.])(\d{{1,2}})\.(\d{{1,2}})\.({_YEAR})(?![\d/])")
 _ISO = re.compile(rf"(?<![\d-])({_YEAR})-(\d\d)-(\d\d)(?![\d-])")
-_DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)'?s|'?([2-9]0)'?s)\b")
+_DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)'?s|'?([02-9]0)'?s)\b", re.IGNORECASE)
 _YEARS = re.compile(rf"(?<![\w.,-])({_YEAR})\s?-\s?({_YEAR}|\d\d)(?![\w-])")
 
 _HALF = r"(?P<half>[ap])\s?\.?\s?m\b(?P<stop>\.?)"
@@ -43,13 +45,14 @@ _TIME = r"\d{1,2}(?::[0-5]\d)?(?:\s?[ap]\.?m\b\.?)?"
 _TIME_SPAN = re.compile(rf"(?<![\w.:,/-])({_TIME})\s?-\s?(?={_TIME}(?![\w:/-]))", re.IGNORECASE)
 _OF_A_TIME = re.compile(r":|[ap]\.?m", re.IGNORECASE)
 _GOES_ON = re.compile(rf"\s+(?:(?:{_DAY}|{_MONTH})|[A-Z]{{2,4}}\b|[^A-Z])", re.IGNORECASE)
-_UNITS_AFTER = re.compile(r"\s+(?:people|times|days|weeks|years|men|women|children|of)\b", re.IGNORECASE)
+_BEFORE_DATE = re.compile(r"\b(?:on|in|by|since|until|till|of|from|before|after|between|to|the|for)\s+$")
+_VERBS = ("may", "march", "mar", "dec")  # in lower case they are months only where a date may stand
 
 
 def spell_dates(text: str) -> str:
     """`text` with dates, decades and spans of years in words."""
     text = _DAY_SPAN.sub(lambda m: f"{_day(m[1])} to {_day(m[2])}", text)
-    text = _DAY_DOT.sub(_day_name, text)
+    text = _DAY_DOT.sub(lambda m: _day(m[1] or m[2] or m[3]), text)
     if not any(char.isdigit() for char in text):
         return _MONTH_DOT.sub(lambda m: _MONTH_OF[m[1].lower()], text)
     text = _ISO.sub(lambda m: _date(m[0], int(m[2]), int(m[3]), m[1]), text)
@@ -59,7 +62,7 @@ def spell_dates(text: str) -> str:
     text = _DAY_MONTH.sub(_day_month, text)
     text = _MONTH_YEAR.sub(lambda m: _MONTH_OF[m[1].lower()], text)
     text = _MONTH_DOT.sub(lambda m: _MONTH_OF[m[1].lower()], text)
-    text = _DECADE.sub(lambda m: plural(year(int(m[1])) if m[1] else cardinal(int(m[2]))), text)
+    text = _DECADE.sub(lambda m: plural(year(int(m[1])) if m[1] else cardinal(int(m[2]) or 2_000)), text)
     return _YEARS.sub(_years, text)
 
 
@@ -73,12 +76,6 @@ def spell_times(text: str) -> str:
 
 def _day(written: str) -> str:
     return _DAY_OF[written.lower()]
-
-
-def _day_name(match: re.Match[str]) -> str:
-    if match[1]:
-        return _day(match[1])
-    return _day(match[2]) if match[2] != match[2].lower() or match[2] not in ("mon", "wed", "thu") else match[0]
 
 
 def _date(written: str, month: int, day: int, written_year: str) -> str:
@@ -102,8 +99,8 @@ def _month_day(match: re.Match[str]) -> str:
     if not 1 <= day <= 31:
         return match[0]
     sure = match["th"] or match["year"] or match["end"]
-    if month in ("may", "march", "mar", "dec") and not sure and _UNITS_AFTER.match(match.string, match.end()):
-        return match[0]  # "you may 5 times"
+    if month in _VERBS and not sure and not _BEFORE_DATE.search(match.string[: match.start()]):
+        return match[0]  # "they march 3 miles"
     end = f" to {ordinal(int(match['end']))}" if match["end"] else ""
     tail = f", {year(int(match['year']))}" if match["year"] else ""
     return f"{_MONTH_OF[month.lower()[:3]]} {ordinal(day)}{end}{tail}"
@@ -111,7 +108,7 @@ def _month_day(match: re.Match[str]) -> str:
 
 def _day_month(match: re.Match[str]) -> str:
     day = int(match["day"])
-    if not 1 <= day <= 31 or (match["month"] in ("may", "march", "mar") and not match["year"]):
+    if not 1 <= day <= 31 or (match["month"] in _VERBS and not match["year"]):
         return match[0]
     tail = f", {year(int(match['year']))}" if match["year"] else ""
     return f"{_MONTH_OF[match['month'].lower()[:3]]} {ordinal(day)}{tail}"

@@ -13,22 +13,23 @@ from mktts.speech.front.dates import spell_dates, spell_times
 from mktts.speech.front.letters import all_capitals, is_known, spell_dotted, spell_letters, split_mixed
 from mktts.speech.front.measures import spell_measures
 from mktts.speech.front.money import spell_money
-from mktts.speech.front.names import ABBREVIATIONS, BINDERS, spell_labels, spell_names
-from mktts.speech.front.numbers import NUMBER, bare, in_pairs, ordinal
+from mktts.speech.front.names import ABBREVIATIONS, BINDERS, ROMANS, spell_labels, spell_names
+from mktts.speech.front.numbers import NUMBER, bare, ordinal
 from mktts.speech.front.signs import plain_characters, plain_marks
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
-_MONTHS = frozenset("jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri".split())
-_BOUND = ABBREVIATIONS | BINDERS | _MONTHS  # they belong to what comes next
+_MONTHS = frozenset("jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri may march".split())
+_BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
 _ORDINAL = re.compile(r"(?<![\w.])(\d{1,3}(?:,\d{3})+|\d+)(?:st|nd|rd|th)\b", re.IGNORECASE)
 _HASH = re.compile(r"#\s?(?=\d)")
 _MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
 _SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
 _NUMBER = re.compile(NUMBER)
-_MODEL = re.compile(r"\b([A-Za-z]+) (\d{3})\b(?![,.]\d)")
 _SIGNS = (
+    (re.compile(r"\b([A-Z])([A-Z]?)&([A-Z])\b"), r"\1 \2 and \3"),  # AT&T
     (re.compile(r"\s*&\s*"), " and "),
+    (re.compile(r"\b([CF])#"), r"\1 sharp"),
     (re.compile(r"\bw/o\s?", re.IGNORECASE), "without "),
     (re.compile(r"\bw/\s?", re.IGNORECASE), "with "),
     (re.compile(r"(?<=[A-Za-z0-9])\s?=\s?"), " equals "),
@@ -98,6 +99,6 @@ def _rewritten(text: str) -> str:
 
 def _one_case(text: str) -> str:
     text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
-    text = re.sub(r"\b[A-Z](?=')", lambda m: m[0].lower(), text)
-    text = re.sub(r"\bi\b", "I", text)
-    return re.sub(r"\bA(?= [a-z])", "a", text)
+    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
+    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)

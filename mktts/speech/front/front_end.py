@@ -68,7 +68,9 @@ class FrontEndFeed:
     def finish(self) -> str:
         """The rest. Raises TextError where no letter or digit came."""
         if not self._letters:
-            raise TextError("expected text with a letter or a digit to speak, got none: marks and symbols have no words")
+            raise TextError(
+                "expected text with a letter or a digit to speak, got none: marks and symbols have no words"
+            )
         return "" if self._reader is None else self._reader.finish()
 
 

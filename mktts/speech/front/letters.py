@@ -27,9 +27,18 @@ _RAISED = frozenset(
     "them then than from with have been were day man boy cat dog red sat act end far fun try use buy eat job".split()
 )
 _AMBIGUOUS = frozenset("us it who or in as am pm is so no me".split())
-_OTHERWISE = {"ok": "okay", "iphone": "I phone", "ipad": "I pad", "wifi": "wi-fi", "ebay": "E bay", "youtube": "you tube"}
-_SOUNDS = frozenset("hmm shh pst psst brr tsk grr mr mrs dr ms st vs jr sr nth my by why try dry cry fly sky shy".split())
-_DOTTED = re.compile(r"(?<![\w.])((?:[A-Za-z]\.){2,}(?:[A-Za-z](?![\w]))?|Ph\.?\s?D\b\.?)('?s\b)?", re.IGNORECASE)
+_OTHERWISE = {
+    "ok": "okay",
+    "iphone": "I phone",
+    "ipad": "I pad",
+    "wifi": "wi-fi",
+    "ebay": "E bay",
+    "youtube": "you tube",
+}
+_SOUNDS = frozenset(
+    "mm mhm hm pfft zzz hmm shh pst psst brr tsk grr mr mrs dr ms st vs jr sr nth my by why try dry cry fly sky shy".split()
+)
+_DOTTED = re.compile(r"(?<![\w.])((?:[A-Za-z]\.)+[A-Za-z]\b\.?|Ph\.?\s?D\b\.?)('?s\b)?", re.IGNORECASE)
 _CAPITALS = re.compile(r"(?<![\w'])([A-Z]{2,})('?s|S')?(?![\w'])")
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 _MIXED = re.compile(r"(?<=[A-Za-z])-?(?=\d)|(?<=\d)-?(?=[A-Za-z])")

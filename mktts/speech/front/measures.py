@@ -56,7 +56,7 @@ _UNITS = {
     "v": "volt",
     "kv": "kilovolt",
     "ω": "ohm",
-    "kω": "kiloohm",
+    "kω": "kilohm",
     "db": "decibel",
     "min": "minute",
     "mins": "minute",
@@ -131,7 +131,7 @@ def _large(whole: str, written: str, scale: str) -> str:
 def _measure(match: re.Match[str]) -> str:
     written = match["unit"]
     one, _, many = _UNITS[written.lower()].partition("|")
-    if len(written) == 1 and not match["gap"] and written in "GHV":  # "5G", "4H", a label
+    if len(written) == 1 and not match["gap"] and written in "GHVM":  # "5G", "4H", a label; "8M", millions
         return match[0]
     low = match["low"]
     single = (low == "1" or ("/" in low and " " not in low)) and not match["high"] or match["gap"] == "-"

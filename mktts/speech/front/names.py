@@ -26,16 +26,22 @@ _TITLES = {  # before a name
     "mt": "mount",
     "ft": "fort",
 }
-_ALWAYS = {"mr": "mister", "mrs": "missus", "ms": "miz", "messrs": "messrs", "jr": "junior", "vs": "versus"}
-_STOPPED = {  # with their full stop
+_ALWAYS = {  # with a full stop or without
+    "mr": "mister",
+    "mrs": "missus",
+    "ms": "miz",
+    "jr": "junior",
+    "vs": "versus",
+    "etc": "et cetera",
     "ave": "avenue",
     "blvd": "boulevard",
+}
+_STOPPED = {  # with their full stop
     "rd": "road",
     "ln": "lane",
     "hwy": "highway",
     "apt": "apartment",
     "sr": "senior",
-    "etc": "et cetera",
     "inc": "incorporated",
     "ltd": "limited",
     "co": "company",
@@ -43,7 +49,6 @@ _STOPPED = {  # with their full stop
     "bros": "brothers",
     "dept": "department",
     "approx": "approximately",
-    "est": "established",
     "max": "maximum",
     "avg": "average",
     "tel": "telephone",
@@ -66,6 +71,7 @@ _BEFORE_NUMBER = {
     "fig": "figure",
     "sec": "section",
     "rt": "route",
+    "est": "established",
 }
 _ENDS_TOO = frozenset({"ave", "blvd", "rd", "etc", "st"})  # what may well be a sentence's last word
 ABBREVIATIONS = frozenset({*_TITLES, *_ALWAYS, *_STOPPED, *_BEFORE_NUMBER, "dr", "st", "e.g", "i.e", "al"})
@@ -75,7 +81,7 @@ _SAINTS = (
     "lucia moritz bernard ives albans martin kitts augustine anthony clair elmo stephen matthew luke agnes anne "
     "barts lawrence vincent croix pancras germain"
 ).split()
-_SMALL = r"(?:in|on|at|of|and|or|to|is|was|the|for|by|with|near|from|are|were|has|had|but)\b"
+_SMALL = r"(?:in|on|at|of|and|or|to|is|was|for|by|with|near|from|are|were|has|had|but)\b"
 _ALWAYS_AT = re.compile(rf"(?<![\w'-])({_BARE})\b(?!')\.?", re.IGNORECASE)
 _TITLE_AT = re.compile(rf"(?<![\w'-])(?<!\d )({'|'.join(_TITLES)})\.(?=\s+[A-Za-z])", re.IGNORECASE)
 _STOPPED_AT = re.compile(rf"(?<![\w'.-])({'|'.join(sorted(_STOPPED, key=len, reverse=True))})\.", re.IGNORECASE)
@@ -83,9 +89,11 @@ _NUMBER_AT = re.compile(rf"(?<![\w'-])({'|'.join(_BEFORE_NUMBER)})\.\s*(?=\d)", 
 _DR = re.compile(r"(?<![\w'-])dr\b\.?", re.IGNORECASE)
 _ST = re.compile(r"(?<![\w'-])st(?:\.|\b(?=\s+[A-Z]))", re.IGNORECASE)
 _LATIN = ((re.compile(r"\be\.\s?g\.,?", re.I), "for example,"), (re.compile(r"\bi\.\s?e\.,?", re.I), "that is,"))
-_PS = re.compile(r"\bet al\.", re.IGNORECASE)
+_AND_OTHERS = re.compile(r"\bet al\.", re.IGNORECASE)
+_NUMBER_OF = re.compile(r"\bno\.(?=\s+of\b)", re.IGNORECASE)
 
 _ROMAN = r"(?=[ivxl])(?:x{0,3}|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
+ROMANS = frozenset("ii iii iv vi vii viii ix xi xii xiii xiv xv xvi xvii xviii xix xx xxi xxii xxiii".split())
 _ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-])", re.IGNORECASE)
 _REGNAL = frozenset(
     "henry louis george edward richard charles james elizabeth mary william philip john paul pius benedict gregory leo "
@@ -110,11 +118,11 @@ def spell_names(text: str) -> str:
     if "." in text:
         for pattern, words in _LATIN:
             text = pattern.sub(words, text)
-        text = _PS.sub("and others", text)
+        text = _NUMBER_OF.sub("number", _AND_OTHERS.sub("and others", text))
         text = _NUMBER_AT.sub(lambda m: _BEFORE_NUMBER[m[1].lower()] + " ", text)
         text = _TITLE_AT.sub(lambda m: _TITLES[m[1].lower()], text)
     text = _ST.sub(_street_or_saint, _DR.sub(_drive_or_doctor, text))
-    text = _ALWAYS_AT.sub(lambda m: _ALWAYS[m[1].lower()], text)
+    text = _ALWAYS_AT.sub(lambda m: _ALWAYS[m[1].lower()] + _kept_stop(m), text)
     if "." in text:
         text = _STOPPED_AT.sub(lambda m: _STOPPED[m[1].lower()] + _kept_stop(m), text)
     return _ROMAN_AT.sub(_roman, text)
@@ -129,6 +137,8 @@ def spell_labels(text: str) -> str:
 
 def _kept_stop(match: re.Match[str]) -> str:
     """The full stop of an abbreviation that ends a sentence: a capital follows that is no small word's."""
+    if not match[0].endswith("."):
+        return ""
     after = match.string[match.end() :]
     goes_on = not re.match(r"\s+[A-Z][a-z]", after) or re.match(rf"\s+{_SMALL}", after, re.IGNORECASE)
     return "" if match[0].rstrip(".").lower() not in _ENDS_TOO or goes_on else "."
@@ -156,19 +166,32 @@ def _drive_or_doctor(match: re.Match[str]) -> str:
 
 def _roman(match: re.Match[str]) -> str:
     name, written = match[1], match[2]
-    lower = name.lower()
-    head = lower in BINDERS or lower in _REGNAL
-    if not written or (len(written) == 1 and not (lower in BINDERS or (head and written in "VX"))):
-        return match[0]
-    certain = written == written.upper() and (name != name.upper() or head)
-    if not certain and not (head or (not re.search("l", written, re.I) and len(written) > 2)):
-        return match[0]
-    if not head and not name[0].isupper() and not certain:
-        return match[0]
-    if len(written) == 2 and not head and not name[:1].isupper():  # "an IV drip"
+    if not written or not (_is_one(match) if written in "Ii" else _is_roman(name, written)):
         return match[0]
     value = _value(written.lower())
-    return f"{name} {'the ' + ordinal(value) if lower in _REGNAL else cardinal(value)}"
+    return f"{name} {'the ' + ordinal(value) if name.lower() in _REGNAL else cardinal(value)}"
+
+
+def _is_roman(name: str, written: str) -> bool:
+    """Whether `written`, which could be a numeral, is one after `name`: always after a king or a chapter."""
+    head = name.lower() in _REGNAL or name.lower() in BINDERS
+    if len(written) == 1:
+        return head and written in "VX" and name != "Malcolm"
+    if head:
+        return True
+    if written.lower() == "xxx" or re.fullmatch(_SMALL + "|an?|this|that|my|your|his|her", name, re.IGNORECASE):
+        return False
+    if written.isupper() and not name.isupper():
+        return name[0].isupper() or len(written) > 2
+    return len(written) > 2 and "l" not in written.lower()
+
+
+def _is_one(match: re.Match[str]) -> bool:
+    """Whether "I" is a numeral: "World War I", "Part I of the book"; but "the book I read"."""
+    if match[1].lower() == "war":
+        return bool(re.search(r"\bworld\s+$", match.string[: match.start()], re.IGNORECASE))
+    after = match.string[match.end() :]
+    return match[1].lower() in BINDERS and match[1][0].isupper() and bool(re.match(r"\s*(?:$|[.,;:)]|of\b)", after))
 
 
 def _value(roman: str) -> int:

@@ -44,7 +44,9 @@ def in_pairs(digits: str) -> str:
     if len(digits) < 3 or value % 1_000 == 0:
         return cardinal(value)
     first, rest = divmod(value, 100)
-    return cardinal(first) + (" hundred" if not rest else f" oh {cardinal(rest)}" if rest < 10 else f" {cardinal(rest)}")
+    return cardinal(first) + (
+        " hundred" if not rest else f" oh {cardinal(rest)}" if rest < 10 else f" {cardinal(rest)}"
+    )
 
 
 def number(written: str) -> str:

@@ -14,9 +14,10 @@ from mktts.errors import TextError
 
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
-_MARKS = ".,;:?!"
+_PAUSES = ",;:"
+_MARKS = _ENDS + _PAUSES
 _ITEM = re.compile(r"[-*•]|\d{1,2}[.)]")  # what begins a line of a list
-_BULLET = re.compile(r"(?:[-*•>]|#{1,6})(?=\s|$)\s*")
+_BULLET = re.compile(r"^(?:[-*•>]|#{1,6})(?=\s|$)\s*")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Reader:
         self._gap = ""  # whitespace after it
         self._plain = False  # of the last complete word
         self._said = ""  # the last mark or letter that was handed on
+        self._pause = ""  # a mark after it that is handed on only if words follow
         self._letters = False  # whether a letter or digit was written
 
     def push(self, piece: str) -> str:
@@ -60,8 +62,10 @@ class Reader:
         """The rest, with the mark that ends it. Raises TextError where no letter or digit was written."""
         said = self._complete("") + self._hand_on()
         if not self._letters or not self._said:
-            raise TextError("expected text with a letter or a digit to speak, got none: marks and symbols have no words")
-        return said if self._said in _ENDS else said + "."
+            raise TextError(
+                "expected text with a letter or a digit to speak, got none: marks and symbols have no words"
+            )
+        return said + self._end()
 
     def _complete(self, follows: str) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
@@ -76,10 +80,7 @@ class Reader:
         self._plain, self._word = plain, ""
         line = "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows))
         if line and follows:
-            said += self._hand_on()
-            if self._said and self._said not in _ENDS:
-                self._said = "."
-                said = said.rstrip(_MARKS) + "."
+            said += self._hand_on() + self._end()
         elif self._rules.ends(word):
             said += self._hand_on()
         return said
@@ -88,12 +89,22 @@ class Reader:
         text, self._held, self._held_chars = " ".join(self._held), [], 0
         begins = not self._said or self._said in _ENDS
         text = self._rules.reading(_BULLET.sub("", text, count=1) if begins else text)
-        if begins or self._said in _MARKS:
+        if begins or self._pause:
             text = text.lstrip(_MARKS + " ")
         if not text:
             return ""
         if begins:
             text = text[0].upper() + text[1:]
-        joined = " " if self._said and text[0] not in _MARKS else ""
-        self._said = text[-1]
-        return joined + text
+        joined = self._pause + (" " if self._said and text[0] not in _MARKS else "")
+        words = text.rstrip(_PAUSES)
+        self._pause = text[len(words) :]
+        self._said = words[-1:] or self._said
+        return joined + words if words else ""
+
+    def _end(self) -> str:
+        """The mark that ends what was handed on, where it has none."""
+        self._pause = ""
+        if not self._said or self._said in _ENDS:
+            return ""
+        self._said = "."
+        return "."
