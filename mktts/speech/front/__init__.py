@@ -5,6 +5,6 @@ holds for all: text in a script that the voice's languages are not written in, a
 raise TextError.
 """
 
-from mktts.speech.front.front_end import FRONT_ENDS, FrontEnd, spoken
+from mktts.speech.front.front_end import FRONT_ENDS, FrontEnd, FrontEndFeed, spoken
 
-__all__ = ["FRONT_ENDS", "FrontEnd", "spoken"]
+__all__ = ["FRONT_ENDS", "FrontEnd", "FrontEndFeed", "spoken"]

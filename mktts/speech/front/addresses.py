@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from mktts.speech.front.letters import spell_unknown
-from mktts.speech.front.numbers import bare, cardinal, in_pairs, singly
+from mktts.speech.front.numbers import bare, cardinal, in_pairs, number, singly
 
 _ENDS = "com org net edu gov mil int info biz io ai co app dev uk us ca de fr eu jp cn au in tv me fm ly gg xyz".split()
 _HOST = rf"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{'|'.join(_ENDS)})"
 _PATH = r"(?::\d+)?(?:[/?#][\w%&=+~#?/@!$*:;,.-]*[\w/=])?/?"
-_MAIL = re.compile(rf"(?:mailto:)?(?<![\w.])([\w.+%-]+)@((?:[\w-]+\.)+[a-z]{{2,}})\b", re.IGNORECASE)
+_MAIL = re.compile(r"(?:mailto:)?(?<![\w.])([\w.+%-]+)@((?:[\w-]+\.)+[a-z]{2,})\b", re.IGNORECASE)
 _URL = re.compile(
     rf"\b(?:https?://|ftp://)([\w-]+(?:\.[\w-]+)*{_PATH})|(?<![\w@.])((?:www\.[\w-]+(?:\.[\w-]+)+|{_HOST}){_PATH})"
     r"(?![\w@])",
@@ -56,7 +56,7 @@ def spell_addresses(text: str) -> str:
         text = _SOCIAL.sub(lambda m: ", ".join(singly(part) for part in m.groups()), text)
         text = _DOTTED.sub(_dotted, text)
         text = _VERSION.sub(
-            lambda m: "version " + cardinal(int(m[1])) + (f" point {singly(m[2], 'zero')}" if m[2] else ""), text
+            lambda m: "version " + number(m[1]) + (f" point {singly(m[2], 'zero')}" if m[2] else ""), text
         )
     return text
 

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
 _MONTHS = frozenset("jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri may march".split())
 _BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
-_ORDINAL = re.compile(r"(?<![\w.])(\d{1,3}(?:,\d{3})+|\d+)(?:st|nd|rd|th)\b", re.IGNORECASE)
+_ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
 _HASH = re.compile(r"#\s?(?=\d)")
 _MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
 _SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mktts.errors import OptionsError, TextError
+from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.speech.front.reader import Reader, Rules
 from mktts.speech.front.scripts import check_script, scripts_of
 
@@ -36,6 +36,17 @@ class FrontEnd:
 
         return Rules(is_plain, ends_sentence, reading)
 
+    @classmethod
+    def ready(cls, name: str, spoken_languages: Iterable[str]) -> FrontEnd:
+        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`. Raises
+        BackendUnavailable without the package num2words."""
+        made = cls(name, tuple(language for language in spoken_languages if language != AUTO))
+        try:
+            made.rules.reading("1")
+        except ImportError as error:
+            raise BackendUnavailable(f"the text front end {name!r} needs the package num2words: {error}") from None
+        return made
+
     def feed(self, language: str = AUTO) -> FrontEndFeed:
         """Of one text in `language`."""
         known = self.languages if language == AUTO else (language,)
@@ -46,6 +57,14 @@ class FrontEnd:
         without a letter or digit."""
         feed = self.feed(language)
         return feed.push(text) + feed.finish()
+
+    def word(self, written: str, language: str = AUTO) -> str:
+        """One word of a text as it is spoken, apart from its neighbours; what cannot be spoken stays as it stands."""
+        try:
+            words = self.read(written, language)
+        except TextError:
+            return written
+        return words if written[-1:] in ".!?" else words.rstrip(".")
 
 
 class FrontEndFeed:
@@ -67,11 +86,10 @@ class FrontEndFeed:
 
     def finish(self) -> str:
         """The rest. Raises TextError where no letter or digit came."""
-        if not self._letters:
-            raise TextError(
-                "expected text with a letter or a digit to speak, got none: marks and symbols have no words"
-            )
-        return "" if self._reader is None else self._reader.finish()
+        rest = "" if self._reader is None else self._reader.finish()
+        if not self._letters or (self._reader is not None and self._reader.silent):
+            raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
+        return rest
 
 
 def spoken(text: str, language: str = ENGLISH) -> str:

@@ -49,8 +49,8 @@ def _sum(match: re.Match[str]) -> str:
     if scale or len(part) not in (0, 2):
         return f"{minus}{number(written)}{scale} {many}"
     words = []
-    if int(whole or 0) or not int(part or 0):
-        words.append(f"{cardinal(int(whole or 0))} {one if whole == '1' else many}")
+    if whole.strip("0") or not int(part or 0):
+        words.append(f"{number(whole)} {one if whole == '1' else many}")
     if int(part or 0):
         words.append(f"{cardinal(int(part))} {cent if int(part) == 1 else cents}")
     return minus + " and ".join(words)

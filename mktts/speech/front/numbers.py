@@ -38,15 +38,15 @@ def singly(digits: str, zero: str = "oh") -> str:
 
 def in_pairs(digits: str) -> str:
     """How rooms, flights and models are called: 305 "three oh five", 747 "seven forty-seven", 1200 "twelve hundred"."""
-    value = int(digits)
     if digits.startswith("0") or len(digits) > 4:
         return singly(digits)
+    value = int(digits)
     if len(digits) < 3 or value % 1_000 == 0:
         return cardinal(value)
     first, rest = divmod(value, 100)
-    return cardinal(first) + (
-        " hundred" if not rest else f" oh {cardinal(rest)}" if rest < 10 else f" {cardinal(rest)}"
-    )
+    if not rest:
+        return f"{cardinal(first)} hundred"
+    return f"{cardinal(first)} {'oh ' if rest < 10 else ''}{cardinal(rest)}"
 
 
 def number(written: str) -> str:

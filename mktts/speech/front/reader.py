@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mktts.errors import TextError
-
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"
@@ -42,7 +40,11 @@ class Reader:
         self._plain = False  # of the last complete word
         self._said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
-        self._letters = False  # whether a letter or digit was written
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was handed on so far."""
+        return not self._said
 
     def push(self, piece: str) -> str:
         """The words that `piece` makes certain, in front of them the space that joins them to what came before."""
@@ -55,17 +57,11 @@ class Reader:
                 said.append(self._complete(part))
                 self._gap = ""
             self._word += part
-            self._letters = self._letters or any(map(str.isalnum, part))
         return "".join(said)
 
     def finish(self) -> str:
-        """The rest, with the mark that ends it. Raises TextError where no letter or digit was written."""
-        said = self._complete("") + self._hand_on()
-        if not self._letters or not self._said:
-            raise TextError(
-                "expected text with a letter or a digit to speak, got none: marks and symbols have no words"
-            )
-        return said + self._end()
+        """The rest, with the mark that ends it; "" where there was nothing to say."""
+        return self._complete("") + self._hand_on() + self._end()
 
     def _complete(self, follows: str) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
