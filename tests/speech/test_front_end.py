@@ -93,7 +93,7 @@ def test_what_is_spoken_has_letters_and_plain_marks_only(text):
 
 def test_a_plain_word_is_handed_on_when_the_next_one_is_complete():
     feed = FrontEnd("english").feed()
-    assert [feed.push(piece) for piece in ("The cat", " sat", " down", " today")] == ["", "The", " cat", " sat"]
+    assert [feed.push(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
     assert feed.finish() == " down today."
 
 
@@ -159,6 +159,25 @@ def test_auto_means_the_only_language_and_with_several_reads_nothing():
     assert several.read("5 km", "english") == "Five kilometers."
     with pytest.raises(TextError, match="CYRILLIC"):
         several.read("км")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("THE CAT SAT. THE SUN SHONE.", "The cat sat. The sun shone."),
+        ("NASA sat. I met Max. That is apt.", "Nasa sat. I met max. That is apt."),
+        ("One more rep. Then the book I read", "One more rep. Then the book I read."),
+        ("Mary V. Jones and Charles V", "Mary V. Jones and charles the fifth."),
+        ("They march 3 miles. We met on March 3.", "They march three miles. We met on march third."),
+        ("Help ME! Give US a break. GIVE US A BREAK.", "Help me! Give U S a break. Give us a break."),
+        ("It is a mix. He had the IV drip.", "It is a mix. He had the I V drip."),
+        ("On Sat. 5 May at 9 a.m. Then we go", "On saturday may fifth at nine A M. Then we go."),
+        ("He lost 5 in a row", "He lost five in a row."),
+        ("The 5G phone, 4K video, a 3D film", "The five G phone, four K video, a three D film."),
+    ],
+)
+def test_words_that_look_like_short_forms(text, said):
+    assert spoken(text) == said
 
 
 def test_lines_of_a_list_are_sentences():

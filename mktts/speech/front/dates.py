@@ -16,7 +16,8 @@ _YEAR = r"(?:1[1-9]\d\d|20\d\d)"
 
 _DAY_SPAN = re.compile(rf"\b({_DAY})\.?\s?-\s?({_DAY})\b\.?", re.IGNORECASE)
 _DAY_DOT = re.compile(
-    rf"\b(?:({_DAY})\.(?!\w)|({_DAY})(?=,?\s+(?:\d|(?:{_MONTH})\b))|(tues?|thu(?:rs?)?|fri)\b)", re.IGNORECASE
+    rf"\b(?:(mon|tues?|thu(?:rs?)?|fri)\.(?!\w)|({_DAY})\.?(?=,?\s+(?:\d|(?:{_MONTH})\b))|(tues?|thu(?:rs?)?|fri)\b)",
+    re.IGNORECASE,
 )
 _MONTH_DAY = re.compile(
     rf"\b(?P<month>{_MONTH})\.?\s+(?P<day>\d{{1,2}})(?P<th>st|nd|rd|th)?(?:\s?-\s?(?P<end>\d{{1,2}})(?:st|nd|rd|th)?)?"
@@ -44,7 +45,9 @@ _HOUR = re.compile(rf"(?<![\w.:,])(?P<hour>1[0-2]|0?[1-9])\s?{_HALF}", re.IGNORE
 _TIME = r"\d{1,2}(?::[0-5]\d)?(?:\s?[ap]\.?m\b\.?)?"
 _TIME_SPAN = re.compile(rf"(?<![\w.:,/-])({_TIME})\s?-\s?(?={_TIME}(?![\w:/-]))", re.IGNORECASE)
 _OF_A_TIME = re.compile(r":|[ap]\.?m", re.IGNORECASE)
-_GOES_ON = re.compile(rf"\s+(?:(?:{_DAY}|{_MONTH})|[A-Z]{{2,4}}\b|[^A-Z])", re.IGNORECASE)
+_GOES_ON = re.compile(
+    rf"\s+(?:(?i:{_DAY}|{_MONTH}|on|in|at|to|and|or|for|until|tomorrow|today)\b|[A-Z]{{2,4}}\b|[^A-Z])"
+)
 _BEFORE_DATE = re.compile(r"\b(?:on|in|by|since|until|till|of|from|before|after|between|to|the|for)\s+$")
 _VERBS = ("may", "march", "mar", "dec")  # in lower case they are months only where a date may stand
 

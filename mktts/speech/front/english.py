@@ -19,7 +19,9 @@ from mktts.speech.front.signs import plain_characters, plain_marks
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
-_MONTHS = frozenset("jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri may march".split())
+_MONTHS = frozenset(
+    "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat sun may march".split()
+)
 _BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
 _ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
 _HASH = re.compile(r"#\s?(?=\d)")

@@ -25,7 +25,7 @@ _RAISED = frozenset(
     "own more most much many here there love hate real never ever always only just best wrong right help run look "
     "them then than from with have been were day man boy cat dog red end far fun try use buy eat job".split()
 )
-_AMBIGUOUS = frozenset("us it who or in as am pm is so no me".split())
+_AMBIGUOUS = frozenset({"us", "it"})
 _OTHERWISE = {"ok": "okay", "iphone": "I phone", "ipad": "I pad", "wifi": "wi-fi", "ebay": "E bay"}
 _SOUNDS = frozenset("mm mhm hm pfft zzz hmm shh psst brr tsk grr mr mrs dr ms st vs jr sr nth".split())
 _DOTTED = re.compile(r"(?<![\w.])((?:[A-Za-z]\.)+[A-Za-z]\b\.?|Ph\.?\s?D\b\.?)('?s\b)?", re.IGNORECASE)

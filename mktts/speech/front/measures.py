@@ -86,7 +86,7 @@ _UNITS = {
     "in.": "inch|inches",  # without its full stop it is a word
     "in^2": "square inch|square inches",
 }
-_LETTERS_TOO = {"A", "B"}  # of a label, "Apartment 3B": no billion
+_LABELS = re.compile(r"\d+B|[248]K")  # "Apartment 3B" and "4K video" are no amounts
 _SCALES = {"f": "fahrenheit", "c": "celsius", "k": "kelvin"}
 _PART = r"\d{1,3}/\d{1,3}"
 _AMOUNT = rf"(?:\d+\s{_PART}|{_PART}|{NUMBER})"
@@ -125,7 +125,7 @@ def spell_measures(text: str) -> str:
 
 
 def _large(whole: str, written: str, scale: str) -> str:
-    return whole if scale in _LETTERS_TOO and "." not in written else f"{number(written)} {SCALES[scale.lower()]}"
+    return whole if _LABELS.fullmatch(whole) else f"{number(written)} {SCALES[scale.lower()]}"
 
 
 def _measure(match: re.Match[str]) -> str:

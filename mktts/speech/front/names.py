@@ -26,6 +26,7 @@ _TITLES = {  # before a name
     "mt": "mount",
     "ft": "fort",
 }
+_WORDS = ("rep", "hon")  # in lower case no titles
 _ALWAYS = {  # with a full stop or without
     "mr": "mister",
     "mrs": "missus",
@@ -40,7 +41,6 @@ _STOPPED = {  # with their full stop
     "rd": "road",
     "ln": "lane",
     "hwy": "highway",
-    "apt": "apartment",
     "sr": "senior",
     "inc": "incorporated",
     "ltd": "limited",
@@ -49,17 +49,14 @@ _STOPPED = {  # with their full stop
     "bros": "brothers",
     "dept": "department",
     "approx": "approximately",
-    "max": "maximum",
     "avg": "average",
     "tel": "telephone",
-    "ext": "extension",
     "univ": "university",
     "govt": "government",
     "misc": "miscellaneous",
     "incl": "including",
     "v": "versus",
     "cf": "compare",
-    "ca": "about",
 }
 _BEFORE_NUMBER = {
     "no": "number",
@@ -72,6 +69,10 @@ _BEFORE_NUMBER = {
     "sec": "section",
     "rt": "route",
     "est": "established",
+    "apt": "apartment",
+    "ext": "extension",
+    "max": "maximum",
+    "min": "minimum",
 }
 _ENDS_TOO = frozenset({"ave", "blvd", "rd", "etc", "st"})  # what may well be a sentence's last word
 ABBREVIATIONS = frozenset({*_TITLES, *_ALWAYS, *_STOPPED, *_BEFORE_NUMBER, "dr", "st", "e.g", "i.e", "al"})
@@ -94,7 +95,7 @@ _NUMBER_OF = re.compile(r"\bno\.(?=\s+of\b)", re.IGNORECASE)
 
 _ROMAN = r"(?=[ivxl])(?:x{0,3}|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
 ROMANS = frozenset("ii iii iv vi vii viii ix xi xii xiii xiv xv xvi xvii xviii xix xx xxi xxii xxiii".split())
-_ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-])", re.IGNORECASE)
+_ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-]|\.\s*[A-Za-z])", re.IGNORECASE)
 _REGNAL = frozenset(
     "henry louis george edward richard charles james elizabeth mary william philip john paul pius benedict gregory leo "
     "francis napoleon nicholas alexander catherine peter frederick ferdinand ramses wilhelm harald innocent urban "
@@ -120,11 +121,11 @@ def spell_names(text: str) -> str:
             text = pattern.sub(words, text)
         text = _NUMBER_OF.sub("number", _AND_OTHERS.sub("and others", text))
         text = _NUMBER_AT.sub(lambda m: _BEFORE_NUMBER[m[1].lower()] + " ", text)
-        text = _TITLE_AT.sub(lambda m: _TITLES[m[1].lower()], text)
+        text = _TITLE_AT.sub(lambda m: m[0] if m[1] in _WORDS else _TITLES[m[1].lower()], text)
     text = _ST.sub(_street_or_saint, _DR.sub(_drive_or_doctor, text))
     text = _ALWAYS_AT.sub(lambda m: _ALWAYS[m[1].lower()] + _kept_stop(m), text)
     if "." in text:
-        text = _STOPPED_AT.sub(lambda m: _STOPPED[m[1].lower()] + _kept_stop(m), text)
+        text = _STOPPED_AT.sub(lambda m: m[0] if m[1] == "V" else _STOPPED[m[1].lower()] + _kept_stop(m), text)
     return _ROMAN_AT.sub(_roman, text)
 
 
