@@ -13,7 +13,9 @@ A stream that waits for text, or for its reader, is in no tick.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -99,11 +101,15 @@ class TickSettings:
         """One stream a tick, its prompt in one piece."""
         return cls(max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True)
 
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Lanes that a tick may be run with, ascending, up to `max_lanes`."""
+        return self._sizes
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
         if not self.buckets:
-            return list(range(1, self.max_lanes + 1))
-        return sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes})
+            return tuple(range(1, self.max_lanes + 1))
+        return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
         """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run."""
@@ -116,7 +122,7 @@ class TickSettings:
         if not self.buckets:
             return lanes, rows
         fitting = [(b, p) for b, p in self.buckets if b >= lanes and p >= rows]
-        return min(fitting, key=lambda bucket: model.predict(*bucket))
+        return min(fitting, key=lambda bucket: model.lane_s * bucket[0] + model.row_s * bucket[1])
 
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
         """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`
