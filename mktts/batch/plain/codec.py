@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.codec_lanes import Conv, Last, Workspace, lane_layers, transformer_row
+from mktts.batch.plain.codec_lanes import Conv, Workspace, lane_layers, transformer_row
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.state import CodecState
 from mktts.errors import CapacityError, CodecError
@@ -38,8 +38,7 @@ class CodecLanes:
         self._free: list[int] = []  # slots of `_rows` that nobody has; the last one goes first
         work = Workspace()
         self._pre_conv = Conv(decoder.pre_conv, work)
-        self._stages = list(lane_layers(decoder.stages, work))
-        self._last = Last(decoder.last_snake, decoder.last_conv, work)
+        self._layers = list(lane_layers(decoder, work))
 
     @property
     def open_slots(self) -> int:
@@ -90,9 +89,9 @@ class CodecLanes:
         x = decoder.book_out[0](x[:, 0]) + decoder.book_out[1](x[:, 1:].sum(1))
         x = self._pre_conv(x[:, None], history)[:, 0]
         x = transformer_row(decoder.transformer, x, keys, values, position)[:, None]
-        for stage in self._stages:
-            x = stage(x, history)
-        return self._last(x, history).float().clamp_(-1.0, 1.0)
+        for layer in self._layers:
+            x = layer(x, history)
+        return x.float().clamp_(-1.0, 1.0)
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Iterator[Tensor], Tensor]:
         """Keys, values (B, layers, heads, window - 1, head_dim), histories (B, P, C) and position (B, 1) in `rows`."""
