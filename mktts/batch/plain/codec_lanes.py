@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.layers import CONVNEXT_EPS, CausalConv, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
-from mktts.codec.transformer import AttentionLayer, CodecTransformer
-from mktts.model.qwen3 import rms_norm, rotate
 
 History = Iterator[Tensor]
 Layer = Callable[[Tensor, History], Tensor]
@@ -267,37 +265,3 @@ class Last:
         for j in range(1, self._kernel):
             y += taps[:, j : j + rows, j]
         return y
-
-
-def transformer_row(t: CodecTransformer, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """One row of every lane: `x` (B, latent) at `position` (B, 1) int64 -> (B, latent).
-
-    `keys` and `values` (B, layers, heads, window - 1, head_dim) move on by one place, `position` by one, in place.
-    """
-    angle = position.float() * t.inverse_frequency
-    angle = torch.cat((angle, angle), -1)
-    rotary = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]  # (B, 1, head_dim) each
-    window = t.config.sliding_window
-    absent = (window - 1 - torch.arange(window, device=x.device) > position)[:, None, None]  # (B, 1, 1, window)
-    x = t.input(x)
-    for layer, layer_keys, layer_values in zip(t.layers, keys.unbind(1), values.unbind(1), strict=True):
-        x = _attention_layer(layer, x, layer_keys, layer_values, rotary, absent)
-    position += 1
-    return t.output(rms_norm(x, t.norm, t.config.rms_norm_eps))
-
-
-def _attention_layer(
-    layer: AttentionLayer, x: Tensor, keys: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], absent: Tensor
-) -> Tensor:
-    """`x` (B, hidden); `keys` and `values` (B, heads, window - 1, head_dim)."""
-    lanes, heads, _, head_dim = keys.shape
-    q, k, v = layer.qkv(rms_norm(x, layer.input_norm, layer.eps)).view(lanes, 3, heads, head_dim).unbind(1)
-    k = torch.cat((keys, rotate(k, *rotary)[:, :, None]), 2)
-    v = torch.cat((values, v[:, :, None]), 2)
-    keys.copy_(k[:, :, 1:])
-    values.copy_(v[:, :, 1:])
-    scores = (rotate(q, *rotary)[:, :, None] * head_dim**-0.5) @ k.transpose(2, 3)  # (B, heads, 1, window)
-    attended = scores.masked_fill(absent, -torch.inf).softmax(-1) @ v
-    x = torch.addcmul(x, layer.out(attended.reshape(lanes, -1)), layer.attention_scale)
-    gate, up = layer.gate_up(rms_norm(x, layer.post_norm, layer.eps)).chunk(2, -1)
-    return torch.addcmul(x, layer.down(F.silu(gate) * up), layer.mlp_scale)
