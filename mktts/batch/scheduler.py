@@ -93,7 +93,7 @@ class TickSettings:
             max_tick_s=0.064,
             few_lanes=2,
             idle_lanes=4,
-            fill_lanes=8,
+            fill_lanes=12,
             whole_prompts=True,
             chunks=(1, 1, 1, 1, 2, 2, 2, 2, 4),
         )
