@@ -49,6 +49,10 @@ class Room:
     unit: Tensor
     gated: Tensor
 
+    def first(self, rows: int, heads: Tensor | None = None) -> Room:
+        """That of so many rows, in the same memory, but for `heads` where they are given."""
+        return Room((self.heads if heads is None else heads)[:rows], self.unit[:rows], self.gated[:rows])
+
     @cached_property
     def flat(self) -> Tensor:
         """`heads` as (R, K (G + 2) D)."""
@@ -114,15 +118,11 @@ class LaneStack:
         angle = torch.cat((angle, angle), -1)
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)  # (R, 1, 1, D) each
 
-    def room(self, rows: int, heads: Tensor | None = None) -> Room:
-        """For so many rows. heads: its memory for those, (rows, K, G + 2, D)."""
-        c = self.config
-        kinds, of = (rows, c.num_key_value_heads), self.norm
-        if heads is None:
-            heads = of.new_empty(*kinds, self.group + 2, c.head_dim)
-        return Room(
-            heads, of.new_empty(*kinds, self.group + 1, c.head_dim), of.new_empty(rows, 2 * c.intermediate_size)
-        )
+    def room(self, rows: int) -> Room:
+        """For so many rows."""
+        c, of = self.config, self.norm
+        heads, unit = (of.new_empty(rows, c.num_key_value_heads, self.group + more, c.head_dim) for more in (2, 1))
+        return Room(heads, unit, of.new_empty(rows, 2 * c.intermediate_size))
 
     def heads(self, layer: PackedLayer, x: Tensor, rotary: Rotary, room: Room) -> None:
         """Of rows `x` (R, H), makes `room.heads`: queries and keys, normed and rotated, and values."""

@@ -30,8 +30,9 @@ class LanePredictor:
         differ.
         """
         self._stack, self._tables, self._heads, self._projection = stack, tables, heads, projection
+        self._room = stack.room(0)  # of positions 0 and 1 together
+        self._memory: list[Tensor] = []  # of each layer's heads: (16, B, K, G + 2, D)
         self._views: dict[int, list[list[_Place]]] = {}  # by lanes: [position][layer]
-        self._both: dict[int, Room] = {}  # by lanes: of positions 0 and 1 together
         positions = torch.arange(NUM_CODEBOOKS, device=stack.device)
         self._rotary = [stack.rotary(position) for position in positions.split(1)]
 
@@ -59,7 +60,7 @@ class LanePredictor:
         """Positions 0 and 1, rows (2 B, H) in the order lane, position -> (B, H) of position 1, normed."""
         stack, lanes = self._stack, len(x) // 2
         rotary = tuple(torch.cat(parts).repeat(lanes, 1, 1, 1) for parts in zip(*self._rotary[:2], strict=True))
-        room = self._both[lanes]
+        room = self._room.first(2 * lanes)
         heads = room.heads.unflatten(0, (lanes, 2))
         for index, layer in enumerate(stack.layers):
             stack.heads(layer, x, rotary, room)
@@ -82,17 +83,21 @@ class LanePredictor:
         return stack.final(x)
 
     def _places(self, lanes: int) -> list[list[_Place]]:
-        """What every position and layer needs of so many lanes."""
+        """What every position and layer needs of so many lanes, which there is then room for."""
+        if len(self._room.heads) < 2 * lanes:
+            self._room = room = self._stack.room(2 * lanes)
+            shape = NUM_CODEBOOKS, lanes, *room.heads.shape[1:]
+            self._memory = [room.heads.new_empty(shape) for _ in self._stack.layers]
+            self._views.clear()
         if lanes not in self._views:
-            self._views[lanes] = [[] for _ in range(NUM_CODEBOOKS)]
-            self._both[lanes] = self._stack.room(2 * lanes)
-            for _ in self._stack.layers:
-                c = self._stack.config
-                shape = NUM_CODEBOOKS, lanes, c.num_key_value_heads, self._stack.group + 2, c.head_dim
-                memory = self._stack.norm.new_empty(shape)
-                by_head = memory.flatten(1, 2).transpose(0, 1)  # (B K, positions, G + 2, D)
-                for position, places in enumerate(self._views[lanes]):
-                    keys, values = by_head[:, : position + 1, -2:].unbind(2)
-                    room = self._stack.room(lanes, memory[position])
-                    places.append((room, keys.transpose(1, 2), values))
+            self._views[lanes] = [
+                [self._place(memory[:, :lanes], position) for memory in self._memory]
+                for position in range(NUM_CODEBOOKS)
+            ]
         return self._views[lanes]
+
+    def _place(self, memory: Tensor, position: int) -> _Place:
+        """memory: of a layer's heads, (16, B, K, G + 2, D)."""
+        by_head = memory.flatten(1, 2).transpose(0, 1)[:, : position + 1]  # (B K, positions, G + 2, D)
+        room = self._room.first(memory.shape[1], memory[position])
+        return room, by_head[:, :, -2].transpose(1, 2), by_head[:, :, -1]
