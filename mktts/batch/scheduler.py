@@ -23,6 +23,7 @@ from mktts.batch.board import FRAME_S, Board
 from mktts.batch.tick import Piece, Tick
 from mktts.batch.tick_model import TickModel
 from mktts.errors import OptionsError
+from mktts.speech.options import TOGETHER_SCHEDULE
 
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
 _RUSH = 8  # first frames of a tick: those that are not pressed for time leave it to so many
@@ -42,6 +43,9 @@ class TickSettings:
     or where a tick has fewer than `fill_lanes`.
     few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
     whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
+    chunks: frames of a stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A
+        chunk can be heard when its last frame is made: with ticks of `max_tick_s` it should be no larger than those
+        that are made while the chunks before it are played.
     Raises OptionsError for values that contradict each other.
     """
 
@@ -56,6 +60,7 @@ class TickSettings:
     idle_lanes: int = 0
     fill_lanes: int = 0
     whole_prompts: bool = False
+    chunks: tuple[int, ...] = TOGETHER_SCHEDULE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted((int(lanes), int(rows)) for lanes, rows in self.buckets)))
@@ -92,8 +97,9 @@ class TickSettings:
             max_tick_s=0.064,
             few_lanes=2,
             idle_lanes=4,
-            fill_lanes=8,
+            fill_lanes=12,
             whole_prompts=True,
+            chunks=(1, 1, 1, 1, 2, 2, 2, 2, 4),
         )
 
     @classmethod
