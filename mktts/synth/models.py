@@ -44,6 +44,11 @@ class Models:
         return 1 if self._together is None else self._together.model.lanes.slots
 
     @property
+    def many(self) -> bool:
+        """Whether many streams are made together, or will be once enough are open."""
+        return self._together is not None or self._later is not None
+
+    @property
     def together(self) -> Together | None:
         """The executor of the batch engine."""
         return self._together

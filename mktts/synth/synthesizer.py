@@ -217,6 +217,11 @@ class Synthesizer:
         return self._stream(text, settings, time.perf_counter(), paced=False)
 
     @property
+    def serves_many(self) -> bool:
+        """Whether many streams are made together, or will be once enough are open: see `mktts.synth.serving`."""
+        return self._models.many
+
+    @property
     def lanes(self) -> Lanes | None:
         """What makes many streams together; None where the engine for that is not there, or not yet."""
         together = self._models.together
