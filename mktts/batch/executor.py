@@ -83,9 +83,11 @@ class Together:
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
-        self._outside: list[Job] = []  # not admitted: their text has not come
+        self._outside: set[Job] = set()  # not admitted: their text has not come
         self._in_line: set[Job] = set()
-        self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
+        self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
+        self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
+        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
 
@@ -97,6 +99,16 @@ class Together:
     def take(self, job: Job) -> None:
         """See Executor."""
         self._arrived.append(job)
+
+    def hear(self, job: Job) -> None:
+        """See Executor."""
+        if job in self._outside:
+            self._outside.discard(job)
+            self._arrived.append(job)
+        elif (slot := self._asleep.pop(job, None)) is not None:
+            job.rest(False)
+            self._awake[slot] = job
+            self._waiting[slot] = None
 
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
@@ -154,11 +166,12 @@ class Together:
     # ---- who comes in
 
     def _admit(self, now_s: float) -> None:
-        self._outside = [job for job in self._outside if not self._settled(job, now_s)]
         while self._arrived and (not self._jobs or time.perf_counter() - now_s < _ADMITTING_S):
             job = self._arrived.popleft()
-            if not self._settled(job, now_s):
-                self._outside.append(job)
+            settled = self._settled(job, now_s)
+            job.rest(not settled)
+            if not settled:
+                self._outside.add(job)
         self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
             self._in_line.discard(left[0].name)
@@ -190,7 +203,7 @@ class Together:
             job.end(None)
         elif verdict.decision == "admit":
             slot = self._free.pop()
-            self._jobs[slot] = job
+            self._jobs[slot] = self._awake[slot] = job
             job.work.on_close = partial(self._leave, slot)
             self._board.enter(slot, request.arrived_s, job.paced)
             try:
@@ -217,7 +230,8 @@ class Together:
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
         self._lanes.leave(slot)
-        del self._jobs[slot]
+        self._asleep.pop(self._jobs.pop(slot), None)
+        self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._board.leave(slot)
         if self._pages.is_open(slot):
@@ -236,7 +250,7 @@ class Together:
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
-        for slot, job in list(self._jobs.items()):
+        for slot, job in list(self._awake.items()):
             if job.cancelled:
                 job.end(None)
                 continue
@@ -244,7 +258,9 @@ class Together:
             crowded = pending >= job.buffer_frames - job.made_frames + taken
             board.frames_taken[slot] = taken
             # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            board.full[slot] = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            board.full[slot] = full
+            job.rest(full)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -263,6 +279,10 @@ class Together:
                 return
             if work.ready() and not work.unread:
                 job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
+            if job.open and not work.unread and (work.segment is None or self._pages.is_open(slot)):
+                job.rest(True)  # without a frame on its way, nor pages to wait for
+                self._asleep[job] = slot
+                del self._awake[slot], self._waiting[slot]
         except Exception as error:
             job.fail(error)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from mktts.speech.script import CollectedScript, FedScript
 
 
-class Wakes(Protocol):
-    """The engine, as far as a stream knows it: kept alive, and woken when text has come."""
+class Begins(Protocol):
+    """The engine, as far as a stream knows it: kept alive, and given what makes it when text has come."""
 
-    def wake(self) -> None: ...
+    def begin(self, job: Job, work: Any, on: EngineName) -> None: ...
 
 
 class Stream:
@@ -39,7 +40,7 @@ class Stream:
     seed: what every draw of this utterance follows from; the same seed and text give the same speech.
     """
 
-    def __init__(self, engine: Wakes, job: Job, seed: int) -> None:
+    def __init__(self, engine: Begins, job: Job, seed: int) -> None:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
@@ -57,8 +58,9 @@ class Stream:
         return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
 
     @property
-    def engine(self) -> EngineName:
-        """What makes it: "single", one stream a step, or "batch", many together. A stream stays where it began."""
+    def engine(self) -> EngineName | None:
+        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text. A
+        stream stays where it began."""
         return self._job.engine
 
     def cancel(self) -> None:
@@ -130,6 +132,14 @@ class Stream:
         self._job.cancel()
 
 
+class FedWork(NamedTuple):
+    """What makes a stream whose text is fed, the script that it is fed through, and the engine that it begins on."""
+
+    work: Any
+    script: FedScript | CollectedScript
+    engine: EngineName
+
+
 class Session(Stream):
     """A stream whose text is written while it is spoken.
 
@@ -137,18 +147,21 @@ class Session(Stream):
     text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins.
     """
 
-    def __init__(self, engine: Wakes, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
+    def __init__(self, engine: Begins, job: Job, seed: int, make: Callable[[], FedWork]) -> None:
+        """make: called when the first visible text has come; until then nothing knows of the stream but its owner."""
         super().__init__(engine, job, seed)
-        self._script = script
+        self._make = make
+        self._script: FedScript | CollectedScript | None = None
+        self._early: list[str] = []  # pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
-        self._visible = False
         self._finished = False
 
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
-        Raises TextError when `piece` is not a str or the whole exceeds MAX_TEXT_CHARS, EngineError after `finish`.
+        Raises TextError when `piece` is not a str or the whole exceeds MAX_TEXT_CHARS, EngineError after `finish` and
+        in a forked child.
         """
         piece = clean_piece(piece)
         with self._writing:
@@ -158,11 +171,13 @@ class Session(Stream):
                 return
             check_length(self._chars + len(piece))
             self._chars += len(piece)
-            if not self._visible and piece.strip():
-                self._visible = True
-                self._script.started_s = time.perf_counter()
-            self._script.feed(piece)
-        self._engine.wake()
+            if self._script is not None:
+                self._script.feed(piece)
+                self._job.tell()
+            elif piece.strip():
+                self._begin(piece, time.perf_counter())
+            else:
+                self._early.append(piece)
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing.
@@ -173,11 +188,24 @@ class Session(Stream):
             if self._finished:
                 return
             self._finished = True
-            if not self._visible and not self._job.over:
+            if self._script is not None:
+                self._script.finish()
+                self._job.tell()
+            elif not self._job.over:
                 self._job.cancel()
                 raise TextError("expected text to speak before finish, got none")
-            self._script.finish()
-        self._engine.wake()
+
+    def _begin(self, piece: str, started_s: float) -> None:
+        try:
+            work, script, on = self._make()
+            script.started_s = started_s
+            for text in (*self._early, piece):
+                script.feed(text)
+            self._engine.begin(self._job, work, on)
+            self._script = script
+        except EngineError:
+            if not self._job.over:  # else the engine was closed meanwhile
+                raise
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
