@@ -47,7 +47,7 @@ class AdmissionSettings:
 
     @classmethod
     def h200(cls) -> AdmissionSettings:
-        """Two ticks at the capacity of 512 lanes take about 50 ms."""
+        """Two ticks at the capacity of 1 024 lanes take about 70 ms."""
         return cls()
 
     @classmethod

@@ -20,7 +20,7 @@ from mktts.batch.board import Board
 from mktts.batch.lanes import Made
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
-from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.pages import kept_under
 from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
@@ -86,9 +86,11 @@ class Together:
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
-        self._outside: list[Job] = []  # not admitted: their text has not come
+        self._outside: set[Job] = set()  # not admitted: their text has not come
         self._in_line: set[Job] = set()
-        self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
+        self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
+        self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
+        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
 
@@ -100,6 +102,16 @@ class Together:
     def take(self, job: Job) -> None:
         """See Executor."""
         self._arrived.append(job)
+
+    def hear(self, job: Job) -> None:
+        """See Executor."""
+        if job in self._outside:
+            self._outside.discard(job)
+            self._arrived.append(job)
+        elif (slot := self._asleep.pop(job, None)) is not None:
+            job.rest(False)
+            self._awake[slot] = job
+            self._waiting[slot] = None
 
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
@@ -159,8 +171,7 @@ class Together:
     # ---- who comes in
 
     def _admit(self, now_s: float, until_s: float) -> None:
-        """Those whose text has come, those who arrived, as far as there is time, and those in line."""
-        self._outside = [job for job in self._outside if not self._settled(job, now_s)]
+        """Those who arrived, as far as there is time, and those in line."""
         self._let_in(now_s, until_s)
         self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
@@ -171,8 +182,10 @@ class Together:
         """Judges those who arrived, until then; the first one always where nobody is open."""
         while self._arrived and (not self._jobs or time.perf_counter() < until_s):
             job = self._arrived.popleft()
-            if not self._settled(job, now_s):
-                self._outside.append(job)
+            settled = self._settled(job, now_s)
+            job.rest(not settled)
+            if not settled:
+                self._outside.add(job)
 
     def _settled(self, job: Job, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and it was judged."""
@@ -190,7 +203,7 @@ class Together:
 
     def _request(self, job: Job, now_s: float) -> Request:
         segment = job.work.segment
-        rows, key = len(segment.prompt.embeds), _key(segment.prompt)
+        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
         computed = rows - self._pages.find(key)
         return Request(now_s, computed, rows + segment.max_frames, job.paced, key, job)
 
@@ -200,7 +213,7 @@ class Together:
             job.end(None)
         elif verdict.decision == "admit":
             slot = self._free.pop()
-            self._jobs[slot] = job
+            self._jobs[slot] = self._awake[slot] = job
             job.work.on_close = partial(self._leave, slot)
             self._board.enter(slot, request.arrived_s, job.paced)
             try:
@@ -219,7 +232,7 @@ class Together:
         segment = self._jobs[slot].work.segment
         prompt = segment.prompt
         embeds = prompt.embeds
-        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, _key(prompt))
+        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, kept_under(prompt))
         self._lanes.begin(slot, embeds, segment.sampling, segment.seed, copies)
         self._board.prompt(slot, len(embeds) - kept, kept)
         self._board.text(slot, True, now_s)
@@ -227,7 +240,8 @@ class Together:
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
         self._lanes.leave(slot)
-        del self._jobs[slot]
+        self._asleep.pop(self._jobs.pop(slot), None)
+        self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._board.leave(slot)
         if self._pages.is_open(slot):
@@ -246,7 +260,7 @@ class Together:
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
-        for slot, job in list(self._jobs.items()):
+        for slot, job in list(self._awake.items()):
             if job.cancelled:
                 job.end(None)
                 continue
@@ -254,7 +268,9 @@ class Together:
             crowded = pending >= job.buffer_frames - job.made_frames + taken
             board.frames_taken[slot] = taken
             # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            board.full[slot] = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            board.full[slot] = full
+            job.rest(full)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -273,6 +289,10 @@ class Together:
                 return
             if work.ready() and not work.unread:
                 job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
+            if job.open and not work.unread and (work.segment is None or self._pages.is_open(slot)):
+                job.rest(True)  # without a frame on its way, nor pages to wait for
+                self._asleep[job] = slot
+                del self._awake[slot], self._waiting[slot]
         except Exception as error:
             job.fail(error)
 
@@ -367,7 +387,7 @@ class Together:
 
     def _keep_prefix(self, slot: int, prompt: Any) -> None:
         """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
-        key = _key(prompt)
+        key = kept_under(prompt)
         if key is not None and not self._pages.find(key):
             self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
@@ -376,8 +396,3 @@ def _fail(jobs: Sequence[Job], error: Exception) -> None:
     """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
     for job in jobs:
         job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
-
-
-def _key(prompt: Any) -> Any:
-    """What the prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
-    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

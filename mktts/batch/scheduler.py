@@ -27,6 +27,9 @@ from mktts.speech.options import TOGETHER_SCHEDULE
 
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
 _RUSH = 8  # first frames of a tick: those that are not pressed for time leave it to so many
+_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
+_PROMPT_ROWS = (0, 64, 256, 1_024)
+_WIDE = 768  # lanes from which 64 prompt rows save nothing against 256
 _PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive within this time after it
 
 
@@ -82,10 +85,12 @@ class TickSettings:
             )
 
     @classmethod
-    def h200(cls) -> TickSettings:
-        """CUDA graphs of 8 to 512 lanes. 1 024 prompt rows are 32 arrivals a tick; with 4, 1 400 listeners queued."""
-        sizes = (8, 32, 64, 128, 256, 512)
-        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)), idle_lanes=32)
+    def h200(cls, streams: int = _LANES[-1]) -> TickSettings:
+        """CUDA graphs of 8 to 1 024 lanes, of those sizes that so many streams can fill, and 0 to 1 024 prompt rows:
+        32 arrivals a tick; with 4, 1 400 listeners queued."""
+        sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
+        buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS if rows != 64 or lanes < _WIDE)
+        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=min(32, sizes[-1]))
 
     @classmethod
     def cpu(cls) -> TickSettings:

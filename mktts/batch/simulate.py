@@ -15,14 +15,11 @@ import numpy as np
 
 from mktts.batch.admission import AdmissionSettings, Door, Request
 from mktts.batch.board import FRAME_S, Board
+from mktts.batch.log import TickLog
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickFit, TickModel
-
-TICKS = np.dtype(
-    [("began_s", float), ("took_s", float), ("lanes", int), ("new", int), ("rows", int), ("open", int), ("size", int)]
-)
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class Run:
     """What came of it, after the warm-up. ttfc_s: from arrival to the first PCM of each stream, waits in line included.
 
     late_s: of every chunk that came late. late_streams: (slot, serial) of those that had such a chunk. verdicts:
-    arrivals by decision and reason; one that waited in line counts again when it leaves it. ticks: all of them, also
-    of the warm-up, see TICKS. frames, finished: made, and streams that were made to their end.
+    arrivals by decision and reason; one that waited in line counts again when it leaves it. log: all ticks, also of the
+    warm-up. frames, finished: made, and streams that were made to their end.
     """
 
     seconds: float
@@ -77,7 +74,7 @@ class Run:
     verdicts: Counter = field(default_factory=Counter)
     finished: int = 0
     frames: int = 0
-    tick_list: list[tuple] = field(default_factory=list)
+    log: TickLog = field(default_factory=TickLog)
 
     @property
     def underruns(self) -> int:
@@ -89,7 +86,8 @@ class Run:
 
     @property
     def ticks(self) -> np.ndarray:
-        return np.array(self.tick_list, TICKS)
+        """See `mktts.batch.log.TICKS`."""
+        return self.log.table()
 
     def ttfc_ms(self, percent: float) -> float:
         """That percentile of the time to first PCM; NaN where nobody came."""
@@ -97,7 +95,8 @@ class Run:
 
     def open_mean(self, from_s: float = 0.0) -> float:
         """Streams being made, the mean over the ticks from then on, each as long as it took."""
-        ticks = self.ticks[self.ticks["began_s"] >= from_s]
+        ticks = self.ticks
+        ticks = ticks[ticks["ended_s"] - ticks["took_s"] >= from_s]
         return float(np.average(ticks["open"], weights=ticks["took_s"])) if len(ticks) else 0.0
 
 
@@ -206,20 +205,18 @@ class _Play:
         ended_s = began_s + took_s
         board.begin(tick)
         self._door.ticked(tick)
-        board.finish(tick, ended_s)
+        late_s = board.finish(tick, ended_s)
         if self._fit is not None:
             self._model = self._fit.observe(*tick.bucket, tick.context_rows, took_s)
-        run.tick_list.append(
-            (began_s, took_s, len(tick.lanes), tick.new_lanes, tick.rows, int(board.open.sum()), tick.bucket[0])
-        )
+        run.log.add(tick, took_s, ended_s, int(board.open.sum()), float(late_s.max(initial=0.0)))
         if live:
             first = tick.lanes[tick.frames == 0]
             run.ttfc_s += (ended_s - board.arrived_s[first]).tolist()
             run.frames += len(tick.lanes)
         for slot in tick.lanes[board.frames_made[tick.lanes] >= board.chunk_end[tick.lanes]].tolist():
-            late_s = self._hand_over(slot, ended_s)
-            if live and late_s > 0:
-                run.late_s.append(late_s)
+            chunk_late_s = self._hand_over(slot, ended_s)
+            if live and chunk_late_s > 0:
+                run.late_s.append(chunk_late_s)
                 run.late_streams.add((slot, int(board.serial[slot])))
         for slot in tick.lanes[board.frames_made[tick.lanes] >= self._goal[tick.lanes]].tolist():
             run.finished += live

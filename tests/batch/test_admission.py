@@ -55,8 +55,8 @@ class Place:
 def test_listeners_come_in_up_to_what_the_ticks_carry():
     place = Place()
     assert place.fill() == ("queue", "listeners")
-    # By hand: 512 lanes a tick of 4.97 + 11.9 + 0.73 (256 rows) + 1.5 (107 rows) + 0.3 ms, at 12.5 Hz, less 5 %.
-    assert place.inside == pytest.approx(0.95 * 512 / 19.4e-3 / 12.5, rel=0.01)
+    # By hand: 1 024 lanes a tick of 4.97 + 23.8 + 2.9 (1 024 rows) + 3.0 (107 rows) + 0.3 ms, at 12.5 Hz, less 5 %.
+    assert place.inside == pytest.approx(0.95 * 1_024 / 35.0e-3 / 12.5, rel=0.01)
     slower = Place(model=replace(MODEL, lane_s=2 * MODEL.lane_s))
     slower.fill()
     assert 0.5 * place.inside < slower.inside < 0.7 * place.inside

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,21 +39,9 @@ from mktts.model.cuda_graph import record
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import ModelConfig
 
-_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPT_ROWS = {768: (0, 256, 1024), 1024: (0, 256, 1024)}
-_USUAL_ROWS = (0, 64, 256, 1024)
 _MOST_WAITING = 2  # launched ticks
 _THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
-
-
-def tick_settings(streams: int = _LANES[-1]) -> TickSettings:
-    """Ticks in buckets of `_LANES` lanes, as many as so many streams can fill, and 0 to 1024 prompt rows."""
-    sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
-    buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
-    preset = TickSettings.h200()
-    idle_lanes = min(preset.idle_lanes, sizes[-1])
-    return replace(preset, buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle_lanes)
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class CudaLanes:
         Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
-        self.settings, self.model = settings or tick_settings(), TickModel.h200()
+        self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
