@@ -172,7 +172,7 @@ class PromptBuilder:
         head, special = self._head(request)
         if request.layout == "whole" and spoken is not None and not _in_context(request):
             embeds = spoken.prompt(head, ids, special.end)
-            return Prompt(embeds, special.nothing, special.pad[0], len(ids), len(head), self._prefix_key(request))
+            return Prompt(embeds, special.nothing, special.pad_row, len(ids), len(head), self._prefix_key(request))
         if request.layout == "whole":
             body, trailing = self._whole_body(request, ids, special), special.nothing
         elif _in_context(request):
@@ -185,7 +185,7 @@ class PromptBuilder:
             body = (self._projected(x[:1]) + special.codec_bos,)
             trailing = special.eos if len(ids) == 1 else torch.cat((self._projected(x[1:]), special.eos))
         embeds = torch.cat((head, *body))
-        return Prompt(embeds, trailing, special.pad[0], len(ids), len(head), self._prefix_key(request))
+        return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
 
     @torch.inference_mode()
     def spoken_rows(self) -> Tensor:
@@ -337,7 +337,7 @@ class PromptBuilder:
 @dataclass(frozen=True)
 class _Special:
     """Special rows, (1, H) each, and the sums of two of them that end a whole text, both in `end` (2, H). nothing:
-    (0, H)."""
+    (0, H). pad_row (H,): the same object in all prompts, which lanes tell by that."""
 
     pad: Tensor
     eos: Tensor
@@ -347,11 +347,12 @@ class _Special:
     codec_begin: Tensor
     end: Tensor
     nothing: Tensor
+    pad_row: Tensor
 
     @classmethod
     def of(cls, pad: Tensor, eos: Tensor, codec_pad: Tensor, codec_bos: Tensor) -> _Special:
         end = eos + codec_pad, codec_bos + pad
-        return cls(pad, eos, codec_pad, codec_bos, *end, torch.cat(end), pad[:0])
+        return cls(pad, eos, codec_pad, codec_bos, *end, torch.cat(end), pad[:0], pad[0])
 
 
 def _in_context(request: Request) -> bool:

@@ -265,10 +265,15 @@ class CudaLanes:
             raise PromptError(f"expected {len(tick.lanes)} rows, None for the first {new} of them, got {len(rows)}")
         index = self._block.get_device()
         addresses, made = [], []
+        checked = None  # most rows are one and the same, the one behind a text's end
         for lane, row in enumerate(rows[new:], new):
+            if row is checked:
+                addresses.append(addresses[-1])
+                continue
             if row is None or row.numel() != width:
                 found = None if row is None else tuple(row.shape)
                 raise PromptError(f"slot {tick.lanes[lane]}: a text row must be ({width},), got {found}")
+            checked = row
             if row.dtype is not dtype or row.get_device() != index or not row.is_contiguous():
                 row = row.to(self.device, dtype).contiguous()
                 made.append(row)
