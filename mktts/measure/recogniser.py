@@ -58,7 +58,7 @@ class Recogniser:
             from pocketsphinx import Decoder
         except ImportError as error:
             raise BackendUnavailable(f"the word error rate needs the package pocketsphinx: {error}") from None
-        self.name = "free" if vocabulary is None else f"closed {len(vocabulary)}"  # tells one from another
+        self.name = "free" if vocabulary is None else f"closed {_digest(vocabulary)}"  # tells one from another
         packaged = {} if vocabulary is None else {"lm": None}
         self._decoder: Any = Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL", **packaged)
         if vocabulary is None:
@@ -101,7 +101,7 @@ class Choice(Recogniser):
         Raises BackendUnavailable without pocketsphinx, MetricsError where no text has a word that it knows.
         """
         super().__init__(None)
-        self.name = f"choice {hashlib.sha256(repr(list(texts)).encode()).hexdigest()[:16]}"
+        self.name = f"choice {_digest(texts)}"
         self._texts: dict[str, str] = {}  # as the grammar has them -> as given; of two that look the same the first
         for text in texts:
             known = " ".join(word for word in text.split() if self.knows(word))
@@ -121,3 +121,7 @@ class Choice(Recogniser):
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:
     """The different words of all sentences, sorted."""
     return sorted({word for text in sentences for word in words(text)})
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,20 @@ from mktts.audio import from_pcm16, to_pcm16
 from mktts.checkpoint import Checkpoint
 from mktts.common import write_whole
 from mktts.errors import AudioError
-from mktts.training.judge.utterances import Spoken
+from mktts.measure.recogniser import Recogniser
 
 TEACHER, STUDENT, HEARD = "teacher", "student", "heard"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """pcm: float32 (n,) at 24 kHz. finish: why the student stopped (`mktts.speech.guard.FinishReason`)."""
+
+    pcm: np.ndarray
+    finish: str
+
+
+Student = Callable[[str, str, int, bool], Spoken]  # (text, speaker, seed, greedy)
 
 
 class Keep:
@@ -58,12 +70,34 @@ class Keep:
             write_whole(path, hear(pcm).encode())
         return path.read_text(encoding="utf-8")
 
+    def student(self, student: Student, names: tuple[object, ...]) -> Student:
+        """The same student, who says nothing twice. names: what tells it from other students."""
+
+        def speak(text: str, speaker: str, seed: int, greedy: bool) -> Spoken:
+            what = (*names, text, speaker, seed, *(["greedy"] if greedy else []))
+            return self.spoken(what, lambda: student(text, speaker, seed, greedy))
+
+        return student if self.folder is None else speak
+
+    def ears(self, recogniser: Recogniser) -> Ears:
+        return Ears(self, recogniser)
+
     def teacher(self) -> Path | None:
         """The folder for the teacher's audio (`utterances.cached`), made where it is not there."""
         if self.folder is None:
             return None
         (self.folder / TEACHER).mkdir(parents=True, exist_ok=True)
         return self.folder / TEACHER
+
+
+class Ears:
+    """A recogniser that hears nothing twice."""
+
+    def __init__(self, keep: Keep, recogniser: Recogniser) -> None:
+        self._keep, self._recogniser, self.sound = keep, recogniser, recogniser.sound
+
+    def hear(self, pcm: np.ndarray) -> str:
+        return self._keep.heard(pcm, self._recogniser.name, self._recogniser.hear)
 
 
 def digest_of(checkpoint: Checkpoint) -> str:

@@ -13,10 +13,11 @@ from mktts.measure.recogniser import Choice, Recogniser
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
-from mktts.training.judge.keep import Keep, digest_of
+from mktts.training.judge.keep import Ears, Keep, Spoken, Student, digest_of
+from mktts.training.judge.likeness import Likeness, likeness_of
 from mktts.training.judge.loudness import integrated_lufs
 from mktts.training.judge.signal import BUZZ_LAG_S, FRAME_LAG_S, click_dbfs, lag_correlation, start_dbfs
-from mktts.training.judge.utterances import Spoken, cached, codec_of, student_of
+from mktts.training.judge.utterances import cached, codec_of, student_of
 
 STUDENT, TEACHER, CODEC = "student", "teacher", "codec"
 FREE, CHOICE = "free", "choice"  # dictation; one of the texts that were given
@@ -68,6 +69,7 @@ class Listened:
     line: Line
     words: int
     voices: Mapping[str, Heard] = field(default_factory=dict)
+    likeness: Likeness | None = None  # of the codec's copy to the teacher
 
 
 @dataclass(frozen=True)
@@ -86,48 +88,40 @@ class ListenerSetup:
         from mktts.checkpoint import open_checkpoint
 
         keep = Keep(self.keep)
+        names = (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device)
+        recognisers = {FREE: Recogniser(), **({CHOICE: Choice(self.choices)} if self.choices else {})}
         return Listener(
-            student_of(self.checkpoint, self.device, self.layout),
+            keep.student(student_of(self.checkpoint, self.device, self.layout), names),
             lambda text, speaker: cached(keep.teacher(), text, speaker, teacher.speak),
-            self.ears(),
+            {name: keep.ears(recogniser) for name, recogniser in recognisers.items()},
             codec_of(self.codec_state, self.codec_audio),
-            keep,
-            (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device),
         )
-
-    def ears(self) -> dict[str, Recogniser]:
-        """By name; the one that chooses only where there are choices."""
-        return {FREE: Recogniser(), **({CHOICE: Choice(self.choices)} if self.choices else {})}
 
 
 class Listener:
-    """Makes and measures lines; student, teacher and codec as of `utterances.Judge`.
-
-    names: what tells this student from others, in the names of what is kept.
-    """
+    """Makes and measures lines; student, teacher and codec as of `utterances.Judge`, ears by the names of `Line`."""
 
     def __init__(
         self,
-        student: Callable[[str, str, int, bool], Spoken],
+        student: Student,
         teacher: Callable[[str, str], np.ndarray],
-        ears: Mapping[str, Recogniser],
+        ears: Mapping[str, Ears | Recogniser],
         codec: Callable[[str, str, np.ndarray], np.ndarray] | None = None,
-        keep: Keep | None = None,
-        names: tuple[object, ...] = (),
     ) -> None:
         self.student, self.teacher, self.ears, self.codec = student, teacher, ears, codec
-        self.keep, self.names = keep or Keep(None), names
 
     def run(self, line: Line) -> Listened:
-        return Listened(
-            line, len(words(line.said)), {name: self._heard(line, self.audio(line, name)) for name in line.voices}
-        )
+        audio = {name: self._audio(line, name) for name in line.voices}
+        likeness = None
+        if line.sound and CODEC in audio:
+            likeness = likeness_of(self._audio(line, TEACHER).pcm, audio[CODEC].pcm)
+        voices = {name: self._heard(line, spoken) for name, spoken in audio.items()}
+        return Listened(line, len(words(line.said)), voices, likeness)
 
-    def audio(self, line: Line, voice: str) -> Spoken:
+    def _audio(self, line: Line, voice: str) -> Spoken:
         """The line by "student", "teacher" (which says `said`) or "codec" (the teacher's audio through the codec)."""
         if voice == STUDENT:
-            names = (*self.names, line.text, line.speaker, line.seed)
-            return self.keep.spoken(names, lambda: self.student(line.text, line.speaker, line.seed, False))
+            return self.student(line.text, line.speaker, line.seed, False)
         truth = self.teacher(line.said, line.speaker)
         if voice == CODEC and self.codec:
             truth = self.codec(line.said, line.speaker, truth)
@@ -139,7 +133,7 @@ class Listener:
         if line.ears is None:
             return Heard(audio_s, spoken.finish, sound=sound)
         ears = self.ears[line.ears]
-        heard = self.keep.heard(spoken.pcm, ears.name, ears.hear)
+        heard = ears.hear(spoken.pcm)
         return Heard(audio_s, spoken.finish, errors_by_sound(line.said, heard, ears.sound), heard, sound)
 
 
