@@ -33,13 +33,14 @@ class Item:
 
 
 def items() -> list[Item]:
-    """The sixty of the file: written, a tab, readings with " | " between them."""
-    found = []
-    for line in files("mktts.training.judge").joinpath(FILE).read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            written, readings = line.split("\t")
-            found.append(Item(written, tuple(map(normal, readings.split(" | ")))))
-    return found
+    """The sixty of the file."""
+    return read_items(files("mktts.training.judge").joinpath(FILE).read_text(encoding="utf-8"))
+
+
+def read_items(text: str) -> list[Item]:
+    """From lines of: written, a tab, readings with " | " between them. Empty lines and those that begin with # go."""
+    rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
+    return [Item(written, tuple(map(normal, readings.split(" | ")))) for written, readings in rows]
 
 
 def front_end() -> Callable[[str], str] | None:
