@@ -94,10 +94,12 @@ def test_word_errors_of_all_and_of_the_best_speaker():
     assert found["by_speaker"]["x"]["teacher"]["interval_95"] == (0.2, 0.2)
 
 
-def test_natural_sentences_are_mixed_the_same_way_and_each_is_said_by_all():
-    assert natural.sentences() == natural.sentences() and natural.sentences(7) == natural.sentences()[:7]
-    lines = natural.lines(["a", "b"], ("x", "y"), 3)
-    assert [(line.text, line.speaker, line.seed) for line in lines] == [(*"ax", 3), (*"ay", 3), (*"bx", 4), (*"by", 4)]
+def test_a_part_of_the_natural_sentences_is_spread_and_each_is_said_by_all():
+    all_of_them, seven = natural.sentences(), natural.sentences(7)
+    assert list(all_of_them) == list(range(len(all_of_them))) and seven.items() <= all_of_them.items()
+    assert len(seven) == 7 and {len(all_of_them) // 7, len(all_of_them) // 7 + 1} >= set(np.diff(list(seven)))
+    lines = natural.lines({0: "a", 5: "b"}, ("x", "y"), 3)
+    assert [(line.text, line.speaker, line.seed) for line in lines] == [(*"ax", 3), (*"ay", 3), (*"bx", 8), (*"by", 8)]
     with pytest.raises(MetricsError, match="got 100000"):
         natural.sentences(100_000)
 
@@ -112,12 +114,12 @@ def test_the_forms_of_a_text():
         "title_case": "Well, I Don't Know The Big-Hearted Man!",
         "no_final_mark": "Well, I don't know the big-hearted man",
     }
-    lines = forms.lines(["A b.", "C d."], ("x", "y"), 0)
+    lines = forms.lines({0: "A b.", 1: "C d."}, ("x", "y"), 0)
     assert len(lines) == 10 and {(line.said, line.speaker, line.seed) for line in lines} == {
         ("A b.", "x", 0),
         ("C d.", "y", 1),
     }
-    as_natural = natural.lines(["A b."], ("x",), 0)[0]
+    as_natural = natural.lines({0: "A b."}, ("x",), 0)[0]
     assert replace(lines[0], voices=as_natural.voices, sound=True) == as_natural  # need not be spoken again
 
 

@@ -23,15 +23,15 @@ FORMS: Mapping[str, Callable[[str], str]] = {
 Figures = dict[str, Any]
 
 
-def lines(texts: Sequence[str], speakers: Sequence[str], seed: int) -> list[Line]:
-    """Every text once in every form, speakers in turn; a text has the same speaker and seed in all of them.
+def lines(texts: Mapping[int, str], speakers: Sequence[str], seed: int) -> list[Line]:
+    """Every text, by its place in the file, once in every form, speakers in turn; speaker and seed are the same in all.
 
     As written they are lines of mktts.training.judge.natural, which need not be spoken again.
     """
     return [
-        Line(form(text), text, speakers[i % len(speakers)], seed + i, (STUDENT,))
+        Line(form(text), text, speakers[i % len(speakers)], seed + place, (STUDENT,))
         for form in FORMS.values()
-        for i, text in enumerate(texts)
+        for i, (place, text) in enumerate(texts.items())
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,28 +13,30 @@ from mktts.training.data.held_out import natural
 from mktts.training.judge.intervals import of_rate
 from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Line, Listened
 
-_ORDER_SEED = 5  # of the sentences: the first ones are a fair part of all
-
 Figures = dict[str, Any]
 
 
-def sentences(count: int | None = None) -> list[str]:
-    """The natural sentences, mixed, or the first `count` of them.
+def sentences(count: int | None = None) -> dict[int, str]:
+    """The natural sentences by their place in the file, or `count` of them, evenly spread: a fair part of all.
 
     Raises MetricsError for a count that is not 1 to the number there is.
     """
     found = natural()
     if count is not None and not 0 < count <= len(found):
         raise MetricsError(f"expected 1 to {len(found)} natural sentences, got {count}")
-    random.Random(_ORDER_SEED).shuffle(found)
-    return found[:count]
+    return {(place := i * len(found) // (count or len(found))): found[place] for i in range(count or len(found))}
 
 
-def lines(texts: Sequence[str], speakers: Sequence[str], seed: int, codec: bool = False) -> list[Line]:
-    """Every text by every speaker, a text by all of them before the next one; codec: the codec's copy too."""
+def lines(texts: Mapping[int, str], speakers: Sequence[str], seed: int, codec: bool = False) -> list[Line]:
+    """Every text by every speaker, a text by all of them before the next one; codec: the codec's copy too.
+
+    A text's seed is `seed` and its place, so that it sounds the same in a part of the sentences as in all.
+    """
     voices = (STUDENT, TEACHER, CODEC) if codec else (STUDENT, TEACHER)
     return [
-        Line(text, text, speaker, seed + i, voices, sound=True) for i, text in enumerate(texts) for speaker in speakers
+        Line(text, text, speaker, seed + place, voices, sound=True)
+        for place, text in texts.items()
+        for speaker in speakers
     ]
 
 

@@ -104,7 +104,7 @@ def of_natural(given: Given) -> Figures:
 
 def of_forms(given: Given) -> Figures:
     """Word errors by the written form of the text."""
-    texts = natural.sentences(given.natural)[: given.forms]
+    texts = natural.sentences(given.forms)
     return {"forms": forms.section(_listened("forms", given, forms.lines(texts, given.speakers, given.seed)))}
 
 
@@ -119,7 +119,7 @@ def of_numbers(given: Given) -> Figures:
 
 def of_upstream(given: Given) -> Figures:
     """Codes of upstream qwen-tts and ours."""
-    texts = natural.sentences(min(same_codes.SENTENCES, given.natural or same_codes.SENTENCES))
+    texts = list(natural.sentences(same_codes.SENTENCES).values())
     return {"same_codes": same_codes.section(given.checkpoint, texts, given.speakers)}
 
 
