@@ -95,10 +95,11 @@ def served(
     limits: Limits | None = None,
     voices: dict[str, Voice] | None = None,
     guard: Guard | None = None,
+    aliases: dict[str, str] | None = None,
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = Studio(watched, limits, voices)
+    studio = Studio(watched, limits, voices, aliases=aliases)
     with (
         listen("127.0.0.1", 0, studio.limits) as bound,
         running(Server(studio, **access), bound) as url,

@@ -36,7 +36,10 @@ _EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is pl
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
-_ADMITTING_S = 3e-3  # of a turn, while others play: so that many who come at once do not keep the device waiting
+# While others play, who comes is admitted beside the tick that runs, up to when the next one is planned, and behind
+# that launch up to when the first one ends: many who come at once then keep no tick waiting. So long at least:
+_ADMITTING_S = 1e-3  # where the host is late
+_STARTING_S = 3e-3  # where no tick runs yet
 
 
 class _Lane(NamedTuple):
@@ -100,9 +103,10 @@ class Together:
 
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
-        self._admit(now_s)
         running = self._running[0] if self._running else None
-        if running is not None and now_s < (plan_s := running.ends_s - self._early_s):
+        plan_s = now_s if running is None else running.ends_s - self._early_s
+        self._admit(now_s, now_s + _STARTING_S if running is None else max(plan_s, now_s + _ADMITTING_S))
+        if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
@@ -110,6 +114,7 @@ class Together:
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
+            self._let_in(now_s, running.ends_s)
             self._read()
         if self._running and self._lanes.overlaps:
             return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
@@ -153,16 +158,21 @@ class Together:
 
     # ---- who comes in
 
-    def _admit(self, now_s: float) -> None:
+    def _admit(self, now_s: float, until_s: float) -> None:
+        """Those whose text has come, those who arrived, as far as there is time, and those in line."""
         self._outside = [job for job in self._outside if not self._settled(job, now_s)]
-        while self._arrived and (not self._jobs or time.perf_counter() - now_s < _ADMITTING_S):
-            job = self._arrived.popleft()
-            if not self._settled(job, now_s):
-                self._outside.append(job)
+        self._let_in(now_s, until_s)
         self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
+
+    def _let_in(self, now_s: float, until_s: float) -> None:
+        """Judges those who arrived, until then; the first one always where nobody is open."""
+        while self._arrived and (not self._jobs or time.perf_counter() < until_s):
+            job = self._arrived.popleft()
+            if not self._settled(job, now_s):
+                self._outside.append(job)
 
     def _settled(self, job: Job, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and it was judged."""

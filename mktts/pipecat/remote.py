@@ -98,6 +98,10 @@ class RemoteSource:
                 "--voice NAME=FILE, and asked for by that name)"
             )
 
+    def spoken(self, word: str, style: Style) -> str:
+        """As it is written: the server does not say how it reads."""
+        return word
+
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
         """As `SpeechSource.speak`. Raises EngineError and AccessError; the rest comes from the speech."""
         connection = await self._free()

@@ -2,45 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import FastAPI, Request, Security, WebSocket
+from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
 
+from mktts.audio.coding import import_av
+from mktts.errors import BackendUnavailable
 from mktts.server import meters
-from mktts.server.answer import AudioAnswer, headers
+from mktts.server.answer import AudioAnswer, Body, headers
 from mktts.server.document import audio_response, describe, error_responses, text_page
 from mktts.server.gate import Gate
+from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, add_openai_routes
 from mktts.server.problems import Problem, from_error, from_validation
-from mktts.server.schemas import Health, OpenAISpeechRequest, SpeechRequest, StreamState
+from mktts.server.references import References, ReferenceSources
+from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
 from mktts.server.studio import Studio
 from mktts.server.websocket import SpeechSocket
 
-_OPENAI = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
-_OPENAI_NAMES = {"text": "input", "instruct": "instructions", "speaker": "voice"}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str] = ()) -> FastAPI:
-    """The ASGI application. `api_key`, `origins`: see mktts.server.gate.Gate; origins also get CORS headers."""
+def make_app(
+    studio: Studio,
+    api_key: str | None = None,
+    origins: Collection[str] = (),
+    sources: ReferenceSources | None = None,
+) -> FastAPI:
+    """The ASGI application. `api_key`, `origins`: see mktts.server.gate.Gate; origins also get CORS headers. `sources`:
+    where recordings to be cloned may come from."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     limits = studio.limits
+    with contextlib.suppress(BackendUnavailable):  # a request that needs it says so
+        import_av()  # now: it takes 0.2 s, in which no stream would get on
 
     def refused(code: str) -> None:
         studio.meters.refused.labels(code).inc()
 
-    app.add_middleware(Gate, api_key=api_key, origins=origins, max_body_bytes=limits.max_body_bytes, on_refusal=refused)
+    recordings = studio.model.type == "base"  # no other checkpoint has a use for one
+    app.add_middleware(
+        Gate,
+        api_key=api_key,
+        origins=origins,
+        max_body_bytes=limits.max_body_bytes,
+        on_refusal=refused,
+        larger_bodies={SPEECH_PATH: limits.max_body_bytes + limits.max_reference_bytes * 4 // 3} if recordings else {},
+    )
     if origins:  # added last, so that it is outermost: a refusal needs its headers too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["X-Request-Id", "X-Seed", "X-Sample-Rate-Hz", "X-Random-Weights", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Seed",
+                "X-Sample-Rate-Hz",
+                "X-Sample-Rate",
+                "X-Random-Weights",
+                "X-Ignored-Keys",
+                "Retry-After",
+            ],
         )
     # The gate checks the key; naming the scheme here puts it into the document.
     locked = [Security(HTTPBearer(auto_error=False))] if api_key is not None else []
@@ -49,8 +76,8 @@ def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str
 
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> Response:
-        if error.status == 422 and request.url.path.startswith(_OPENAI):
-            error.status, error.param = 400, _OPENAI_NAMES.get(error.param, error.param)
+        if error.status == 422 and request.url.path.startswith(PREFIX):
+            error.status, error.param = 400, KEYS.get(error.param, error.param)
         refused(error.code)
         return error.response()
 
@@ -70,39 +97,29 @@ def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str
     async def bug(request: Request, error: Exception) -> Response:
         return from_error(error).response()
 
+    checks = [Depends(_json_only)]
+
     @app.post(
         "/tts/stream",
         response_class=Response,
-        dependencies=locked,
-        responses={200: audio_response("audio/pcm"), **known, **error_responses(400, 413, 422, 500, 503)},
+        dependencies=[*locked, *checks],
+        responses={200: audio_response("audio/pcm"), **known, **error_responses(400, 413, 415, 422, 500, 503)},
     )
     async def tts_stream(body: SpeechRequest) -> Response:
         """Speaks a text; raw 16-bit PCM comes while it is made."""
-        utterance = studio.speak("tts_stream", body.text, body)
-        head = headers(utterance, "pcm", studio.model.random_weights)
-        return AudioAnswer(utterance, "pcm", head, limits.stall_s)
+        utterance, sound = studio.speak("tts_stream", body.text, body), Body("pcm")
+        return AudioAnswer(utterance, sound, headers(utterance, sound, studio.model.random_weights), limits.stall_s)
 
     @app.get("/tts/stream/{id}", dependencies=locked, responses={**known, **error_responses(404)})
     async def tts_stream_state(id: str) -> StreamState:
         """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
         return studio.find(id)
 
-    @app.post(
-        "/v1/audio/speech",
-        response_class=Response,
-        dependencies=locked,
-        responses={200: audio_response("audio/wav", "audio/pcm"), **known, **error_responses(400, 413, 500, 503)},
-    )
-    async def openai_speech(body: OpenAISpeechRequest) -> Response:
-        """OpenAI's speech endpoint. A WAV header comes first and, as the length is not known, says 0xFFFFFFFF bytes."""
-        utterance = studio.speak("openai_speech", body.input, body.manner())
-        head = headers(utterance, body.response_format, studio.model.random_weights)
-        return AudioAnswer(utterance, body.response_format, head, limits.stall_s)
-
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:
         await SpeechSocket(socket, studio).run()
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **anyone})
     async def health() -> Response:
         """What is served, and whether it can be used."""
@@ -119,11 +136,21 @@ def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str
         """Prometheus metrics."""
         return Response(studio.meters.page(), headers={"Content-Type": meters.CONTENT_TYPE})
 
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", response_model=Ready, responses={503: {"model": Ready, "description": "Not ready."}, **anyone})
+    async def ready() -> Response:
+        """Whether this server wants more requests: not while it fails or stops."""
+        wants_more = studio.health.status == "ok"
+        return JSONResponse(Ready(ready=wants_more).model_dump(), 200 if wants_more else 503)
+
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=PlainTextResponse, responses=anyone)
     async def root() -> str:
         """Where things are."""
         return text_page(limits)
 
+    references = References(studio.checkpoint, limits, sources)
+    add_openai_routes(app, studio, references, locked, known, checks)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -138,3 +165,11 @@ def make_app(studio: Studio, api_key: str | None = None, origins: Collection[str
         return JSONResponse(openapi())
 
     return app
+
+
+def _json_only(request: Request) -> None:
+    """Raises Problem 415 for a body that does not say that it is JSON: curl's and a form's default."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        found = f"got {kind}" if kind else "got none"
+        raise Problem(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")

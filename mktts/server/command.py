@@ -17,6 +17,7 @@ from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
+    from mktts.server.references import ReferenceSources
 
 _DEFAULTS = Limits()
 
@@ -37,6 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
+    )
+    voices.add_argument(
+        "--voice-alias",
+        action="append",
+        default=[],
+        metavar="ALIAS=NAME",
+        help="another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
+    )
+    voices.add_argument(
+        "--reference-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="requests may name recordings to clone by addresses there (default: none; they bring them)",
+    )
+    voices.add_argument(
+        "--reference-folder", type=Path, metavar="FOLDER", help="and by files in this folder of the server"
     )
     parser.add_argument(
         "--engine",
@@ -70,6 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
     )
+    sources = reference_sources(arguments.reference_host, arguments.reference_folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
@@ -79,10 +98,11 @@ def main(arguments: argparse.Namespace) -> int:
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
+        aliases = read_aliases(arguments.voice_alias)
         with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
+            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases)
             synthesizer.warm_up()
-            server = Server(studio, key, arguments.allow_origin)
+            server = Server(studio, key, arguments.allow_origin, sources)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
@@ -108,6 +128,29 @@ def read_voices(words: list[str]) -> dict[str, Voice]:
             raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
         voices[name.lower()] = Voice.load(Path(file))
     return voices
+
+
+def read_aliases(words: list[str]) -> dict[str, str]:
+    """Names by alias of ALIAS=NAME words. Raises ServerError."""
+    aliases = {}
+    for word in words:
+        alias, equals, name = (part.strip() for part in word.partition("="))
+        if not alias or not equals or not name:
+            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
+        aliases[alias] = name
+    return aliases
+
+
+def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
+    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
+    from mktts.server.references import ReferenceSources
+
+    for host in hosts:
+        if not host or set(host) & set("/:@ "):
+            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
+    if folder is not None and not folder.is_dir():
+        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
+    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)
 
 
 def _name(checkpoint: str) -> str:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from mktts.server.address import is_loopback
 from mktts.server.problems import Problem
 
-OPEN_PATHS = ("/", "/health", "/openapi.json")  # answered without a key: a probe and a reader of the document have none
+OPEN_PATHS = (
+    "/",
+    "/health",
+    "/ready",
+    "/openapi.json",
+)  # answered without a key: a probe and a reader of the document have none
 
 
 class Gate:
@@ -22,6 +28,7 @@ class Gate:
         server without a key; any other page could otherwise speak through the browser of anyone who opens it, because
         neither WebSocket nor a plain POST waits for CORS.
     on_refusal: called with the code of each refusal.
+    larger_bodies: paths whose bodies may have more than `max_body_bytes`, and how many.
     """
 
     def __init__(
@@ -31,12 +38,14 @@ class Gate:
         origins: Collection[str],
         max_body_bytes: int,
         on_refusal: Callable[[str], None],
+        larger_bodies: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._key = None if api_key is None else _digest(api_key.encode())
         self._origins = frozenset(origins)
         self._max_body_bytes = max_body_bytes
         self._on_refusal = on_refusal
+        self._larger_bodies = larger_bodies
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -70,9 +79,10 @@ class Gate:
 
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
         """Reads the body, as far as it is allowed to go, and returns a `receive` that hands it on in one piece."""
+        at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
         length = _header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > self._max_body_bytes:
-            raise self._too_large()
+        if length is not None and length.isdigit() and int(length) > at_most:
+            raise _too_large(at_most)
         body = bytearray()
         more = True
         while more:
@@ -81,8 +91,8 @@ class Gate:
                 raise _Gone
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._max_body_bytes:
-                raise self._too_large()
+            if len(body) > at_most:
+                raise _too_large(at_most)
         whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:
@@ -90,8 +100,9 @@ class Gate:
 
         return replay
 
-    def _too_large(self) -> Problem:
-        return Problem(413, "body_too_large", f"a body may have {self._max_body_bytes} bytes")
+
+def _too_large(at_most: int) -> Problem:
+    return Problem(413, "body_too_large", f"a body may have {at_most} bytes")
 
 
 class _Gone(Exception):

@@ -23,6 +23,9 @@ class Limits:
     idle_s: a WebSocket utterance that waits for text this long is cancelled.
     grace_s: open streams may go on after the signal to stop.
     kept_states: ended streams that GET /tts/stream/{id} still knows.
+    max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
+        reference_decode_s.
+    kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
     max_streams: int = 16
@@ -35,6 +38,10 @@ class Limits:
     idle_s: float = 60.0
     grace_s: float = 5.0
     kept_states: int = 1_024
+    max_reference_bytes: int = 10 * 2**20
+    max_reference_s: float = 60.0
+    reference_decode_s: float = 10.0
+    kept_voices: int = 32
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -67,11 +67,17 @@ def from_error(error: BaseException) -> Problem:
     return Problem(500, "engine_error", "the generation failed: the server's log says why, under the stream's id")
 
 
-def from_validation(errors: list[Any]) -> Problem:
-    """The first of pydantic's errors. What was sent is not repeated."""
+def from_validation(errors: list[Any], tagged: bool = False) -> Problem:
+    """The first of pydantic's errors. What was sent is not repeated. tagged: each key stands after its message's type,
+    which is no part of its name."""
     first = errors[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":  # its place is one in the text, not a key
+        reason = first.get("ctx", {}).get("error", message)
+        where = f" at character {path[0]}" if path else ""
+        return Problem(422, "invalid_json", f"expected JSON, could not read it{where}: {reason}")
+    if tagged:
+        path = path[1:]
     what = ".".join(path) or "the body"
-    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
-    return Problem(422, code, f"{what}: {message}", ".".join(path) or None)
+    return Problem(422, "invalid_value", f"{what}: {message}", ".".join(path) or None)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from mktts.server.app import make_app
 from mktts.server.orderly import OrderlyServer
 from mktts.server.problems import RETRY_AFTER_S, Problem
+from mktts.server.references import ReferenceSources
 from mktts.server.studio import Studio
 
 _POLL_S = 0.02
@@ -18,9 +19,15 @@ _POLL_S = 0.02
 class Server(OrderlyServer):
     """uvicorn, ending in order: refuse new streams, let open ones finish for a while, cancel the rest, go."""
 
-    def __init__(self, studio: Studio, api_key: str | None = None, origins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        studio: Studio,
+        api_key: str | None = None,
+        origins: Collection[str] = (),
+        sources: ReferenceSources | None = None,
+    ) -> None:
         super().__init__(
-            make_app(studio, api_key, origins),
+            make_app(studio, api_key, origins, sources),
             studio.limits.max_body_bytes,
             # A client that plays as it reads has its pong behind minutes of audio; stall_s finds dead ones.
             ws_ping_timeout=None,

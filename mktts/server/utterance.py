@@ -84,6 +84,11 @@ class Utterance:
         return None if self._first_audio_s is None else round(self._first_audio_s * 1_000, 3)
 
     @property
+    def frames(self) -> int:
+        """Handed to the connection so far."""
+        return self._frames
+
+    @property
     def audio_s(self) -> float:
         return self._samples / SAMPLE_RATE_HZ
 

@@ -90,7 +90,7 @@ class SpeechSocket:
             except KeyError:
                 raise Problem(422, "not_text", "expected a JSON message, got a binary one") from None
             except ValidationError as error:
-                raise from_validation(error.errors(include_input=False)) from None
+                raise from_validation(error.errors(include_input=False), tagged=True) from None
 
     def _take(self, message: StrictModel) -> None:
         if isinstance(message, Start):

@@ -20,6 +20,7 @@ from mktts.speech.options import Chunk
 from mktts.speech.text import check_length, clean_piece
 
 if TYPE_CHECKING:
+    from mktts.speech.front import FrontEndFeed
     from mktts.speech.script import CollectedScript, FedScript
 
 
@@ -134,12 +135,23 @@ class Session(Stream):
     """A stream whose text is written while it is spoken.
 
     `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
-    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins.
+    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
+    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
+    them, other words for the end of the next one.
     """
 
-    def __init__(self, engine: Wakes, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
+    def __init__(
+        self,
+        engine: Wakes,
+        job: Job,
+        seed: int,
+        script: FedScript | CollectedScript,
+        front_end: FrontEndFeed | None = None,
+    ) -> None:
+        """front_end: what the text goes through."""
         super().__init__(engine, job, seed)
         self._script = script
+        self._front_end = front_end
         self._writing = threading.Lock()
         self._chars = 0
         self._visible = False
@@ -148,7 +160,8 @@ class Session(Stream):
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
-        Raises TextError when `piece` is not a str or the whole exceeds MAX_TEXT_CHARS, EngineError after `finish`.
+        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
+        no words for its letters; such a piece is not taken. Raises EngineError after `finish`.
         """
         piece = clean_piece(piece)
         with self._writing:
@@ -157,17 +170,19 @@ class Session(Stream):
             if self._job.over:
                 return
             check_length(self._chars + len(piece))
+            words = piece if self._front_end is None else self._front_end.push(piece)
             self._chars += len(piece)
             if not self._visible and piece.strip():
                 self._visible = True
                 self._script.started_s = time.perf_counter()
-            self._script.feed(piece)
+            self._script.feed(words)
         self._engine.wake()
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing.
 
-        Raises TextError when nothing visible was fed; the stream is then cancelled.
+        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
+        then cancelled.
         """
         with self._writing:
             if self._finished:
@@ -176,6 +191,12 @@ class Session(Stream):
             if not self._visible and not self._job.over:
                 self._job.cancel()
                 raise TextError("expected text to speak before finish, got none")
+            if self._front_end is not None and not self._job.over:
+                try:
+                    self._script.feed(self._front_end.finish())
+                except TextError:
+                    self._job.cancel()
+                    raise
             self._script.finish()
         self._engine.wake()
 

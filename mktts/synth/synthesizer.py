@@ -19,6 +19,7 @@ from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
+from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.job import EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
@@ -94,7 +95,7 @@ class Synthesizer:
     ) -> None:
         """Puts made models behind the interface; `load` is the usual way in. One of `model` and `together` may be None.
 
-        later: makes `together` when it is needed.
+        later: makes `together` when it is needed. `front_end` is what the checkpoint has its text read by, or None.
         """
         self.checkpoint = checkpoint
         self.backend_name = (model or together.model).name
@@ -104,6 +105,8 @@ class Synthesizer:
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
+        name = checkpoint.text_front_end() if checkpoint else None
+        self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
         self._models = Models(model, together, later)
         executors = [*([] if model is None else [OneByOne()]), *([] if together is None else [together])]
         self._engine = Engine(executors, cpu_threads=cpu_threads)
@@ -197,7 +200,8 @@ class Synthesizer:
         model, engine = self._models.pick(self._engine.open_streams, plan.sampling)
         work, script = model.listen(request, max_chars, plan)
         job = self._engine.open(work, plan.options.buffer_frames, engine)
-        return Session(self._engine, job, plan.seed, script)
+        feed = self.front_end and self.front_end.feed(request.language)
+        return Session(self._engine, job, plan.seed, script, feed)
 
     def _stream(
         self,
@@ -208,7 +212,8 @@ class Synthesizer:
         served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName] | None = None,
     ) -> Stream:
         request, plan = self._checked(clean_text(text), settings)
-        pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
+        spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
+        pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         model, engine = served_by or self._models.pick(self._engine.open_streams, plan.sampling)
         work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
         return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames, engine, paced), plan.seed)

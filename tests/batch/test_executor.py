@@ -57,7 +57,7 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     second = at.say(seed=2, frames=frames, options=HELD)
     at.run(until_s=0.2)
     door = at.together._door
-    assert at.together._in_line == {second} and door.obstacle(door._line[0], at.lanes.model) == reason
+    assert at.together._in_line == {second} and door.obstacle(door._first(paced=True), at.lanes.model) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)

@@ -19,6 +19,9 @@ def test_rows_do_not_feel_the_number_of_programs_nor_their_place(dtype):
     slots = len(LENGTHS)
     pages = torch.randn(slots * PAGES, LAYERS, KV_HEADS, 2, PAGE, WIDTH, generator=g, device="cuda").to(dtype)
     table = torch.randperm(slots * PAGES, generator=g, device="cuda").int().view(slots, PAGES)
+    for row, length in enumerate(LENGTHS):  # what lies behind the newest position may be anything
+        for page in range(length // PAGE, PAGES):
+            pages[table[row, page].long(), :, :, :, max(0, length - page * PAGE) :] = torch.nan
     queries = torch.randn(slots, HEADS * WIDTH, generator=g, device="cuda").to(dtype)
     last = torch.tensor(LENGTHS, device="cuda").int() - 1
     slot = torch.arange(slots, device="cuda").int()
@@ -45,9 +48,9 @@ def attended(queries, slot, last, table, pages, programs):
     part = torch.full((count, HEADS, PARTS, WIDTH), torch.nan, device="cuda")
     bounds = torch.full((count, HEADS, PARTS, 2), torch.nan, device="cuda")
     shape = {"HEADS": HEADS, "D": WIDTH, "PAGE": PAGE, "PARTS": PARTS}
-    attention.attend[(count, KV_HEADS, programs)](
+    attention.attend[(KV_HEADS, count, programs)](
         queries, slot, last, table, pages, out, part, bounds, PAGES, LAYER, LAYERS, WIDTH**-0.5, programs,
-        **shape, KV_HEADS=KV_HEADS, QUERIES=16, num_warps=4, num_stages=3, enable_fp_fusion=False,
+        **shape, KV_HEADS=KV_HEADS, QUERIES=8, num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     if programs > 1:
         attention.combine[(count, HEADS)](last, part, bounds, out, **shape, num_warps=1, enable_fp_fusion=False)

@@ -119,6 +119,10 @@ def test_loopback_needs_no_key(host, monkeypatch, capsys):
         (["--port", "TAKEN"], "name another --port"),
         (["--voice", "anna"], "--voice must be NAME=FILE"),
         (["--voice", "anna=absent.safetensors"], "absent.safetensors"),
+        (["--voice-alias", "alloy"], "--voice-alias must be ALIAS=NAME"),
+        (["--voice-alias", "alloy=nobody", "--checkpoint", "random:tiny"], "got 'nobody'"),
+        (["--reference-folder", "absent"], "--reference-folder absent: expected a folder"),
+        (["--reference-host", "http://files.example"], "--reference-host must be a host's name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -6,6 +6,7 @@ graph. Padded lanes and rows work on the slot that is nobody's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -25,7 +26,12 @@ from mktts.codec.state import CodecState
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 _BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
-_QUERIES = 16  # the least that a matrix product takes
+_QUERIES = 8  # the least columns that a matrix product takes
+# Fixed for all buckets, since they decide the order of sums. 128 registers let four programs share a multiprocessor.
+_ATTENTION = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
+_PLACED_HEADS = 4  # key-value heads of a program, at most
+_PREDICTED_HEADS = 2
+_OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
 class SlotCodec(Protocol):
@@ -36,6 +42,9 @@ class SlotCodec(Protocol):
 
     def enter(self, slot: int, primed: CodecState | None) -> None:
         """The slot begins with silence, or goes on from `primed`. Queued on the current CUDA stream."""
+
+    def silence(self, slots: Tensor) -> None:
+        """The slots (n,) int64, on the device, begin with silence. Queued on the current CUDA stream."""
 
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
         """codes (B, 16) int32 of slots `lanes` (B,) int32 -> pcm (B, 1920) float32 in [-1, 1]."""
@@ -96,17 +105,19 @@ class Frame:
     def _attend(self, layer: int, qkv: Tensor) -> Tensor:
         stack, space, c = self._weights.talker, self.space, self._weights.talker.config
         table, pages = self._pages.table, self._pages.memory
-        shape = {"HEADS": c.num_attention_heads, "KV_HEADS": c.num_key_value_heads, "D": c.head_dim, "PAGE": PAGE_ROWS}
-        count, stride = len(qkv), table.shape[1]
-        launch(rows.place_heads, (count, c.num_key_value_heads),
+        kv_heads = c.num_key_value_heads
+        shape = {"HEADS": c.num_attention_heads, "KV_HEADS": kv_heads, "D": c.head_dim, "PAGE": PAGE_ROWS}
+        count, stride, tile = len(qkv), table.shape[1], math.gcd(kv_heads, _PLACED_HEADS)
+        launch(rows.place_heads, (count, kv_heads // tile),
             qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, space.row_slot, space.row_pos,
-            table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, num_warps=1,
+            table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, TILE=tile,
+            num_warps=1,
         )  # fmt: skip
-        launch(attention.attend, (count, c.num_key_value_heads, self._programs),
+        launch(attention.attend, (kv_heads, count, self._programs),
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
             space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
-            **shape, PARTS=ATTENTION_PARTS, QUERIES=_QUERIES, num_warps=4, num_stages=3, maxnreg=128,
-            enable_fp_fusion=False,
+            **shape, PARTS=ATTENTION_PARTS, QUERIES=max(_QUERIES, _power_of_two(c.num_attention_heads // kv_heads)),
+            **_ATTENTION, enable_fp_fusion=False,
         )  # fmt: skip
         if self._programs > 1:
             launch(attention.combine, (count, c.num_attention_heads),
@@ -138,10 +149,12 @@ class Frame:
     def _attend_few(self, layer: int, qkv: Tensor, start: int, new: int) -> Tensor:
         stack, c = self._weights.predictor, self._weights.predictor.config
         out = qkv.new_empty(len(qkv), c.num_attention_heads * c.head_dim)
-        launch(rows.attend_predictor, (self.lane_count, c.num_key_value_heads),
+        tile = math.gcd(c.num_key_value_heads, _PREDICTED_HEADS)
+        launch(rows.attend_predictor, (self.lane_count, c.num_key_value_heads // tile),
             qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self.space.cache[layer], out,
             c.rms_norm_eps, c.head_dim**-0.5, start, HEADS=c.num_attention_heads, KV_HEADS=c.num_key_value_heads,
-            D=c.head_dim, POSITIONS=NUM_CODEBOOKS, NEW=new, num_warps=1,
+            D=c.head_dim, POSITIONS=NUM_CODEBOOKS, TILE=tile, OLD=-(-start // _OLD_POSITIONS) * _OLD_POSITIONS, NEW=new,
+            num_warps=1,
         )  # fmt: skip
         return out
 

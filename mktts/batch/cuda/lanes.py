@@ -23,7 +23,7 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.paged import PagedMemory
 from mktts.batch.cuda.products import products_for
 from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.stage import Stage
+from mktts.batch.cuda.stage import Stage, uploaded
 from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
 from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
@@ -131,6 +131,7 @@ class CudaLanes:
         self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
+        self._silent: set[int] = set()  # slots whose codec begins anew before the next tick
         self._after_caller()
 
     # ---- buckets
@@ -170,9 +171,13 @@ class CudaLanes:
         """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
-        if reference is not None and self._primed is None:
+        if reference is None:
+            self._silent.add(slot)  # those of many arrivals are cleared together
+            return
+        if self._primed is None:
             raise EngineError("these lanes cannot hear a reference: make them with primed=")
-        state = None if reference is None else self._primed(reference)
+        state = self._primed(reference)
+        self._silent.discard(slot)
         self._after_caller()
         with torch.cuda.stream(self._stream):
             self._codec.enter(slot, state)
@@ -187,7 +192,6 @@ class CudaLanes:
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(seed))
         self._prompts[slot] = prompt.to(self.device, self.dtype).contiguous()
-        self._after_caller()
         self._memory.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -219,6 +223,7 @@ class CudaLanes:
         with torch.cuda.stream(self._stream):
             stage.begin(self._waiting[-1] if self._waiting else None)
             self._memory.push()
+            self._clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             self._replays.get(tick.bucket, bucket.frame.run)()
             space = bucket.frame.space
@@ -276,6 +281,12 @@ class CudaLanes:
                 made.append(row)
             addresses.append(row.data_ptr())
         return addresses, made
+
+    def _clear(self) -> None:
+        """The codec forgets what the slots of new streams held."""
+        if self._silent:
+            self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
+            self._silent.clear()
 
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""

@@ -99,6 +99,7 @@ def config_files(sizes: TalkerSizes, text_ids: dict[str, int]) -> dict[str, Json
         "repetition_penalty": REPETITION_PENALTY,
         "max_new_tokens": MAX_NEW_FRAMES,
         "max_chars_per_segment": MAX_CHARS_PER_SEGMENT,
+        "text_front_end": LANGUAGE,
     }
     return files
 

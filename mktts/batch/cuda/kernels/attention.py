@@ -19,12 +19,13 @@ def _part_pages(pages, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _join(top, total, sums, top_2, total_2, sums_2, QUERIES: tl.constexpr):
-    """Softmax sums of two ranges of positions -> those of both: largest score, sum of exponentials, weighted values."""
+def _join(top, total, sums, top_2, total_2, sums_2):
+    """Softmax sums of two ranges of positions -> those of both: largest score, sum of exponentials (queries,), weighted
+    values (D, queries)."""
     higher = tl.maximum(top, top_2)
     fade = tl.exp(top - higher)
     fade_2 = tl.exp(top_2 - higher)
-    sums = sums * tl.reshape(fade, (QUERIES, 1)) + sums_2 * tl.reshape(fade_2, (QUERIES, 1))
+    sums = sums * fade[None, :] + sums_2 * fade_2[None, :]
     return higher, total * fade + total_2 * fade_2, sums
 
 
@@ -34,16 +35,17 @@ def attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, kv head, i of `programs`): softmax(q k) v over positions 0..row_pos of the row's slot.
+    """Program (kv head, row, i of `programs`): softmax(q k) v over positions 0..row_pos of the row's slot.
 
     programs 1: the only one makes all parts and writes `out` (rows, HEADS D). programs PARTS: each makes a part and
     writes sums to `part` (rows, HEADS, PARTS, D) fp32, its largest score and total to `bounds` (rows, HEADS, PARTS, 2)
-    fp32, for `combine`. QUERIES: the query heads of a kv head, padded to what a matrix product takes.
+    fp32, for `combine`. QUERIES: the query heads of a kv head, padded to what a matrix product takes as its columns;
+    positions are its rows, so that the matrix unit reads keys and values where they lie.
     """
     T: tl.constexpr = q.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # the quickest to change, so that what runs together reads memory that lies together
+    row = tl.program_id(1).to(tl.int64)
     number = tl.program_id(2)
     slot = tl.load(row_slot + row)
     length = tl.load(row_pos + row) + 1
@@ -57,38 +59,38 @@ def attend(
     first = number * each
     last = tl.where(programs == 1, count, tl.minimum(first + each, count))
     if first < last:
-        queries = tl.load(q + places, mask=mine[:, None], other=0.0)
+        queries = tl.trans(tl.load(q + places, mask=mine[:, None], other=0.0))
         all_top = tl.full((QUERIES,), _FAR, tl.float32)
         all_total = tl.zeros((QUERIES,), tl.float32)
-        all_sums = tl.zeros((QUERIES, D), tl.float32)
+        all_sums = tl.zeros((D, QUERIES), tl.float32)
         top = tl.full((QUERIES,), _FAR, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
-        sums = tl.zeros((QUERIES, D), tl.float32)
+        sums = tl.zeros((D, QUERIES), tl.float32)
         for i in range(first, last):
             page = tl.load(table + slot * table_stride + i).to(tl.int64)
             keys = pages + ((page * layers + layer) * KV_HEADS + kv_head) * 2 * PAGE * D
-            k = tl.load(keys + p[None, :] * D + d[:, None])
-            v = tl.load(keys + PAGE * D + p[:, None] * D + d[None, :])
+            here = i * PAGE + p < length  # what lies behind the newest position may be anything: it is not read
+            k = tl.load(keys + p[:, None] * D + d[None, :], mask=here[:, None], other=0.0)
+            v = tl.load(keys + PAGE * D + p[None, :] * D + d[:, None], mask=here[None, :], other=0.0)
             if (i % each == 0) & (i > first):  # a new part
-                all_top, all_total, all_sums = _join(all_top, all_total, all_sums, top, total, sums, QUERIES)
+                all_top, all_total, all_sums = _join(all_top, all_total, all_sums, top, total, sums)
                 top = tl.full((QUERIES,), _FAR, tl.float32)
                 total = tl.zeros((QUERIES,), tl.float32)
-                sums = tl.zeros((QUERIES, D), tl.float32)
-            here = i * PAGE + p < length
-            score = tl.where(here[None, :], tl.dot(queries, k, input_precision="ieee") * scale, _FAR)
-            higher = tl.maximum(top, tl.max(score, 1))
-            e = tl.exp(score - higher[:, None])
+                sums = tl.zeros((D, QUERIES), tl.float32)
+            score = tl.where(here[:, None], tl.dot(k, queries, input_precision="ieee") * scale, _FAR)
+            higher = tl.maximum(top, tl.max(score, 0))
+            e = tl.exp(score - higher[None, :])
             fade = tl.exp(top - higher)
-            total = total * fade + tl.sum(e, 1)
-            v = tl.where(here[:, None], v, 0.0)  # what lies behind the newest position may be anything, NaN included
-            sums = sums * fade[:, None] + tl.dot(e.to(T), v, input_precision="ieee")
+            total = total * fade + tl.sum(e, 0)
+            sums = tl.dot(v, e.to(T), sums * fade[None, :], input_precision="ieee")
             top = higher
         if programs == 1:
-            all_top, all_total, all_sums = _join(all_top, all_total, all_sums, top, total, sums, QUERIES)
-            tl.store(out + places, (all_sums / all_total[:, None]).to(T), mask=mine[:, None])
+            all_top, all_total, all_sums = _join(all_top, all_total, all_sums, top, total, sums)
+            made = tl.trans((all_sums / all_total[None, :]).to(T))
+            tl.store(out + places, made, mask=mine[:, None])
         else:
             at = (row * HEADS + kv_head * GROUP + g) * PARTS + number
-            tl.store(part + at[:, None] * D + d[None, :], sums, mask=mine[:, None])
+            tl.store(part + at[:, None] * D + d[None, :], tl.trans(sums), mask=mine[:, None])
             tl.store(bounds + at * 2, top, mask=mine)
             tl.store(bounds + at * 2 + 1, total, mask=mine)
 
@@ -101,16 +103,16 @@ def combine(row_pos, part, bounds, out, HEADS: tl.constexpr, D: tl.constexpr, PA
     head = row * HEADS + tl.program_id(1)
     count = (tl.load(row_pos + row) + PAGE) // PAGE
     each = _part_pages(count, PARTS)
-    d = tl.arange(0, D)
+    d = tl.arange(0, D)[:, None]
+    one = tl.arange(0, 1)
     top = tl.full((1,), _FAR, tl.float32)
     total = tl.zeros((1,), tl.float32)
-    sums = tl.zeros((1, D), tl.float32)
-    one = tl.arange(0, 1)
+    sums = tl.zeros((D, 1), tl.float32)
     for z in tl.static_range(PARTS):
         here = z * each < count
         at = head * PARTS + z
         top_2 = tl.load(bounds + at * 2 + one, mask=here & (one < 1), other=_FAR)
         total_2 = tl.load(bounds + at * 2 + 1 + one, mask=here & (one < 1), other=0.0)
-        sums_2 = tl.load(part + at * D + d[None, :] + one[:, None], mask=here & (d[None, :] < D), other=0.0)
-        top, total, sums = _join(top, total, sums, top_2, total_2, sums_2, 1)  # an empty part changes nothing
-    tl.store(out + head * D + d[None, :], (sums / total[:, None]).to(T))
+        sums_2 = tl.load(part + at * D + d + one[None, :], mask=here & (d < D), other=0.0)
+        top, total, sums = _join(top, total, sums, top_2, total_2, sums_2)  # an empty part changes nothing
+    tl.store(out + head * D + d + one[None, :], (sums / total[None, :]).to(T))

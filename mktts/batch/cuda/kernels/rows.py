@@ -45,15 +45,17 @@ def silu_mul(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def norm_rope(head, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
-    """The head (D,) at `head`, normalised and rotated: its two halves, in T."""
+def norm_rope(heads, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
+    """Heads at `heads` (N, D / 2), which points at their first halves, normalised and rotated: both halves, in T.
+
+    weight: as wide, points at the first half of the norm's. cos, sin fp32, as wide.
+    """
     HALF: tl.constexpr = D // 2
-    d = tl.arange(0, HALF)
-    a = tl.load(head + d).to(tl.float32)
-    b = tl.load(head + HALF + d).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)
-    a = ((a * scale).to(T).to(tl.float32) * tl.load(weight + d).to(tl.float32)).to(T).to(tl.float32)
-    b = ((b * scale).to(T).to(tl.float32) * tl.load(weight + HALF + d).to(tl.float32)).to(T).to(tl.float32)
+    a = tl.load(heads).to(tl.float32)
+    b = tl.load(heads + HALF).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+    a = ((a * scale).to(T).to(tl.float32) * tl.load(weight).to(tl.float32)).to(T).to(tl.float32)
+    b = ((b * scale).to(T).to(tl.float32) * tl.load(weight + HALF).to(tl.float32)).to(T).to(tl.float32)
     first = ((a * cos).to(T).to(tl.float32) + (-b * sin).to(T).to(tl.float32)).to(T)
     second = ((b * cos).to(T).to(tl.float32) + (a * sin).to(T).to(tl.float32)).to(T)
     return first, second
@@ -62,84 +64,110 @@ def norm_rope(head, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride", "layer", "layers"])
 def place_heads(
     qkv, q_norm, k_norm, cos, sin, row_slot, row_pos, table, pages, q_out, eps, table_stride, layer, layers,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, kv head): norm and rotation of its query heads, into q_out, and of its key; key and value go to
-    their page. qkv (rows, (HEADS + 2 KV_HEADS) D); cos, sin (positions, D / 2)."""
+    """Program (row, TILE kv heads): norm and rotation of their query heads, into q_out, and of their keys; keys and
+    values go to their page. qkv (rows, (HEADS + 2 KV_HEADS) D); cos, sin (positions, D / 2)."""
     T: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(row_slot + row)
     position = tl.load(row_pos + row)
-    d = tl.arange(0, HALF)
+    d = tl.broadcast_to(tl.arange(0, HALF)[None, :], (TILE, HALF))
     c = tl.load(cos + position * HALF + d).to(tl.float32)
     s = tl.load(sin + position * HALF + d).to(tl.float32)
     heads = qkv + row * (HEADS + 2 * KV_HEADS) * D
     for g in tl.static_range(GROUP):
-        a, b = norm_rope(heads + (kv_head * GROUP + g) * D, q_norm, c, s, eps, T, D)
-        out = q_out + (row * HEADS + kv_head * GROUP + g) * D
-        tl.store(out + d, a)
-        tl.store(out + HALF + d, b)
-    a, b = norm_rope(heads + (HEADS + kv_head) * D, k_norm, c, s, eps, T, D)
+        at = (kv_head * GROUP + g)[:, None] * D + d
+        a, b = norm_rope(heads + at, q_norm + d, c, s, eps, T, D)
+        out = q_out + row * HEADS * D + at
+        tl.store(out, a)
+        tl.store(out + HALF, b)
+    a, b = norm_rope(heads + (HEADS + kv_head)[:, None] * D + d, k_norm + d, c, s, eps, T, D)
     page = tl.load(table + slot * table_stride + position // PAGE).to(tl.int64)
-    key = pages + (((page * layers + layer) * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * D
-    tl.store(key + d, a)
-    tl.store(key + HALF + d, b)
-    value = heads + (HEADS + KV_HEADS + kv_head) * D
-    tl.store(key + PAGE * D + d, tl.load(value + d))
-    tl.store(key + PAGE * D + HALF + d, tl.load(value + HALF + d))
+    keys = pages + ((page * layers + layer) * KV_HEADS * 2 * PAGE + position % PAGE) * D
+    keys += kv_head[:, None] * (2 * PAGE * D) + d
+    values = heads + (HEADS + KV_HEADS + kv_head)[:, None] * D + d
+    tl.store(keys, a)
+    tl.store(keys + HALF, b)
+    tl.store(keys + PAGE * D, tl.load(values))
+    tl.store(keys + PAGE * D + HALF, tl.load(values + HALF))
 
 
 @triton.jit(do_not_specialize=["start"])
 def attend_predictor(
     qkv, q_norm, k_norm, cos, sin, cache, out, eps, scale, start,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, POSITIONS: tl.constexpr, NEW: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, POSITIONS: tl.constexpr, TILE: tl.constexpr,
+    OLD: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, kv head) of the code predictor: norm, rotation, cache and attention of NEW positions from `start`.
+    """Program (lane, TILE kv heads) of the code predictor: norm, rotation, cache and attention of NEW positions from
+    `start`, which is at most OLD.
 
     qkv (lanes * NEW, (HEADS + 2 KV_HEADS) D); cache (lanes, KV_HEADS, 2, POSITIONS, D) of this layer; out (lanes * NEW,
-    HEADS D). All sixteen positions of a frame fit in registers, so that nothing is paged.
+    HEADS D). All of a frame's positions fit in registers, so that nothing is paged. Every tensor is (TILE, D / 2), the
+    first or the second half of heads: then sums over positions need no exchange between threads. OLD does not touch
+    the result: positions from `start` on add zeros.
     """
     T: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     lane = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    d = tl.arange(0, HALF)
-    p = tl.arange(0, POSITIONS)
-    keys = cache + (lane * KV_HEADS + kv_head) * 2 * POSITIONS * D
+    kv_head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    d = tl.broadcast_to(tl.arange(0, HALF)[None, :], (TILE, HALF))
+    keys = cache + lane * (KV_HEADS * 2 * POSITIONS * D) + kv_head[:, None] * (2 * POSITIONS * D) + d
     values = keys + POSITIONS * D
-    place = p[:, None] * D + d[None, :]
-    old = (p < start)[:, None]
-    k1 = tl.load(keys + place, mask=old, other=0.0).to(tl.float32)
-    k2 = tl.load(keys + HALF + place, mask=old, other=0.0).to(tl.float32)
-    v1 = tl.load(values + place, mask=old, other=0.0).to(tl.float32)
-    v2 = tl.load(values + HALF + place, mask=old, other=0.0).to(tl.float32)
+    k1, k2, v1, v2 = (), (), (), ()  # halves of keys and values by position, OLD of the cache, then the new ones
+    for p in tl.static_range(OLD):
+        old = (d >= 0) & (p < start)
+        k1 += (tl.load(keys + p * D, mask=old, other=0.0),)
+        k2 += (tl.load(keys + p * D + HALF, mask=old, other=0.0),)
+        v1 += (tl.load(values + p * D, mask=old, other=0.0),)
+        v2 += (tl.load(values + p * D + HALF, mask=old, other=0.0),)
     for i in tl.static_range(NEW):
-        heads = qkv + (lane * NEW + i) * (HEADS + 2 * KV_HEADS) * D
-        position = start + i
-        c = tl.load(cos + position * HALF + d).to(tl.float32)
-        s = tl.load(sin + position * HALF + d).to(tl.float32)
-        a, b = norm_rope(heads + (HEADS + kv_head) * D, k_norm, c, s, eps, T, D)
-        va = tl.load(heads + (HEADS + KV_HEADS + kv_head) * D + d)
-        vb = tl.load(heads + (HEADS + KV_HEADS + kv_head) * D + HALF + d)
-        tl.store(keys + position * D + d, a)
-        tl.store(keys + position * D + HALF + d, b)
-        tl.store(values + position * D + d, va)
-        tl.store(values + position * D + HALF + d, vb)
-        here = (p == position)[:, None]
-        k1 = tl.where(here, a.to(tl.float32)[None, :], k1)
-        k2 = tl.where(here, b.to(tl.float32)[None, :], k2)
-        v1 = tl.where(here, va.to(tl.float32)[None, :], v1)
-        v2 = tl.where(here, vb.to(tl.float32)[None, :], v2)
+        row = lane * NEW + i
+        heads = qkv + row * (HEADS + 2 * KV_HEADS) * D
+        c = tl.load(cos + (start + i) * HALF + d).to(tl.float32)
+        s = tl.load(sin + (start + i) * HALF + d).to(tl.float32)
+        a, b = norm_rope(heads + (HEADS + kv_head)[:, None] * D + d, k_norm + d, c, s, eps, T, D)
+        value = heads + (HEADS + KV_HEADS + kv_head)[:, None] * D + d
+        k1, k2, v1, v2 = k1 + (a,), k2 + (b,), v1 + (tl.load(value),), v2 + (tl.load(value + HALF),)
+        q1, q2 = (), ()  # by query head of the group, as all tuples below
         for g in tl.static_range(GROUP):
-            qa, qb = norm_rope(heads + (kv_head * GROUP + g) * D, q_norm, c, s, eps, T, D)
-            w = tl.sum(k1 * qa.to(tl.float32)[None, :], 1) + tl.sum(k2 * qb.to(tl.float32)[None, :], 1)
-            w = tl.where(p <= position, w * scale, _FAR)
-            w = tl.exp(w - tl.max(w, 0))
-            w = w / tl.sum(w, 0)
-            head = out + ((lane * NEW + i) * HEADS + kv_head * GROUP + g) * D
-            tl.store(head + d, tl.sum(v1 * w[:, None], 0).to(T))
-            tl.store(head + HALF + d, tl.sum(v2 * w[:, None], 0).to(T))
+            a, b = norm_rope(heads + (kv_head * GROUP + g)[:, None] * D + d, q_norm + d, c, s, eps, T, D)
+            q1, q2 = q1 + (a.to(tl.float32),), q2 + (b.to(tl.float32),)
+        scores = ()
+        for p in tl.static_range(OLD + i + 1):
+            a, b = k1[p].to(tl.float32), k2[p].to(tl.float32)
+            for g in tl.static_range(GROUP):
+                score = tl.sum(q1[g] * a + q2[g] * b, 1) * scale
+                scores += (tl.where((p < start) | (p >= OLD), score, _FAR),)
+        tops, totals, sums1, sums2 = (), (), (), ()
+        for g in tl.static_range(GROUP):
+            top = scores[g]
+            for p in tl.static_range(1, OLD + i + 1):
+                top = tl.maximum(top, scores[p * GROUP + g])
+            tops += (top,)
+            totals += (tl.zeros((TILE,), tl.float32),)
+            sums1 += (tl.zeros((TILE, HALF), tl.float32),)
+            sums2 += (tl.zeros((TILE, HALF), tl.float32),)
+        for p in tl.static_range(OLD + i + 1):
+            a, b = v1[p].to(tl.float32), v2[p].to(tl.float32)
+            total, sum1, sum2 = totals, sums1, sums2
+            totals, sums1, sums2 = (), (), ()
+            for g in tl.static_range(GROUP):
+                e = tl.exp(scores[p * GROUP + g] - tops[g])
+                totals += (total[g] + e,)
+                sums1 += (sum1[g] + e[:, None] * a,)
+                sums2 += (sum2[g] + e[:, None] * b,)
+        for g in tl.static_range(GROUP):
+            made = out + (row * HEADS + kv_head * GROUP + g)[:, None] * D + d
+            tl.store(made, (sums1[g] / totals[g][:, None]).to(T))
+            tl.store(made + HALF, (sums2[g] / totals[g][:, None]).to(T))
+    for i in tl.static_range(NEW):
+        place = keys + (start + i) * D
+        tl.store(place, k1[OLD + i])
+        tl.store(place + HALF, k2[OLD + i])
+        tl.store(place + POSITIONS * D, v1[OLD + i])
+        tl.store(place + POSITIONS * D + HALF, v2[OLD + i])
