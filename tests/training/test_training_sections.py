@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,8 +250,6 @@ def test_what_is_kept_is_not_done_again(tmp_path):
 
 
 def test_another_voice_has_another_digest(tmp_path):
-    import shutil
-
     small = open_checkpoint(SMALL)
     copy = tmp_path / "copy"
     shutil.copytree(small.folder, copy)
@@ -320,3 +319,16 @@ def test_sections_are_measured_piece_by_piece(tmp_path):
         given(tmp_path, "--quick"), {"numbers": numbers(1), "speed": numbers(-1), "upstream": numbers(-1)}
     )
     assert (told[-1].natural, told[-1].forms, told[-1].sentences, told[-1].ends) == (30, 30, 30, 0)
+
+
+def test_the_sixty_are_read_by_the_front_end_that_a_checkpoint_names_and_by_no_other(tmp_path):
+    folder = tmp_path / "named"
+    shutil.copytree(open_checkpoint(SMALL).folder, folder)
+    path = folder / "generation_config.json"
+    config = {name: value for name, value in json.loads(path.read_text()).items() if name != "text_front_end"}
+    rights = []
+    for named in ({}, {"text_front_end": "english"}):
+        path.write_text(json.dumps(config | named))
+        rights.append(written.word_section(written.items(), written.front_end(open_checkpoint(folder))))
+    assert [found["n"] for found in rights] == [60, 60] and [found["front_end"] for found in rights] == [False, True]
+    assert rights[0]["right"] < 10 and rights[1]["right"] >= 57

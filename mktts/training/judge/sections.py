@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mktts.checkpoint import open_checkpoint
 from mktts.common import read_json
 from mktts.errors import MetricsError
 from mktts.measure.recogniser import vocabulary_of
@@ -113,7 +114,7 @@ def of_numbers(given: Given) -> Figures:
     items = written.items()
     lines = written.lines(items, given.speakers, given.seed)
     listened = _listened("numbers", given, lines, written.choices(items))
-    words = written.word_section(items, written.front_end())
+    words = written.word_section(items, written.front_end(open_checkpoint(given.checkpoint)))
     return {"written": {"words": words, "ear": written.ear_section(items, listened)}}
 
 

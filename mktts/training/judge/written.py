@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from mktts.checkpoint import Checkpoint
 from mktts.measure.word_errors import words
+from mktts.speech.front import spoken
 from mktts.training.data.held_out import normal
 from mktts.training.judge.listener import CHOICE, STUDENT, TEACHER, Line, Listened
 
@@ -43,13 +45,10 @@ def read_items(text: str) -> list[Item]:
     return [Item(written, tuple(map(normal, readings.split(" | ")))) for written, readings in rows]
 
 
-def front_end() -> Callable[[str], str] | None:
-    """A text in English -> the words that are spoken; None where this version has no front end."""
-    try:
-        from mktts.speech.front import spoken
-    except ImportError:
-        return None
-    return lambda text: spoken(text, "english")
+def front_end(checkpoint: Checkpoint) -> Callable[[str], str] | None:
+    """A written text -> the words that are spoken; None for a checkpoint that names no front end."""
+    language = checkpoint.text_front_end()
+    return None if language is None else lambda text: spoken(text, language)
 
 
 def word_section(found: Sequence[Item], read: Callable[[str], str] | None) -> Figures:
