@@ -46,10 +46,10 @@ _FIGURE_OF = {
 }
 FIGURES = {
     "natural_wer_ratio": "word errors over the teacher's, everyday speech, free dictation",
-    "natural_wer_ratio_best": "the same, of the best speaker",
-    "natural_wer_teacher": "the teacher's own word errors there",
+    "natural_wer_ratio_best": "word errors over the teacher's, everyday speech, the best speaker",
+    "natural_wer_teacher": "the teacher's own word errors on everyday speech",
     "grammar_wer_ratio_free": "word errors over the teacher's, the grammar's sentences, free dictation",
-    "grammar_wer_ratio_closed": "the same, closed vocabulary",
+    "grammar_wer_ratio_closed": "word errors over the teacher's, the grammar's sentences, closed vocabulary",
     "codec_wer_ratio_free": "the codec alone, free dictation",
     "codec_wer_ratio_closed": "the codec alone, closed vocabulary",
     "buzz_20ms": "noise that repeats after 20 ms (correlation, 3.5 to 7.2 kHz)",
@@ -134,7 +134,8 @@ def quality(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     figures = {name: row for name, row in evaluation.get("figures", {}).items() if "must" in row}
     before = evaluation.get("previous", {})
     rows = []
-    for name, figure in figures.items():
+    for name in [*(name for name in FIGURES if name in figures), *(name for name in figures if name not in FIGURES)]:
+        figure = figures[name]
         was = {"before": before[name]["value"]} if name in before and before[name]["value"] is not None else {}
         what = FIGURES.get(name, name.replace("_", " "))
         rows.append(_row(what, figure["value"], *figure["must"], figure["met"], figure["interval_95"]) | was)
@@ -148,7 +149,7 @@ def quality(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 def _row(
     what: str, value: float | None, bound: str, limit: float, met: bool, interval: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    short = "" if met or not value or not limit else f"{abs(value / limit - 1):.0%}"
+    short = "" if met or not value or limit <= 0 else f"{abs(value / limit - 1):.0%}"
     between = {"95 % interval": "{:.3g} to {:.3g}".format(*interval)} if interval else {}
     measured = "none" if value is None else float(f"{value:.3g}")
     return {"figure": what, "measured": measured, **between, "required": f"{bound} {limit:g}", "met": met} | {
