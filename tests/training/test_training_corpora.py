@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 from mktts.errors import CheckpointError
-from mktts.training.data import texts
+from mktts.training.data import held_out, texts
 from mktts.training.data.corpora import Corpora
 
 WORDS = """a able an and animal barks big bread buy car carrying child's Dublin dog everybody for food garden good he
@@ -97,8 +97,8 @@ def test_the_mixture_is_full_shuffled_by_seed_and_without_repeats(folder, tmp_pa
         assert counts[source] == round(400 * texts.SHARES[source])
     assert sum(texts.SHARES.values()) == pytest.approx(1)
     replies = set(texts.agent_replies())
-    assert Counter(texts.normal(line) for line in lines if line not in replies).most_common(1)[0][1] == 1
-    monkeypatch.setattr(texts, "_held_out", lambda: ((), frozenset(["we were able to walk"])))
+    assert Counter(held_out.normal(line) for line in lines if line not in replies).most_common(1)[0][1] == 1
+    monkeypatch.setattr(held_out, "_sentences", lambda: frozenset(["we were able to walk"]))
     assert "We were able to walk." in lines and "We were able to walk." not in texts.mixed(Corpora(folder), 400, 1)[0]
 
 

@@ -18,7 +18,7 @@ from mktts.errors import CheckpointError
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.training.data.codec_data import shard_paths
-from mktts.training.data.texts import is_held_out, normal
+from mktts.training.data.held_out import is_held_out, normal
 from mktts.training.talker.sizes import LANGUAGE, SPEAKERS
 
 NO_TARGET = -100  # what cross_entropy ignores

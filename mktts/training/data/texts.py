@@ -1,7 +1,7 @@
 """Sentences to learn from (`python -m mktts train texts`) and, apart from them, sentences to be judged by.
 
 The list to learn from mixes the packages that `mktts.training.data.corpora` names with the grammar's own sentences.
-The sentences to be judged by are a file, so no later word or pattern changes them.
+What a list may not hold is in `mktts.training.data.held_out`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import lzma
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from mktts.common import write_whole
 from mktts.errors import OptionsError
 from mktts.training.data import books, grammar, packages
 from mktts.training.data.corpora import MAX_LETTERS, Corpora
+from mktts.training.data.held_out import is_held_out, normal
 
 GRAMMAR, QUOTED, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
 SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
@@ -47,26 +47,6 @@ _JOINED = 0.08  # of the sentences of books are said two at a time, as a segment
 _SALAD_WORDS = (3, 8)
 _PAIR_WORDS = 12  # of each half, at most
 _FEW_WORDS = 3
-
-
-def normal(text: str) -> str:
-    """What makes two sentences the same: words in lower case, no punctuation."""
-    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
-
-
-@cache
-def _held_out() -> tuple[tuple[str, ...], frozenset[str]]:
-    lines = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
-    return tuple(lines), frozenset(normal(line) for line in lines)
-
-
-def held_out() -> list[str]:
-    """The sentences to be judged by, all different; they are never in a list to learn from."""
-    return list(_held_out()[0])
-
-
-def is_held_out(text: str) -> bool:
-    return normal(text) in _held_out()[1]
 
 
 def agent_replies() -> list[str]:

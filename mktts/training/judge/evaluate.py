@@ -22,8 +22,8 @@ from mktts.measure.metrics import percentiles
 from mktts.measure.recogniser import Recogniser, vocabulary_of
 from mktts.measure.word_errors import words
 from mktts.speech.metrics import summarise
+from mktts.training.data.held_out import held_out
 from mktts.training.data.teacher import SPEAKERS
-from mktts.training.data.texts import held_out
 from mktts.training.judge.quality import Figures, all_figures, lines
 from mktts.training.judge.speakers import Centroids
 from mktts.training.judge.utterances import Measured, Setup, Task, measure
