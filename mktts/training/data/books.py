@@ -114,7 +114,7 @@ def sentences(text: str) -> Iterator[str]:
         for sentence in _END.split(spoken):
             for piece in [sentence] if len(sentence.split()) <= MAX_SENTENCE_WORDS else _CLAUSE.split(sentence):
                 if _FEWEST_WORDS <= len(piece.split()) <= MAX_SENTENCE_WORDS:
-                    yield piece
+                    yield piece.strip(" ,")
 
 
 def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
