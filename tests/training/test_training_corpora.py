@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
     (net / "data.adv").write_text("")
     (program / "bible").write_text(f"#!/bin/sh\ncat <<'END'\n{VERSES}END\n")
     (program / "bible").chmod(0o755)
-    book = ["He said, \"The dog barks.\" Then 2 dogs came.", "Thou shalt walk in the light."]
+    book = ['He said, "The dog barks." Then 2 dogs came.', "Thou shalt walk in the light."]
     monkeypatch.setattr(books, "SOURCES", {source: lambda _: iter(book) for source in books.SOURCES})
     return tmp_path
 
