@@ -18,16 +18,16 @@ from pathlib import Path
 
 from mktts.common import write_whole
 from mktts.errors import OptionsError
-from mktts.training.data import books, grammar, packages
+from mktts.training.data import books, figures, grammar, packages
 from mktts.training.data.corpora import MAX_LETTERS, Corpora
 from mktts.training.data.held_out import is_held_out, normal
 
 GRAMMAR, QUOTED, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
-SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
+SHORT, SALAD, PAIRS, REPLIES, FIGURES = "short", "salad", "pairs", "replies", "figures"
 # Of a list with corpora: two thirds natural. Replies: what the offline agent says, so that it is said well. Salad:
 # words in no order, for spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
 SHARES = {
-    GRAMMAR: 0.265,
+    GRAMMAR: 0.225,
     QUOTED: 0.15,
     GLOSSES: 0.07,
     PROSE: 0.03,
@@ -38,6 +38,7 @@ SHARES = {
     "dialogue": 0.005,
     "manuals": 0.04,
     "definitions": 0.02,
+    FIGURES: 0.04,
     SHORT: 0.03,
     SALAD: 0.02,
     PAIRS: 0.01,
@@ -90,6 +91,7 @@ def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str,
         found[source] = _first(taken, pool, wanted[source])
     makers: dict[str, Callable[[], str]] = {
         SHORT: lambda: _short(rng, words),
+        FIGURES: lambda: figures.sentence(rng),
         SALAD: lambda: _salad(rng, words),
         PAIRS: lambda: _pair(rng),
     }
