@@ -33,7 +33,8 @@ from mktts.training.data.talker_data import NO_TARGET, Clips, Following, Sequenc
 from mktts.training.talker import sizes
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
 from mktts.training.talker.model import TalkerModel
-from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, open_data, train
+from mktts.training.talker.train import open_data, train
+from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
 
 TEXTS = [
     f"{who} {does} the {colour} {thing}."
