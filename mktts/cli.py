@@ -47,6 +47,7 @@ GROUPS: dict[str, Group] = {
         "train bring": ("mktts.training.bring", "pack what such a run has reached"),
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
         "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
+        "train recordings": ("mktts.training.data.recordings", "take recordings with transcripts as the teacher"),
         "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
         "train encode": ("mktts.training.data.encode", "turn audio into codes"),
         "train codec": ("mktts.training.codec.train", "train the codec's decoder"),

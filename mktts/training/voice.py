@@ -26,6 +26,7 @@ from mktts.training.parts import Part, command
 STATUS = "status.json"
 CLIP_S = 3.2  # of a clip of `train texts`, about
 CLIPS_PER_SHARD = 200
+_ALL = 1_000_000  # hours: as many as there are texts for
 _FIT_SHARDS = 40  # seven hours
 _LEAST_SHARDS = 64  # a start of the encoder takes as long as encoding so many
 _MOST_PASSES = 20  # an encoder that fails every time is left alone
@@ -36,7 +37,7 @@ _PACK_S = 30.0
 class Plan:
     """What to train, where, and for how long. Devices of several codecs: one decoder each, of the same codes."""
 
-    texts: Path
+    texts: Path | None  # None: `recordings` are the teacher
     out: Path
     minutes: float
     first_hours: float
@@ -46,6 +47,14 @@ class Plan:
     fit: str = ""  # further words for each command
     codec: tuple[str, ...] = ("",)
     talker: str = ""
+    recordings: Path | None = None
+
+    @property
+    def teacher(self) -> tuple:
+        """Words of the command that makes the audio."""
+        if self.texts is None:
+            return ("recordings", "--data", self.recordings, "--out", self.audio, "--workers", self.workers)
+        return ("teacher", "--texts", self.texts, "--out", self.audio, "--hours", _ALL, "--workers", self.workers)
 
     @property
     def audio(self) -> Path:
@@ -146,8 +155,7 @@ def train(plan: Plan) -> bool:
     """Carries the plan out; whether all that matters ended well. Raises CheckpointError where nothing can begin."""
     run = Run(plan)
     plan.out.mkdir(parents=True, exist_ok=True)
-    words = ("teacher", "--texts", plan.texts, "--out", plan.audio, "--hours", 1_000_000, "--workers", plan.workers)
-    teacher = run.start("teacher", *[lambda: ["nice", *command(*words)]] * 2)  # learners go before it
+    teacher = run.start("teacher", *[lambda: ["nice", *command(*plan.teacher)]] * 2)  # learners go before it
     run.wait_for_shards(teacher, min(_FIT_SHARDS, plan.first_shards))
     fit = ("fit", "--data", plan.audio, "--out", plan.fitted, "--device", plan.codec_devices[0], *shlex.split(plan.fit))
     if not run.start("fit", *[lambda: command(*fit)] * 2).wait(run.until_s):
@@ -184,14 +192,16 @@ def _shards(folder: Path) -> list[Path]:
 EXAMPLES = """examples:
   python -m mktts train voice --texts texts.xz --out RUN --minutes 25 \\
     --codec-devices cuda:0,cuda:1 --talker-devices cuda:2,cuda:3
-  python -m mktts train voice --texts texts.xz --out RUN --minutes 240 --codec-devices cuda --talker-devices cuda
+  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--begin small"
 
 RUN/talker and RUN/codec0 hold what `train talker` and `train codec` leave; further words for a command stand in one
 quoted argument, for each codec device in its own --codec. The last line of standard output is JSON: RUN/status.json."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", type=Path, required=True, metavar="FILE.xz", help="of `train texts`; all are spoken")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--texts", type=Path, metavar="FILE.xz", help="of `train texts`: flite speaks them all")
+    source.add_argument("--recordings", type=Path, metavar="FOLDER", help="with transcripts: `train recordings`")
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder for everything")
     parser.add_argument("--minutes", type=float, required=True, help="from now to the last checkpoint")
     parser.add_argument("--first-hours", type=float, default=36.0, help="of audio to begin with (default: %(default)s)")
@@ -206,9 +216,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains. Raises OptionsError for a file of texts that is not there, CheckpointError where nothing can begin."""
-    if not arguments.texts.is_file():
-        raise OptionsError(f"{arguments.texts}: expected sentences of `train texts`, found no such file")
+    """Trains. Raises OptionsError for a source that is not there, CheckpointError where nothing can begin."""
+    given = arguments.texts or arguments.recordings
+    if not given.exists():
+        raise OptionsError(f"{given}: expected sentences of `train texts` or a folder of recordings, found nothing")
     plan = Plan(
         arguments.texts,
         arguments.out,
@@ -220,6 +231,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.fit,
         tuple(arguments.codec or ("--graphs",)),
         arguments.talker,
+        arguments.recordings,
     )
     well = train(plan)
     print(json.dumps(json.loads((plan.out / STATUS).read_text(encoding="utf-8"))))
