@@ -2,7 +2,10 @@
 
 Two lists, each a file, so that no later word or pattern changes them. `held_out.txt`: sentences of the training
 grammar, hard to guess from their context. `natural.txt`: sentences of everyday speech (news, dialogue, requests,
-stories, descriptions; 4 to 20 words, no digits), written for this purpose and taken from nowhere.
+stories, descriptions; 4 to 20 words, no digits), written for this purpose and taken from nowhere. Of those written, a
+sentence stayed if the recogniser has all its words and mishears at most a quarter of them when the teacher says it
+(three speakers together; 12 of 272 went), whatever a student makes of it. That makes the teacher's own rate a little
+better than by chance, 0.078 of 8 109 words (slt 0.109, rms 0.035, awb 0.090), and every ratio to it a little worse.
 """
 
 from __future__ import annotations
