@@ -22,7 +22,7 @@ DEBIAN, NPM, PYPI = "Debian", "npm", "PyPI"
 
 @dataclass(frozen=True)
 class Package:
-    """name: in its registry. text: what of it is read. licence: of that text."""
+    """name: in its registry. text: what of it is read, if anything. licence: of that text."""
 
     registry: str
     name: str
@@ -33,7 +33,7 @@ class Package:
 PACKAGES = (
     Package(DEBIAN, "wordnet-base", "WordNet 3.0, examples and glosses", "WordNet 3.0 licence, any use"),
     Package(DEBIAN, "wamerican", "SCOWL, words", "permissive"),
-    Package(DEBIAN, "bible-kjv", "the program that prints the King James text", "GPL, nothing of it is read"),
+    Package(DEBIAN, "bible-kjv", "", "GPL; it prints the text of bible-kjv-text"),
     Package(DEBIAN, "bible-kjv-text", "the King James text", "public domain"),
     Package(DEBIAN, "sword-text-web", "the World English Bible", "public domain"),
     Package(DEBIAN, "r-cran-janeaustenr", "Jane Austen's novels", "public domain"),
