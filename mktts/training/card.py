@@ -11,7 +11,6 @@ from mktts.checkpoint.files import WeightFiles
 from mktts.measure.tables import cell
 from mktts.notebook.voice_report import quality, reported
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
-from mktts.training.data.packages import PACKAGES
 
 _HEAD = """---
 license: apache-2.0
@@ -42,16 +41,9 @@ Teacher: the synthesizer flite 2.2 with its voices slt, rms and awb, resampled f
 voices (clustergen) that Carnegie Mellon University built from its own CMU ARCTIC recordings of two American speakers
 and one Scottish. No other audio was used, and no output of another text-to-speech model.
 
-Each speaker's recordings were brought to -23 LUFS by one gain.
-
-Texts: two thirds are natural sentences of free packages, a third are English sentences of a grammar in this repository,
-figures in words and single words. The packages (NOTICE has their terms; none asks anything of a voice that learnt from
-it): {packages}.
-
-Each text is learnt in several written forms: as it stands, as the text front end gives it, in small and capital
-letters, titled, without its last mark, without commas. The held-out sentences are files of the repository,
-mktts/training/data/held_out.txt and natural.txt, apart from all training texts: no training text has six words in a row
-of a natural one.
+Texts: English sentences of a grammar in this repository, and sentences and words of freely licensed Debian packages:
+WordNet 3.0, SCOWL and the King James text (NOTICE has their terms). The held-out sentences are a file of the
+repository, mktts/training/data/held_out.txt, apart from all training texts.
 
 ## How it was made
 
@@ -59,16 +51,10 @@ First codes are fitted to the teacher's speech: a frame's log-mel spectra, pitch
 components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn,
 resumable and deterministic by seed: the codec's decoder to restore speech from its codes, judged by spectra and
 discriminators; talker and code predictor to say codes from text, with the released prompt layouts mixed and the end
-of speech learnt. To make it again, on a machine with flite's libraries:
+of speech learnt. To make it again, with flite's program named by $FLITE:
 
 ```sh
-python -m mktts train texts --corpora PACKAGES --fetch --count 240000 --out texts.xz
-python -m mktts train voice --texts texts.xz --out RUN --minutes M --codec-devices cuda:0,cuda:1 --talker-devices cuda:2
-```
-
-which does in order, or step by step:
-
-```sh
+python -m mktts train texts --corpora PACKAGES --out texts.xz
 python -m mktts train teacher --texts texts.xz --hours H --out AUDIO
 python -m mktts train fit --data AUDIO --out codec.pt
 python -m mktts train encode --codec codec.pt --data AUDIO --out CODES
@@ -122,7 +108,6 @@ def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
         entries=config.predictor.vocab_size,
         rate_hz=FRAME_RATE_HZ,
         sample_rate_hz=SAMPLE_RATE_HZ,
-        packages="; ".join(dict.fromkeys(f"{p.text} ({p.licence})" for p in PACKAGES if p.text)),
     )
     return head + _measured(evaluation) + _TAIL
 

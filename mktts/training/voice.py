@@ -190,8 +190,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 EXAMPLES = """examples:
-  python -m mktts train voice --texts texts.xz --out RUN --minutes 25 \\
-    --codec-devices cuda:0,cuda:1 --talker-devices cuda:2,cuda:3
+  python -m mktts train voice --texts texts.xz --out RUN --minutes 25 --codec-devices cuda:0 --talker-devices cuda:1
   python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--begin small"
 
 RUN/talker and RUN/codec0 hold what `train talker` and `train codec` leave; further words for a command stand in one

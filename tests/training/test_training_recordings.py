@@ -59,6 +59,16 @@ def test_both_layouts_are_read(tmp_path):
     assert {r.speaker for r in recordings.recordings(tmp_path / "two", "me")} == {"me"}
 
 
+@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 22_050, 24_000, 44_100, 48_000])
+def test_any_rate_becomes_24_khz_without_delay(rate_hz):
+    def tone(rate_hz: int) -> np.ndarray:
+        time = np.arange(rate_hz // 2) / rate_hz  # half a second
+        return (np.hanning(len(time)) * np.sin(2 * np.pi * 1_234 * time)).astype(np.float32)
+
+    found, wanted = recordings.resampled(tone(rate_hz), rate_hz), tone(24_000)
+    assert len(found) == len(wanted) and np.abs(found - wanted).max() < 1e-3
+
+
 def test_speakers_get_one_loudness_and_silence_is_cut(tmp_path):
     run("train recordings", "--data", beside(tmp_path / "in"), "--out", tmp_path / "audio", "--workers", 1)
     shard = read_shard(tmp_path / "audio" / "shard00000.npz")

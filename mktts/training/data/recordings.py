@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from mktts.audio import read_audio, to_pcm16
-from mktts.errors import AudioError, BackendUnavailable, OptionsError, TextError
+from mktts.errors import AudioError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data.codec_data import write_shard
 from mktts.training.data.teacher import trimmed
@@ -90,15 +91,23 @@ def _name(path: Path, folder: Path) -> str:
 
 def loaded(path: Path) -> np.ndarray:
     """float32 (n,), mono at 24 kHz. Raises VoiceError for a file that cannot be read."""
-    pcm, rate_hz = read_audio(path)
+    return resampled(*read_audio(path))
+
+
+def resampled(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
+    """float32 (n,) at any rate -> float32 (ceil(n * 24 000 / rate_hz),) at 24 kHz, by its whole spectrum.
+
+    Rates such as 22 050 Hz have hundreds of phases, for which a filter's taps (`mktts.audio.resample`) are many.
+    """
     if rate_hz == SAMPLE_RATE_HZ:
         return pcm
-    try:
-        from scipy.signal import resample_poly
-    except ImportError as error:
-        raise BackendUnavailable(f"recordings at {rate_hz} Hz need the package scipy: {error}") from None
-    divisor = int(np.gcd(SAMPLE_RATE_HZ, rate_hz))
-    return resample_poly(pcm, SAMPLE_RATE_HZ // divisor, rate_hz // divisor).astype(np.float32)
+    divisor = math.gcd(SAMPLE_RATE_HZ, rate_hz)
+    up, down = SAMPLE_RATE_HZ // divisor, rate_hz // divisor
+    blocks = -(-(len(pcm) + rate_hz // 10) // down)  # whole ones, with a tenth of a second between end and start
+    n, m = blocks * down, blocks * up
+    spectrum = np.fft.rfft(np.pad(pcm.astype(np.float64), (0, n - len(pcm))))
+    found = np.fft.irfft(spectrum[: m // 2 + 1], m) * (m / n)
+    return found[: -(-len(pcm) * up // down)].astype(np.float32)
 
 
 def gains(found: Iterable[Recording]) -> dict[str, float]:
