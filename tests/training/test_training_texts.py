@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from commands import run
 
-from mktts.training.data import grammar, held_out, texts
+from mktts.training.data import figures, grammar, held_out, texts
 from mktts.training.data.words import LISTS, TEMPLATES, Entry, article
 
 SHAPE = re.compile(r"[A-Z0-9$][A-Za-z0-9 ,.;:?!'$%-]*[.?!]")
@@ -84,6 +84,16 @@ def test_numbers_in_words():
         "two thousand",
         "eighty-five thousand twelve",
     ]
+
+
+def test_figures_in_words_are_whole_sentences_of_every_kind():
+    rng = random.Random(0)
+    found = [figures.sentence(rng) for _ in range(4000)]
+    assert all(re.fullmatch(r"[A-Z][A-Za-z ,'-]*[.?]", text) for text in found)
+    for said in ("dollars and", " A M", " oh ", "percent", "W W W dot", "point", "twenty-first", "teen hundred"):
+        assert any(said in text for text in found), said
+    wanted = ["first", "twelfth", "twentieth", "thirty-third", "forty-eighth", "one hundredth"]
+    assert [figures.ordinal(n) for n in (1, 12, 20, 33, 48, 100)] == wanted
 
 
 def test_what_judges_is_never_trained_on(monkeypatch):
