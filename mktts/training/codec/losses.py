@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +32,48 @@ def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> T
     return (x - y).abs().mean()
 
 
-def spectral_losses(output: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """`mel`, `stft` (convergence plus log magnitude; Yamamoto et al. 2020), `wave`: scalars, of PCM (B, n)."""
-    mel = sum(mel_distance(output, target, w, bands) for w, bands in _MEL_WINDOWS) / len(_MEL_WINDOWS)
-    stft = output.new_zeros(())
-    for window in _STFT_WINDOWS:
-        x, y = magnitudes(output, window), magnitudes(target, window)
-        convergence = (x - y).norm() / y.norm().clamp(min=_FLOOR)
-        log = (x.clamp(min=_FLOOR).log() - y.clamp(min=_FLOOR).log()).abs().mean()
-        stft = stft + (convergence + log) / len(_STFT_WINDOWS)
-    return {"mel": mel, "stft": stft, "wave": (output - target).abs().mean()}
+def spectral_losses(renderings: Sequence[Tensor], target: Tensor) -> dict[str, Tensor]:
+    """`mel`, `stft` (convergence plus log magnitude; Yamamoto et al. 2020), `wave`: scalars, of PCM (B, n) each.
+
+    Two renderings of the same codes, of independent noise: the mean distance to the target less half the distance
+    between the two, the energy distance (Gritsenko et al. 2020). Of one rendering it asks for the middle of all sounds
+    that the codes may stand for, of which noise is not one; of two it is least where they vary as the targets do.
+    One rendering: the plain distance.
+    """
+    goal, found = _views(target), [_views(rendering) for rendering in renderings]
+    size = [magnitude.norm().clamp(min=_FLOOR) for magnitude in goal.magnitudes]
+    fits = [_distances(views, goal, size) for views in found]
+    losses = {name: sum(fit[name] for fit in fits) / len(fits) for name in fits[0]}
+    if len(found) > 1:
+        apart = _distances(found[0], found[1], size)
+        losses = {name: loss - 0.5 * apart[name] for name, loss in losses.items()}
+    return losses
+
+
+class _Views(NamedTuple):
+    pcm: Tensor
+    mels: list[Tensor]
+    magnitudes: list[Tensor]
+    logs: list[Tensor]
+
+
+def _views(pcm: Tensor) -> _Views:
+    mels = [
+        torch.log((mel_filters(window, bands, pcm.device) @ magnitudes(pcm, window)).clamp(min=_FLOOR))
+        for window, bands in _MEL_WINDOWS
+    ]
+    found = [magnitudes(pcm, window) for window in _STFT_WINDOWS]
+    return _Views(pcm, mels, found, [x.clamp(min=_FLOOR).log() for x in found])
+
+
+def _distances(a: _Views, b: _Views, size: Sequence[Tensor]) -> dict[str, Tensor]:
+    """size: of the target's magnitudes, which convergence is relative to."""
+    mel = sum((x - y).abs().mean() for x, y in zip(a.mels, b.mels, strict=True)) / len(a.mels)
+    # equal renderings have no gradient of their norm; the smallest of numbers gives them one of zero
+    norms = [(x - y).square().sum().add(1e-12).sqrt() for x, y in zip(a.magnitudes, b.magnitudes, strict=True)]
+    convergence = sum(norm / whole for norm, whole in zip(norms, size, strict=True))
+    log = sum((x - y).abs().mean() for x, y in zip(a.logs, b.logs, strict=True))
+    return {"mel": mel, "stft": (convergence + log) / len(size), "wave": (a.pcm - b.pcm).abs().mean()}
 
 
 class Discriminators(nn.Module):

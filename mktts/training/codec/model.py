@@ -25,8 +25,10 @@ class Codec(nn.Module):
     def __init__(self, sizes: CodecSizes = VOICE) -> None:
         super().__init__()
         self.sizes = sizes
-        self.analysis = Analysis(sizes.vector)
-        self.quantizer = SplitQuantizer(NUM_CODEBOOKS, sizes.codebook_size, sizes.vector)
+        self.analysis = Analysis(sizes.components)
+        self.quantizer = SplitQuantizer(
+            NUM_CODEBOOKS, sizes.codebook_size, sizes.components, sizes.noise_books, sizes.noise
+        )
         self.decoder = Decoder(decoder_config(sizes))
 
     def forward(self, codes: Tensor) -> Tensor:

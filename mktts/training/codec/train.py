@@ -142,7 +142,7 @@ def main(arguments: argparse.Namespace) -> int:
     trainer = CodecTrainer(recipe, load_codec(arguments.codec), device, **choices)
     if arguments.resume and (out / STATE).exists():
         trainer.load(out / STATE)
-    crops = Crops(arguments.data, arguments.codes, recipe.crop_frames, recipe.seed)
+    crops = Crops(arguments.data, arguments.codes, recipe.crop_frames, recipe.seed, recipe.onsets)
     audio_s = recipe.batch * recipe.crop_frames * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
     print(f"{crops.hours:.2f} h of audio, {audio_s:.0f} s a step, from step {trainer.step}", flush=True)
     train(trainer, crops, out, arguments.minutes, arguments.every, arguments.stop_at, arguments.by_clock)
