@@ -29,13 +29,13 @@ class CodecRecipe:
     """Everything that decides the result, apart from the data."""
 
     seed: int = 0
-    batch: int = 64
+    batch: int = 12
     crop_frames: int = 26
     steps: int = 12_000  # the learning rate falls to a tenth over these
     warmup_steps: int = 200
     rate: float = 1e-3
     judge_rate: float = 3e-4
-    adversarial_from: int | None = 6_000  # step at which discriminators join; None: never
+    adversarial_from: int | None = None  # step at which discriminators join; None: never
     judged_frames: int = 12  # of each crop go to the discriminators, which cost five times the decoder's work
     mel: float = 15.0
     stft: float = 5.0
@@ -45,7 +45,7 @@ class CodecRecipe:
     draws: int = 2  # renderings of a crop by independent noise; 1: the plain distances, for a codec without noise
     repetition: float = 5.0
     onset: float = 0.5
-    onsets: float = 0.125  # share of the crops that begin where a clip does
+    onsets: float = 0.25  # share of the crops that begin where a clip does
     unheard_frames: int = 3  # of all other crops: their decoder has not heard what comes before
     averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
 
@@ -213,11 +213,14 @@ class CodecTrainer:
 
 
 def load_codec(path: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec alone, fitted or out of a training state, in evaluation mode. Raises CheckpointError without a file."""
+    """The codec alone, in evaluation mode: fitted, or of a training state its averaged weights.
+
+    Raises CheckpointError without a file.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: expected a file of `train fit` or `train codec`, but: {error}") from None
     codec = Codec(CodecSizes(**state["sizes"]))
-    codec.load_state_dict(state["codec"])
+    codec.load_state_dict(state.get("average", state["codec"]))
     return codec.to(device).eval()

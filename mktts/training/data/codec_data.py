@@ -78,10 +78,14 @@ def padded(clip: np.ndarray) -> np.ndarray:
 class Crops:
     """Audio and codes of two folders in RAM; batches of crops that depend on the seed and the step only."""
 
-    def __init__(self, audio: Path, codes: Path, frames: int, seed: int, onsets: float = 0.0) -> None:
+    def __init__(
+        self, audio: Path, codes: Path, frames: int, seed: int, onsets: float = 0.0, hours: float = np.inf
+    ) -> None:
         """codes: shards of `mktts.training.data.encode` named like those of `audio`; audio without codes is left out.
 
-        frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch. Raises AudioError where all is shorter than one crop, or codes are of other audio.
+        frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch. hours:
+        of audio, whole shards until there are as many. Raises AudioError where all is shorter than one crop, or codes
+        are of other audio.
         """
         pcm, found = [], []
         for path in shard_paths(codes):
@@ -96,6 +100,8 @@ class Crops:
                     f"{path}: expected the codes of the shard of its name in {audio}, found {got}: encode it again"
                 )
             pcm += clips
+            if sum(map(len, pcm)) >= hours * 3600 * SAMPLE_RATE_HZ:
+                break
         self.codes = np.concatenate(found)
         self.frames, self.seed, self.onsets = frames, seed, onsets
         begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm[:-1])])
