@@ -17,7 +17,7 @@ from mktts.training.codec.analysis import features
 from mktts.training.codec.defects import onset, repetition
 from mktts.training.codec.fit import fit
 from mktts.training.codec.losses import spectral_losses
-from mktts.training.codec.model import Codec, hub_tensors
+from mktts.training.codec.model import Codec, hub_tensors, noise_books
 from mktts.training.codec.quantizer import scattered
 from mktts.training.codec.sizes import TINY, VOICE, CodecSizes, decoder_config
 from mktts.training.codec.trainer import CodecRecipe, CodecTrainer
@@ -108,6 +108,11 @@ def test_energy_that_jumps_at_frame_edges_is_told_from_noise() -> None:
     even = noise(6, frames=40)[0].numpy()
     steps = even * np.repeat(np.tile([1.0, 0.2], 20), SAMPLES_PER_FRAME)
     assert edge_steps(even) == pytest.approx(1, abs=0.25) and edge_steps(steps) > 3
+
+
+def test_a_files_noise_books_are_counted() -> None:
+    assert noise_books(hub_tensors(fitted(TINY, spoken(60)))) == 2
+    assert noise_books(hub_tensors(fitted(SILENT, spoken(60)))) == 0
 
 
 def repeated_after(sizes: CodecSizes, recipe: CodecRecipe, steps: int) -> float:

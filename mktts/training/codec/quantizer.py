@@ -63,10 +63,7 @@ class SplitQuantizer(nn.Module):
 
     def redrawn(self, codes: Tensor) -> Tensor:
         """Codes (..., all books) with those of the noise books drawn anew by torch's generator of their device."""
-        if not self.noise_books:
-            return codes
-        noise = torch.randint_like(codes[..., -self.noise_books :], self.first.books.shape[1])
-        return torch.cat((codes[..., : -self.noise_books], noise), -1)
+        return redrawn(codes, self.noise_books, self.first.books.shape[1])
 
     @torch.no_grad()
     def fit(self, rows: Tensor, generator: torch.Generator) -> list[float]:
@@ -123,6 +120,17 @@ def scattered(codes: Tensor, count: int, size: int) -> Tensor:
             x = (x ^ (x >> 33 & 0x7FFFFFFF)) * factor
         found.append((x ^ (x >> 33 & 0x7FFFFFFF)) % size)
     return torch.stack(found, -1) if found else codes[..., :0]
+
+
+def redrawn(codes: Tensor, noise_books: int, size: int) -> Tensor:
+    """Codes (..., books) with the last `noise_books` drawn anew below `size`, by torch's generator of their device.
+
+    What learns from codes should see other noise each time: there is nothing in it to remember.
+    """
+    if not noise_books:
+        return codes
+    noise = torch.randint_like(codes[..., -noise_books:], size)
+    return torch.cat((codes[..., :-noise_books], noise), -1)
 
 
 def k_means(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -54,7 +54,7 @@ def train(
     seconds.
     """
     start_s, last_step = clock(), trainer.step
-    last_s = saved_s = start_s
+    last_s, saved_s = start_s, 0.0  # when the last line was printed; how long after the start the state was saved
     last, begun = stop_at or trainer.recipe.steps, min(1.0, trainer.step / trainer.recipe.steps)
     if by_clock:
         last = stop_at or math.inf
@@ -75,10 +75,10 @@ def train(
             trainer.curves.append(line)
             print(_shown(line), flush=True)
             last_step, last_s = trainer.step, clock()
-        if clock() - saved_s >= _SAVE_S:
-            trainer.seconds = before_s + clock() - start_s
+        if 60 * minutes * passed - saved_s >= _SAVE_S:
+            saved_s = 60 * minutes * passed
+            trainer.seconds = before_s + saved_s
             _keep(trainer, out)
-            saved_s = clock()
     batches.close()
     trainer.seconds = before_s + clock() - start_s
     _keep(trainer, out)
