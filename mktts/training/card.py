@@ -121,8 +121,8 @@ def _noise(checkpoint: Checkpoint) -> str:
     if not books:
         return ""
     return (
-        f"The last {books} codebooks carry noise, of which the decoder makes hiss and breath: their codes mean nothing\n"
-        "and have to be drawn. Where greedy decoding keeps them what they are, a hiss repeats itself every 80 ms.\n"
+        f"The last {books} codebooks carry noise, of which the decoder makes hiss and breath, and say nothing.\n"
+        "They have to be drawn. Where greedy decoding keeps them the same, a hiss repeats itself every 80 ms.\n"
     )
 
 

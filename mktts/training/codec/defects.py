@@ -12,7 +12,8 @@ _BAND_HZ = (3_500.0, 7_200.0)  # where speech is mostly noise
 _WINDOW_S, _HOP_S = 0.040, 0.020
 _LOUD = 10 ** (-60 / 20)  # RMS of the band in the target, of full scale
 _FLOOR = 1e-4  # of levels: -80 dBFS
-_START_S, _PART_S = 0.020, 0.002
+_DOUBLINGS = 9
+_START_SAMPLES = 2**_DOUBLINGS
 
 
 def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +35,14 @@ def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def onset(pcm: Tensor, target: Tensor) -> Tensor:
-    """Mean |difference| of levels (natural log, down to -80 dBFS) of 2 ms windows in the first 20 ms of PCM (B, n)."""
-    part = round(_PART_S * SAMPLE_RATE_HZ)
-    heads = (x[:, : round(_START_S * SAMPLE_RATE_HZ)].float().unflatten(1, (-1, part)) for x in (pcm, target))
-    x, y = ((head.square().mean(-1) + _FLOOR**2).log() / 2 for head in heads)
+    """Mean |difference| of levels (natural log, down to -80 dBFS) of parts of the first 21 ms of PCM (B, n).
+
+    The parts are sample 0, sample 1, and from there each as long as all before it. The first samples count for
+    themselves: layers that begin with a history of zeros, and not of what silence is to them, make a click of one.
+    """
+    heads = torch.stack((pcm, target))[..., :_START_SAMPLES].float().square()
+    parts = [heads[..., :1], *(heads[..., n : 2 * n] for n in map((2).__pow__, range(_DOUBLINGS)))]
+    x, y = ((torch.stack([part.mean(-1) for part in parts]) + _FLOOR**2).log() / 2).unbind(1)
     return (x - y).abs().mean()
 
 

@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("adversarial_from", "step at which discriminators join; -1: never"),
         ("draws", "renderings of a crop by independent noise: 2, or 1 for a codec without noise"),
         ("repetition", "weight of what repeats after 20, 40, 60 or 80 ms"),
-        ("onset", "weight of the first 20 ms of a clip"),
+        ("onset", "weight of the first 21 ms of a clip"),
         ("onsets", "share of the crops that begin where a clip does"),
     ):
         default = getattr(CodecRecipe, name)

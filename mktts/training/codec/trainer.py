@@ -44,7 +44,7 @@ class CodecRecipe:
     features: float = 5.0
     draws: int = 2  # renderings of a crop by independent noise; 1: the plain distances, for a codec without noise
     repetition: float = 5.0
-    onset: float = 0.5
+    onset: float = 1.0
     onsets: float = 0.25  # share of the crops that begin where a clip does
     unheard_frames: int = 3  # of all other crops: their decoder has not heard what comes before
     averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
