@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import run
 from torch import Tensor
 
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.training.codec import fit as codec_fit
+from mktts.training.codec import train as codec_train
 from mktts.training.codec.analysis import features
 from mktts.training.codec.defects import onset, repetition
 from mktts.training.codec.fit import fit
@@ -20,7 +23,7 @@ from mktts.training.codec.losses import spectral_losses
 from mktts.training.codec.model import Codec, hub_tensors, noise_books
 from mktts.training.codec.quantizer import scattered
 from mktts.training.codec.sizes import TINY, VOICE, CodecSizes, decoder_config
-from mktts.training.codec.trainer import CodecRecipe, CodecTrainer
+from mktts.training.codec.trainer import CodecRecipe, CodecTrainer, load_codec
 from mktts.training.codec.warm import grown, recovered, sizes_of
 from mktts.training.data.codec_data import Crops, vowels, write_shard
 from mktts.training.data.encode import encode_shard
@@ -200,3 +203,23 @@ def test_a_grown_codec_encodes_as_before_and_takes_every_weight() -> None:
 def test_silence_of_a_second_is_long_enough_for_all_lags() -> None:
     short = torch.zeros(1, SAMPLE_RATE_HZ // 5)
     assert float(repetition(short, short)[0]) == 0
+
+
+def test_commands_begin_with_a_file_and_widen_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = replace(TINY, latent=24)
+    monkeypatch.setattr(codec_fit, "VOICE", TINY)
+    monkeypatch.setattr(codec_train, "WIDE", wide)
+    audio, file, begun = tmp_path / "audio", tmp_path / "old.pt", tmp_path / "new.pt"
+    write_shard(audio / "a.npz", [vowels(2.0), vowels(2.0, 1)], ["slt"] * 2, ["one"] * 2)
+    codec_fit.save(fitted(SILENT, spoken(60)), file)
+    run("train fit", "--data", audio, "--out", begun, "--begin", file, "--device", "cpu")
+    run("train encode", "--data", audio, "--codec", begun, "--out", tmp_path / "codes", "--device", "cpu")
+    assert torch.equal(load_codec(begun).encode(spoken(9))[..., :14], load_codec(file).encode(spoken(9))[..., :14])
+    command = ["--data", audio, "--codes", tmp_path / "codes", "--codec", begun, "--out", tmp_path / "out", "--wide"]
+    command += ["--batch", "2", "--crop-frames", "6", "--steps", "3", "--device", "cpu", "--hours", "1"]
+    run("train codec", *command, "--stop-at", "1")
+    run("train codec", *command, "--resume")
+    trained = load_codec(tmp_path / "out" / "state.pt")
+    assert trained.sizes == wide
+    with pytest.raises(CheckpointError, match="expected"):
+        run("train fit", "--data", audio, "--out", begun, "--begin", tmp_path / "absent.pt", "--device", "cpu")

@@ -24,6 +24,7 @@ from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec
 from mktts.training.codec.sizes import VOICE, WIDE, CodecSizes
+from mktts.training.codec.trainer import load_codec
 from mktts.training.codec.warm import grown, recovered, sizes_of, spoken
 from mktts.training.data.codec_data import padded, read_shard, shard_paths
 
@@ -64,10 +65,12 @@ def save(codec: Codec, path: Path) -> None:
 
 
 def taken(name: str, data: Path, seconds: float, sizes: CodecSizes, seed: int) -> Codec:
-    """The codec of the checkpoint `name`, which was trained here, in `sizes`. It speaks texts of the shards first.
+    """A codec that was trained before, in `sizes`: of a file, or of a checkpoint, which speaks the shards' texts first.
 
-    Raises CheckpointError for another codec, AudioError for the shards.
+    Raises CheckpointError for a codec that was not trained here, AudioError for the shards.
     """
+    if name.endswith(".pt"):
+        return grown(load_codec(Path(name)), sizes, seed)
     checkpoint = open_checkpoint(name)
     old = sizes_of(checkpoint.codec_config)
     shards = (read_shard(path) for path in shard_paths(data))
@@ -88,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file for the codec")
     parser.add_argument("--frames", type=int, default=200_000, help="to fit to (default: %(default)s)")
-    parser.add_argument("--begin", metavar="CHECKPOINT", help="go on from the codec of a voice that was trained here")
-    parser.add_argument("--seconds", type=float, default=300.0, help="it speaks for that (default: %(default)s)")
+    parser.add_argument("--begin", metavar="CODEC", help="a codec's file, or a checkpoint trained here, to go on from")
+    parser.add_argument("--seconds", type=float, default=300.0, help="a checkpoint speaks (default: %(default)s)")
     parser.add_argument("--wide", action="store_true", help="a wider and deeper transformer before the up-sampling")
     parser.add_argument("--seed", type=int, default=0, help="of k-means (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")

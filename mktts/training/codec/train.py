@@ -24,7 +24,9 @@ from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.losses import mel_distance
 from mktts.training.codec.model import Codec, write_codec
+from mktts.training.codec.sizes import WIDE
 from mktts.training.codec.trainer import CodecRecipe, CodecTrainer, load_codec
+from mktts.training.codec.warm import grown
 from mktts.training.data.codec_data import Crops
 
 _SHOWN = ("loss", "mel", "fixed_mel", "lag_20_ms", "lag_80_ms", "onset", "judges", "features")
@@ -107,6 +109,9 @@ reached."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", type=Path, required=True, help="file of the fitted codec, or a state to begin from")
+    parser.add_argument(
+        "--wide", action="store_true", help="in the sizes of `train fit --wide`, whatever the file's are"
+    )
     parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
     parser.add_argument("--codes", type=Path, required=True, metavar="CODES", help="folder of their codes")
     parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the trained codec")
@@ -157,7 +162,10 @@ def main(arguments: argparse.Namespace) -> int:
     autocast = device.type == "cuda" if arguments.autocast is None else arguments.autocast
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     choices = {"autocast": autocast, "compile_codec": arguments.compile, "graphs": arguments.graphs}
-    trainer = CodecTrainer(recipe, load_codec(arguments.codec), device, **choices)
+    codec = load_codec(arguments.codec)
+    if arguments.wide and codec.sizes != WIDE:
+        codec = grown(codec, WIDE)
+    trainer = CodecTrainer(recipe, codec, device, **choices)
     if arguments.resume and (out / STATE).exists():
         trainer.load(out / STATE)
     crops = Crops(arguments.data, arguments.codes, recipe.crop_frames, recipe.seed, recipe.onsets, arguments.hours)
