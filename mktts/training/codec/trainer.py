@@ -31,7 +31,7 @@ class CodecRecipe:
     seed: int = 0
     batch: int = 12
     crop_frames: int = 26
-    steps: int = 12_000  # the learning rate falls to a tenth over these
+    steps: int = 12_000  # the learning rate falls to a fiftieth over these: silence takes small steps
     warmup_steps: int = 200
     rate: float = 1e-3
     judge_rate: float = 3e-4
@@ -172,7 +172,7 @@ class CodecTrainer:
     def _set_rates(self) -> None:
         r = self.recipe
         progress = min(1.0, self.step / r.steps) if self.progress is None else self.progress
-        factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        factor = min(1.0, (self.step + 1) / r.warmup_steps) * (0.51 + 0.49 * math.cos(math.pi * progress))
         self._share.fill_(max(1 / (1 + self.step), 1 / r.averaged_steps))
         for optimizer, rate in ((self.optimizer, r.rate), (self.judge_optimizer, r.judge_rate)):
             set_rate(optimizer, rate * factor)
