@@ -39,7 +39,7 @@ class CodecRecipe:
     judged_frames: int = 12  # of each crop go to the discriminators, which cost five times the decoder's work
     mel: float = 15.0
     stft: float = 5.0
-    wave: float = 10.0
+    wave: float = 0.0  # codes do not say phases: of all waveforms they may stand for, the middle is silence
     adversarial: float = 1.0
     features: float = 5.0
     draws: int = 2  # renderings of a crop by independent noise; 1: the plain distances, for a codec without noise
