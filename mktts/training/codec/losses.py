@@ -39,16 +39,17 @@ def spectral_losses(renderings: Sequence[Tensor], target: Tensor) -> dict[str, T
     Two renderings of the same codes, of independent noise: of what lies above 2 to 3.5 kHz, the mean distance to the
     target less half the distance between the two, the energy distance (Gritsenko et al. 2020). Of one rendering it asks
     for the middle of all sounds that the codes may stand for, of which noise is not one; of two it is least where they
-    vary as the targets do. Below, speech is hardly noise: what the codes leave open there would become a quaver that
-    costs words, so the middle is wanted. One rendering: the plain distance.
+    vary as the targets do. Below, speech is hardly noise, and what the codes leave open would become a quaver, which
+    costs words: there half the distance between the two is added. One rendering: the plain distance.
     """
     goal, found = _views(target), [_views(rendering) for rendering in renderings]
     size = [magnitude.norm().clamp(min=_FLOOR) for magnitude in goal.magnitudes]
     fits = [_distances(views, goal, size) for views in found]
     losses = {name: sum(fit[name] for fit in fits) / len(fits) for name in fits[0]}
     if len(found) > 1:
-        apart = _distances(*(_noisy(views) for views in found[:2]), size)
-        losses |= {name: losses[name] - 0.5 * apart[name] for name in ("mel", "stft")}
+        first, second = found[:2]
+        losses["mel"] = losses["mel"] - 0.5 * _apart(first.mels, second.mels, _MEL_WINDOWS)
+        losses["stft"] = losses["stft"] - 0.5 * _apart(first.logs, second.logs, [(w, None) for w in _STFT_WINDOWS])
     return losses
 
 
@@ -68,20 +69,21 @@ def _views(pcm: Tensor) -> _Views:
     return _Views(pcm, mels, found, [x.clamp(min=_FLOOR).log() for x in found])
 
 
-def _noisy(views: _Views) -> _Views:
-    """Only the frequencies at which noise is wanted; magnitudes, whose norm strong harmonics decide, are left out."""
-    device = views.pcm.device
-    mels = [x * _noise_share(w, bands, device) for x, (w, bands) in zip(views.mels, _MEL_WINDOWS, strict=True)]
-    logs = [x * _noise_share(w, None, device) for x, w in zip(views.logs, _STFT_WINDOWS, strict=True)]
-    return _Views(views.pcm, mels, [torch.zeros_like(x) for x in views.magnitudes], logs)
+def _apart(a: list[Tensor], b: list[Tensor], sizes: Sequence[tuple[int, int | None]]) -> Tensor:
+    """Mean |difference| of log spectra where they are to vary, less that where they are not. sizes: window, bands."""
+    distances = [
+        ((x - y).abs() * _noise_share(window, bands, x.device)).mean()
+        for x, y, (window, bands) in zip(a, b, sizes, strict=True)
+    ]
+    return sum(distances) / len(distances)
 
 
 @cache
 @torch.inference_mode(False)
 def _noise_share(window: int, bands: int | None, device: torch.device) -> Tensor:
-    """How far a bin, or a mel band, is to vary: 0 below 2 kHz, 1 from 3.5 kHz on; (bins or bands, 1)."""
+    """Of a bin, or a mel band, (bins or bands, 1): -1 below 2 kHz, where it is not to vary, 1 from 3.5 kHz on."""
     hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, window // 2 + 1)
-    share = ((hz - _NOISE_HZ[0]) / (_NOISE_HZ[1] - _NOISE_HZ[0])).clamp(0, 1)[:, None]
+    share = 2 * ((hz - _NOISE_HZ[0]) / (_NOISE_HZ[1] - _NOISE_HZ[0])).clamp(0, 1)[:, None] - 1
     return (share if bands is None else mel_filters(window, bands) @ share).to(device)
 
 

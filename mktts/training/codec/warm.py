@@ -16,6 +16,7 @@ from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec, hub_tensors
 from mktts.training.codec.sizes import CodecSizes, decoder_config
 
+_FAINT = 0.3
 _DIRECTIONS = 128  # of the features that the analysis is sought among: twice its components, and well determined
 
 
@@ -107,7 +108,7 @@ def grown(old: Codec, sizes: CodecSizes, seed: int = 0) -> Codec:
     """A codec of `sizes` with the analysis, the measured books and the weights of `old`.
 
     A tensor that is larger now holds the old one in its first rows and columns. The rest is as at the start of a
-    training: noise must be heard at once, for where it is silent nothing pulls at it.
+    training, but that noise is fainter. It must be heard at once: where it is silent, nothing pulls at it.
     Raises CheckpointError where `sizes` has less of anything but measured books, or another analysis.
     """
     torch.manual_seed(seed)
@@ -124,5 +125,7 @@ def grown(old: Codec, sizes: CodecSizes, seed: int = 0) -> Codec:
         if target is None or any(a > b for a, b in zip(part.shape, target.shape, strict=True)):
             found = None if target is None else tuple(target.shape)
             raise CheckpointError(f"{name}: expected room for {tuple(part.shape)} in the new sizes, found {found}")
+        if name == "decoder.pre_conv.conv.weight":
+            target[:, part.shape[1] :] *= _FAINT
         target[tuple(slice(n) for n in part.shape)] = part
     return new
