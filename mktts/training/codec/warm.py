@@ -16,7 +16,6 @@ from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec, hub_tensors
 from mktts.training.codec.sizes import CodecSizes, decoder_config
 
-_FAINT = 0.3
 _DIRECTIONS = 128  # of the features that the analysis is sought among: twice its components, and well determined
 
 
@@ -108,7 +107,7 @@ def grown(old: Codec, sizes: CodecSizes, seed: int = 0) -> Codec:
     """A codec of `sizes` with the analysis, the measured books and the weights of `old`.
 
     A tensor that is larger now holds the old one in its first rows and columns. The rest is as at the start of a
-    training, but that noise is fainter. It must be heard at once: where it is silent, nothing pulls at it.
+    training: noise must be heard at once, for where it is silent nothing pulls at it, but faintly, or words suffer.
     Raises CheckpointError where `sizes` has less of anything but measured books, or another analysis.
     """
     torch.manual_seed(seed)
@@ -125,7 +124,7 @@ def grown(old: Codec, sizes: CodecSizes, seed: int = 0) -> Codec:
         if target is None or any(a > b for a, b in zip(part.shape, target.shape, strict=True)):
             found = None if target is None else tuple(target.shape)
             raise CheckpointError(f"{name}: expected room for {tuple(part.shape)} in the new sizes, found {found}")
-        if name == "decoder.pre_conv.conv.weight":
-            target[:, part.shape[1] :] *= _FAINT
+        if name.startswith("quantizer."):
+            target[: len(part), part.shape[1] :] = 0  # noise comes in through channels of its own
         target[tuple(slice(n) for n in part.shape)] = part
     return new
