@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -39,15 +39,17 @@ def has_webrtc() -> bool:
 
 def create_app(
     settings: AgentSettings,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
+    hosts: Collection[str] = (),
     transport: Transport = "websocket",
 ) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
     lets in anyone who reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
-    origins: of web pages from elsewhere that may use it. transport: what the page offers first.
+    origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`). transport: what
+    the page offers first.
     Raises what loading the voice raises, and AgentError where a package of the ears or of "webrtc" is missing.
     """
     if transport == "webrtc" and not has_webrtc():
@@ -56,7 +58,7 @@ def create_app(
     synthesizer = load_voice(settings)
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_AgentGate, api_key=api_key, origins=origins)
+    app.add_middleware(_AgentGate, api_key=api_key, origins=origins, hosts=hosts)
     sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
     transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
 
@@ -125,9 +127,11 @@ class _AgentGate:
     """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so the key may come
     in the query as well; none of our logs contains the query."""
 
-    def __init__(self, app: Any, api_key: str | None, origins: Collection[str]) -> None:
+    def __init__(
+        self, app: Any, api_key: str | Sequence[str] | None, origins: Collection[str], hosts: Collection[str]
+    ) -> None:
         self._open = app
-        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None)
+        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None, hosts=hosts)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket") or not f"{scope['path']}/".startswith("/agent/"):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.server.address import add_address_arguments, listen, read_key, refuse_open_address, url_of
+from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
+from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -69,6 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
     )
     limits.add_argument(
+        "--stall",
+        type=float,
+        default=_DEFAULTS.stall_s,
+        metavar="S",
+        help="until who reads nothing is dropped",
+    )
+    limits.add_argument(
+        "--idle", type=float, default=_DEFAULTS.idle_s, metavar="S", help="until an utterance without text is ended"
+    )
+    limits.add_argument(
         "--grace", type=float, default=_DEFAULTS.grace_s, metavar="S", help="for open streams after the signal to stop"
     )
 
@@ -80,13 +91,16 @@ def main(arguments: argparse.Namespace) -> int:
         from mktts.server.studio import Studio
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    key = read_key(arguments.api_key_file)
-    refuse_open_address(arguments.host, key)
+    keys = read_keys(arguments.api_key_file)
+    refuse_open_address(arguments.host, keys)
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     limits = Limits(
         max_streams=arguments.max_streams,
         max_chars=arguments.max_chars,
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
+        stall_s=arguments.stall,
+        idle_s=arguments.idle,
     )
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -102,7 +116,7 @@ def main(arguments: argparse.Namespace) -> int:
         with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
             studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases)
             synthesizer.warm_up()
-            server = Server(studio, key, arguments.allow_origin, sources)
+            server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:

@@ -43,7 +43,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         415: "The body does not say that it is JSON.",
         422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
         500: "The generation failed.",
-        503: "Every stream is taken, or the server is stopping.",
+        408: "The body did not come in time.",
+        429: "Every stream is taken for now.",
+        503: "The server is stopping.",
     }
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
     return {status: {"description": meaning[status], "content": body} for status in statuses}

@@ -45,7 +45,7 @@ def add_openai_routes(
         responses={
             200: audio_response(*media, events=True),
             **known,
-            **error_responses(400, 413, 415, 500, 503),
+            **error_responses(400, 408, 413, 415, 429, 500, 503),
         },
     )
     async def openai_speech(body: OpenAISpeechRequest) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from mktts.server.app import make_app
 from mktts.server.orderly import OrderlyServer
@@ -22,13 +22,15 @@ class Server(OrderlyServer):
     def __init__(
         self,
         studio: Studio,
-        api_key: str | None = None,
+        api_key: str | Sequence[str] | None = None,
         origins: Collection[str] = (),
         sources: ReferenceSources | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
         super().__init__(
-            make_app(studio, api_key, origins, sources),
+            make_app(studio, api_key, origins, sources, hosts),
             studio.limits.max_body_bytes,
+            head_s=studio.limits.head_s,
             # A client that plays as it reads has its pong behind minutes of audio; stall_s finds dead ones.
             ws_ping_timeout=None,
         )

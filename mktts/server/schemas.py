@@ -57,12 +57,14 @@ class SpeechRequest(Manner):
 
 
 class ErrorDetail(StrictModel):
-    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key."""
+    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
+    request_id: of the request (X-Request-Id), or of the utterance."""
 
     message: str
     type: str
     param: str | None
     code: str
+    request_id: str | None = None
 
 
 class ErrorBody(StrictModel):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from mktts.server.access.request_id import current_id
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.problems import RETRY_AFTER_S, Problem, from_error
@@ -91,7 +92,8 @@ class Studio:
             stream = self._synthesizer.stream(text, layout=layout, **self._settings(manner, voice, keys))
         except Exception as error:
             raise from_error(error) from error
-        return self._keep(Utterance(route, stream, len(text), self._ended_one))
+        id = None if route == "tts_ws" else current_id()
+        return self._keep(Utterance(route, stream, len(text), self._ended_one, id))
 
     def listen(self, route: Route, manner: Manner) -> tuple[Utterance, Session]:
         """Opens an utterance whose text comes later. Raises Problem."""
@@ -158,7 +160,7 @@ class Studio:
             raise Problem(503, "stopping", "the server is stopping", retry_after_s=RETRY_AFTER_S)
         if len(self._open) >= self.limits.max_streams:
             message = f"all {self.limits.max_streams} streams are taken"
-            raise Problem(503, "busy", message, retry_after_s=RETRY_AFTER_S)
+            raise Problem(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
     def _keep(self, utterance: Utterance) -> Utterance:
         self._open[utterance.id] = utterance

@@ -211,4 +211,4 @@ class SpeechSocket:
             await self._socket.send_text(message.model_dump_json())
 
     async def _refuse(self, problem: Problem) -> None:
-        await self._send(Refused(error=problem.detail, retry_after_s=problem.retry_after_s))
+        await self._send(Refused(error=problem.detail(), retry_after_s=problem.retry_after_s))

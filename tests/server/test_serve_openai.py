@@ -190,7 +190,7 @@ def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_key(cli
     with pytest.raises(openai.BadRequestError) as refused:
         client.audio.speech.create(**{**SPOKEN, "extra_body": {"max_frames": 1}, **change})
     assert refused.value.type == "invalid_request_error" and refused.value.param == param
-    assert set(refused.value.body) == {"message", "type", "param", "code"}
+    assert set(refused.value.body) == {"message", "type", "param", "code", "request_id"}
     message = refused.value.body["message"]
     assert (param or "sample_rate") in message or param == "input"  # whose messages speak of the text
     assert "speaker" not in message
