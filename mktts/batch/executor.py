@@ -20,7 +20,7 @@ from mktts.batch.board import Board
 from mktts.batch.lanes import Made
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
-from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.pages import kept_under
 from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
@@ -36,7 +36,10 @@ _EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is pl
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
-_ADMITTING_S = 3e-3  # of a turn, while others play: so that many who come at once do not keep the device waiting
+# While others play, who comes is admitted beside the tick that runs, up to when the next one is planned, and behind
+# that launch up to when the first one ends: many who come at once then keep no tick waiting. So long at least:
+_ADMITTING_S = 1e-3  # where the host is late
+_STARTING_S = 3e-3  # where no tick runs yet
 
 
 class _Lane(NamedTuple):
@@ -83,9 +86,11 @@ class Together:
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
-        self._outside: list[Job] = []  # not admitted: their text has not come
+        self._outside: set[Job] = set()  # not admitted: their text has not come
         self._in_line: set[Job] = set()
-        self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
+        self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
+        self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
+        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
 
@@ -98,11 +103,22 @@ class Together:
         """See Executor."""
         self._arrived.append(job)
 
+    def hear(self, job: Job) -> None:
+        """See Executor."""
+        if job in self._outside:
+            self._outside.discard(job)
+            self._arrived.append(job)
+        elif (slot := self._asleep.pop(job, None)) is not None:
+            job.rest(False)
+            self._awake[slot] = job
+            self._waiting[slot] = None
+
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
-        self._admit(now_s)
         running = self._running[0] if self._running else None
-        if running is not None and now_s < (plan_s := running.ends_s - self._early_s):
+        plan_s = now_s if running is None else running.ends_s - self._early_s
+        self._admit(now_s, now_s + _STARTING_S if running is None else max(plan_s, now_s + _ADMITTING_S))
+        if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
@@ -110,6 +126,7 @@ class Together:
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
+            self._let_in(now_s, running.ends_s)
             self._read()
         if self._running and self._lanes.overlaps:
             return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
@@ -153,16 +170,22 @@ class Together:
 
     # ---- who comes in
 
-    def _admit(self, now_s: float) -> None:
-        self._outside = [job for job in self._outside if not self._settled(job, now_s)]
-        while self._arrived and (not self._jobs or time.perf_counter() - now_s < _ADMITTING_S):
-            job = self._arrived.popleft()
-            if not self._settled(job, now_s):
-                self._outside.append(job)
+    def _admit(self, now_s: float, until_s: float) -> None:
+        """Those who arrived, as far as there is time, and those in line."""
+        self._let_in(now_s, until_s)
         self._room = False
         while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
+
+    def _let_in(self, now_s: float, until_s: float) -> None:
+        """Judges those who arrived, until then; the first one always where nobody is open."""
+        while self._arrived and (not self._jobs or time.perf_counter() < until_s):
+            job = self._arrived.popleft()
+            settled = self._settled(job, now_s)
+            job.rest(not settled)
+            if not settled:
+                self._outside.add(job)
 
     def _settled(self, job: Job, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and it was judged."""
@@ -180,7 +203,7 @@ class Together:
 
     def _request(self, job: Job, now_s: float) -> Request:
         segment = job.work.segment
-        rows, key = len(segment.prompt.embeds), _key(segment.prompt)
+        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
         computed = rows - self._pages.find(key)
         return Request(now_s, computed, rows + segment.max_frames, job.paced, key, job)
 
@@ -190,7 +213,7 @@ class Together:
             job.end(None)
         elif verdict.decision == "admit":
             slot = self._free.pop()
-            self._jobs[slot] = job
+            self._jobs[slot] = self._awake[slot] = job
             job.work.on_close = partial(self._leave, slot)
             self._board.enter(slot, request.arrived_s, job.paced)
             try:
@@ -209,7 +232,7 @@ class Together:
         segment = self._jobs[slot].work.segment
         prompt = segment.prompt
         embeds = prompt.embeds
-        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, _key(prompt))
+        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, kept_under(prompt))
         self._lanes.begin(slot, embeds, segment.sampling, segment.seed, copies)
         self._board.prompt(slot, len(embeds) - kept, kept)
         self._board.text(slot, True, now_s)
@@ -217,7 +240,8 @@ class Together:
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
         self._lanes.leave(slot)
-        del self._jobs[slot]
+        self._asleep.pop(self._jobs.pop(slot), None)
+        self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._board.leave(slot)
         if self._pages.is_open(slot):
@@ -236,7 +260,7 @@ class Together:
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
-        for slot, job in list(self._jobs.items()):
+        for slot, job in list(self._awake.items()):
             if job.cancelled:
                 job.end(None)
                 continue
@@ -244,7 +268,9 @@ class Together:
             crowded = pending >= job.buffer_frames - job.made_frames + taken
             board.frames_taken[slot] = taken
             # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            board.full[slot] = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            board.full[slot] = full
+            job.rest(full)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -263,6 +289,10 @@ class Together:
                 return
             if work.ready() and not work.unread:
                 job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
+            if job.open and not work.unread and (work.segment is None or self._pages.is_open(slot)):
+                job.rest(True)  # without a frame on its way, nor pages to wait for
+                self._asleep[job] = slot
+                del self._awake[slot], self._waiting[slot]
         except Exception as error:
             job.fail(error)
 
@@ -357,7 +387,7 @@ class Together:
 
     def _keep_prefix(self, slot: int, prompt: Any) -> None:
         """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
-        key = _key(prompt)
+        key = kept_under(prompt)
         if key is not None and not self._pages.find(key):
             self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
@@ -366,8 +396,3 @@ def _fail(jobs: Sequence[Job], error: Exception) -> None:
     """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
     for job in jobs:
         job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
-
-
-def _key(prompt: Any) -> Any:
-    """What the prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
-    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

@@ -23,4 +23,4 @@ class LaneModel(Speaker):
         return self.lanes.name
 
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> LaneUtterance:
-        return LaneUtterance(script, plan, self.positions, voice)
+        return LaneUtterance(script, plan, self.positions, voice, self.lanes.settings.chunks)

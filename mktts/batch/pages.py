@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -251,3 +251,8 @@ class Pages:
             f"had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower max_frames, "
             "or wait until other streams end"
         )
+
+
+def kept_under(prompt: Any) -> Hashable | None:
+    """What a prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
+    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -109,6 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
     with bound:
         from mktts.checkpoint import open_checkpoint
         from mktts.synth import Synthesizer
+        from mktts.synth.serving import many_streams
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
@@ -125,7 +127,8 @@ def main(arguments: argparse.Namespace) -> int:
                 "%s with the %s backend on %s at %s",
                 studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),
             )  # fmt: skip
-            server.run([bound])
+            with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
+                server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0

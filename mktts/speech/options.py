@@ -26,7 +26,7 @@ class StreamOptions:
     """How the frames of one utterance become chunks.
 
     schedule: frames of the first, second, ... chunk; the last entry repeats. None takes what suits the engine that
-        serves the stream: SCHEDULE or TOGETHER_SCHEDULE.
+        serves the stream: SCHEDULE, or of streams made together what `mktts.batch.scheduler.TickSettings` says.
     trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
         in practice).
     guard: see `Guard`.

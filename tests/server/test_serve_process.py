@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -24,8 +25,10 @@ from mktts.cli import main
 from mktts.common import python_path
 from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
+from mktts.server.process import Server
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
+from mktts.synth.serving import SWITCH_S, YOUNG_OBJECTS
 
 KEY = "a-key-of-the-tests"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -159,6 +162,25 @@ def test_help_names_the_limits_and_the_key(capsys):
         main(["serve", "--help"])
     text = capsys.readouterr().out
     assert "--api-key-file" in text and "MKTTS_API_KEY" in text and max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(("engine", "many"), [("auto", True), ("batch", True), ("single", False)])
+def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
+    tiny, checkpoint_cache, monkeypatch, engine, many
+):
+    before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    inside = []
+
+    def run(server: Server, sockets: list[socket.socket]) -> None:
+        inside.append((sys.getswitchinterval(), gc.get_threshold()[0], gc.get_freeze_count()))
+        raise ServerError("it fell over")  # however it ends
+
+    monkeypatch.setattr(Server, "run", run)
+    words = ["--device", "cpu", "--checkpoint", "random:tiny", "--engine", engine, "--port", "0"]
+    assert main(["serve", *words]) == 2
+    ((switch_s, objects, frozen),) = inside
+    assert (switch_s == SWITCH_S, objects == YOUNG_OBJECTS, frozen > before[2] + 10_000) == (many, many, many)
+    assert (sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_a_bound_address_is_told_for_both_families():

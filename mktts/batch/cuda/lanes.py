@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.paged import PagedMemory
 from mktts.batch.cuda.products import products_for
 from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.stage import Stage
+from mktts.batch.cuda.stage import Stage, uploaded
 from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
 from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
@@ -39,21 +39,9 @@ from mktts.model.cuda_graph import record
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import ModelConfig
 
-_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPT_ROWS = {768: (0, 256, 1024), 1024: (0, 256, 1024)}
-_USUAL_ROWS = (0, 64, 256, 1024)
 _MOST_WAITING = 2  # launched ticks
 _THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
-
-
-def tick_settings(streams: int = _LANES[-1]) -> TickSettings:
-    """Ticks in buckets of `_LANES` lanes, as many as so many streams can fill, and 0 to 1024 prompt rows."""
-    sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
-    buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
-    preset = TickSettings.h200()
-    idle_lanes = min(preset.idle_lanes, sizes[-1])
-    return replace(preset, buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle_lanes)
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class CudaLanes:
         Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
-        self.settings, self.model = settings or tick_settings(), TickModel.h200()
+        self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
@@ -131,6 +119,7 @@ class CudaLanes:
         self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
+        self._silent: set[int] = set()  # slots whose codec begins anew before the next tick
         self._after_caller()
 
     # ---- buckets
@@ -170,9 +159,13 @@ class CudaLanes:
         """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
-        if reference is not None and self._primed is None:
+        if reference is None:
+            self._silent.add(slot)  # those of many arrivals are cleared together
+            return
+        if self._primed is None:
             raise EngineError("these lanes cannot hear a reference: make them with primed=")
-        state = None if reference is None else self._primed(reference)
+        state = self._primed(reference)
+        self._silent.discard(slot)
         self._after_caller()
         with torch.cuda.stream(self._stream):
             self._codec.enter(slot, state)
@@ -187,7 +180,6 @@ class CudaLanes:
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(seed))
         self._prompts[slot] = prompt.to(self.device, self.dtype).contiguous()
-        self._after_caller()
         self._memory.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -219,6 +211,7 @@ class CudaLanes:
         with torch.cuda.stream(self._stream):
             stage.begin(self._waiting[-1] if self._waiting else None)
             self._memory.push()
+            self._clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             self._replays.get(tick.bucket, bucket.frame.run)()
             space = bucket.frame.space
@@ -276,6 +269,12 @@ class CudaLanes:
                 made.append(row)
             addresses.append(row.data_ptr())
         return addresses, made
+
+    def _clear(self) -> None:
+        """The codec forgets what the slots of new streams held."""
+        if self._silent:
+            self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
+            self._silent.clear()
 
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""

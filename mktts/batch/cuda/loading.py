@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.lanes import CudaLanes, tick_settings
+from mktts.batch.cuda.lanes import CudaLanes
 from mktts.batch.cuda.sizes import LaneMemory
 from mktts.batch.cuda.weights import EMBEDDINGS
 from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
@@ -75,7 +76,7 @@ def cuda_lanes(
         codec=codec,
         primed=_Primed(plain),
         embeddings=tables,
-        settings=tick_settings(slots),
+        settings=TickSettings.h200(slots),
         deterministic=deterministic is not False,
     )
     lanes.prepare()
@@ -109,7 +110,6 @@ def bare_lanes(
         positions=rows,
         pages=pages,
         codec=None if codec is None else CudaCodec(decoder, slots + 1, codec),
-        settings=tick_settings(),
         deterministic=deterministic,
     )
 
