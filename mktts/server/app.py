@@ -15,7 +15,7 @@ from fastapi.security import HTTPBearer
 
 from mktts.audio.coding import import_av
 from mktts.errors import BackendUnavailable
-from mktts.server.access.gate import Gate
+from mktts.server.access.gate import Gate, owner_of_request
 from mktts.server.access.hosts import LOOPBACK_ORIGIN
 from mktts.server.access.request_id import RequestIds, current_id
 from mktts.server.answer import AudioAnswer, Body, headers
@@ -26,6 +26,7 @@ from mktts.server.problems import Problem, from_error, from_validation
 from mktts.server.references import References, ReferenceSources
 from mktts.server.schemas import SpeechRequest, StreamState
 from mktts.server.studio import Studio
+from mktts.server.uploads.routes import VOICES_PATH, add_upload_routes
 from mktts.server.websocket import SpeechSocket
 
 _EXPOSED = [
@@ -59,6 +60,7 @@ def make_app(
     def refused(code: str) -> None:
         studio.meters.refused.labels(code).inc()
 
+    with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
     recordings = studio.model.type == "base"  # no other checkpoint has a use for one
     app.add_middleware(
         Gate,
@@ -66,7 +68,7 @@ def make_app(
         origins=origins,
         max_body_bytes=limits.max_body_bytes,
         on_refusal=refused,
-        larger_bodies={SPEECH_PATH: limits.max_body_bytes + limits.max_reference_bytes * 4 // 3} if recordings else {},
+        larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if recordings else {},
         hosts=hosts,
         body_s=limits.body_s,
     )
@@ -120,9 +122,10 @@ def make_app(
             **error_responses(400, 408, 413, 415, 422, 429, 500, 503),
         },
     )
-    async def tts_stream(body: SpeechRequest) -> Response:
+    async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM comes while it is made."""
-        utterance, sound = studio.speak("tts_stream", body.text, body), Body("pcm")
+        owner = owner_of_request(request.scope)
+        utterance, sound = studio.speak("tts_stream", body.text, body, owner=owner), Body("pcm")
         return AudioAnswer(utterance, sound, headers(utterance, sound, studio.model.random_weights), limits.stall_s)
 
     @app.get("/tts/stream/{id}", dependencies=locked, responses={**known, **error_responses(404)})
@@ -144,6 +147,7 @@ def make_app(
 
     references = References(studio.checkpoint, limits, sources)
     add_openai_routes(app, studio, references, locked, known, checks)
+    add_upload_routes(app, studio, references, locked, known)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mktts.server.references import ReferenceSources
 
 _DEFAULTS = Limits()
+_DAY_S = 24 * 3_600
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -58,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--reference-folder", type=Path, metavar="FOLDER", help="and by files in this folder of the server"
     )
+    voices.add_argument(
+        "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
+    )
+    voices.add_argument(
+        "--voice-days", type=float, default=_DEFAULTS.voice_s / _DAY_S, metavar="N", help="and for how long"
+    )
     parser.add_argument(
         "--engine",
         default="auto",
@@ -90,6 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         from mktts.server.process import Server
         from mktts.server.studio import Studio
+        from mktts.server.uploads.folder import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
     keys = read_keys(arguments.api_key_file)
@@ -102,8 +110,10 @@ def main(arguments: argparse.Namespace) -> int:
         grace_s=arguments.grace,
         stall_s=arguments.stall,
         idle_s=arguments.idle,
+        voice_s=arguments.voice_days * _DAY_S,
     )
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
@@ -116,7 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
         voices = read_voices(arguments.voice)
         aliases = read_aliases(arguments.voice_alias)
         with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases)
+            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
             synthesizer.warm_up()
             server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs

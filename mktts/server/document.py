@@ -37,7 +37,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meaning = {
         400: "The request makes no sense.",
         401: "The key is missing or wrong.",
-        403: "A web page from elsewhere.",
+        403: "A web page from elsewhere, another name than the server's, or something that it was not started with.",
         404: "No such stream.",
         413: "The body is too large.",
         415: "The body does not say that it is JSON.",

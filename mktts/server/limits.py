@@ -29,6 +29,7 @@ class Limits:
     kept_states: ended streams that GET /tts/stream/{id} still knows.
     max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
         reference_decode_s.
+    max_voices: that one key may upload. voice_s: until an uploaded one is deleted.
     kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
@@ -48,6 +49,8 @@ class Limits:
     max_reference_s: float = 60.0
     reference_decode_s: float = 10.0
     kept_voices: int = 32
+    max_voices: int = 100
+    voice_s: float = 30 * 24 * 3_600.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

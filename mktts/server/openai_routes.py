@@ -7,11 +7,12 @@ import logging
 import time
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS
 from mktts.model.voice import Voice
+from mktts.server.access.gate import owner_of_request
 from mktts.server.answer import MEDIA_TYPES, AudioAnswer, Body, headers
 from mktts.server.document import audio_response, error_responses
 from mktts.server.problems import Problem
@@ -19,6 +20,7 @@ from mktts.server.references import References
 from mktts.server.schemas import ModelCard, ModelList, VoiceList
 from mktts.server.speech_request import TASKS, OpenAISpeechRequest
 from mktts.server.studio import Studio
+from mktts.server.uploads.routes import shown
 from mktts.server.voices import DEFAULT, OPENAI_VOICES
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -48,7 +50,7 @@ def add_openai_routes(
             **error_responses(400, 408, 413, 415, 429, 500, 503),
         },
     )
-    async def openai_speech(body: OpenAISpeechRequest) -> Response:
+    async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with the keys that vLLM-Omni and SGLang-Omni add for this model. The sound is
         encoded and sent while it is made; a WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
         ignored = body.ignored()
@@ -66,9 +68,12 @@ def add_openai_routes(
             as_events=body.events,
             usage=usage,
         )
-        voice = await _brought(body, studio, references)
+        owner = owner_of_request(request.scope)
+        voice = await _brought(body, studio, references, owner)
         manner = body.manner(studio.limits.max_frames)
-        utterance = studio.speak("openai_speech", body.input, manner, voice=voice, layout=body.layout, keys=KEYS)
+        utterance = studio.speak(
+            "openai_speech", body.input, manner, voice=voice, layout=body.layout, keys=KEYS, owner=owner
+        )
         head = headers(utterance, sound, studio.model.random_weights)
         if ignored:
             head["X-Ignored-Keys"] = ",".join(ignored)
@@ -90,9 +95,12 @@ def add_openai_routes(
         return card()
 
     @app.get("/v1/audio/voices", dependencies=locked, responses=known)
-    async def voices() -> VoiceList:
+    async def voices(request: Request) -> VoiceList:
         """Every name that `voice` may have."""
-        return VoiceList(voices=studio.speakers, aliases=studio.aliases)
+        folder, owner = studio.uploads, owner_of_request(request.scope)
+        uploaded = [] if folder is None else [shown(record) for record in await asyncio.to_thread(folder.list, owner)]
+        names = [*studio.speakers, *(voice.name for voice in uploaded)]
+        return VoiceList(voices=names, aliases=studio.aliases, uploaded_voices=uploaded)
 
 
 def _name_once(ignored: list[str], named: set[str]) -> None:
@@ -108,7 +116,7 @@ def _check_task(body: OpenAISpeechRequest, studio: Studio) -> None:
         raise Problem(400, "wrong_task", f"task_type: this checkpoint is for {task}, got {body.task_type}", "task_type")
 
 
-async def _brought(body: OpenAISpeechRequest, studio: Studio, references: References) -> Voice | None:
+async def _brought(body: OpenAISpeechRequest, studio: Studio, references: References, owner: str) -> Voice | None:
     """The voice of the recording that the request brings or names; None where it does neither. Raises Problem."""
     recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
     if not recording:
@@ -120,7 +128,7 @@ async def _brought(body: OpenAISpeechRequest, studio: Studio, references: Refere
         raise Problem(400, "cloning_unavailable", message, "ref_audio")
     if (body.voice or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
         raise Problem(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
-    if (saved := studio.saved_voice(recording[:256])) is not None:
+    if (saved := studio.saved_voice(recording[:256], owner)) is not None:
         return saved
     if transcript is not None:
         studio.check_chars(len(transcript), "ref_text")

@@ -129,11 +129,46 @@ class ModelList(StrictModel):
     data: list[ModelCard]
 
 
+class UploadedVoice(StrictModel):
+    """consent: the statement, as it was sent. created_at, expires_at: seconds since 1970. mime_type, file_size: of the
+    recording, which is not kept."""
+
+    name: str
+    consent: str
+    created_at: int
+    expires_at: int
+    mime_type: str
+    file_size: int
+    ref_text: str | None
+    speaker_description: str | None
+
+
+class KeptVoice(StrictModel):
+    """An upload that was kept, in OpenAI's shape and, under `voice`, in vLLM-Omni's."""
+
+    object: Literal["audio.voice"] = "audio.voice"
+    id: str
+    name: str
+    created_at: int
+    success: Literal[True] = True
+    voice: UploadedVoice
+
+
+class Deleted(StrictModel):
+    object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
+    id: str
+    deleted: Literal[True] = True
+    success: Literal[True] = True
+    message: str
+
+
 class VoiceList(StrictModel):
-    """voices: of the checkpoint, and saved ones. aliases: more names, and the voice that each stands for."""
+    """voices: of the checkpoint, saved ones, and those that the caller has uploaded. aliases: more names, and the voice
+    that each stands for. uploaded_voices: the caller's own."""
 
     voices: list[str]
     aliases: dict[str, str]
+    uploaded_voices: list[UploadedVoice] = []
 
 
 # ---- WebSocket: what a client sends

@@ -29,6 +29,10 @@ class Speaker(ABC):
     @abstractmethod
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> Utterance: ...
 
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what is kept for prompts with this voice; utterances that are open go on. The worker's thread."""
+        self.prompts.forget(voice)
+
     def check(self, request: Request) -> Request:
         """Any thread. Raises PromptError or TextError."""
         return self.prompts.check(request)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mktts.server.access.hosts import is_local_page, is_own_name
-from mktts.server.access.keys import Keys, chosen_protocol, without_key
+from mktts.server.access.keys import NOBODY, Keys, chosen_protocol, without_key
 from mktts.server.problems import Problem
 
 OWNER = "mktts_owner"  # of a request's state: whose key it came with (mktts.server.access.keys)
@@ -16,6 +16,11 @@ OWNER = "mktts_owner"  # of a request's state: whose key it came with (mktts.ser
 OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 OPEN_FOLDER = "/page/"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
+
+
+def owner_of_request(scope: Any) -> str:
+    """Whose key a request came with, as `mktts.server.access.keys.owner_of` names it."""
+    return scope.get("state", {}).get(OWNER) or NOBODY
 
 
 class Gate:
