@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute, Match
 from fastapi.security import HTTPBearer
 
 from mktts.audio.coding import import_av
@@ -20,11 +21,13 @@ from mktts.server.access.hosts import LOOPBACK_ORIGIN
 from mktts.server.access.request_id import RequestIds, current_id
 from mktts.server.answer import AudioAnswer, Body, headers
 from mktts.server.document import audio_response, describe, error_responses, text_page
-from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, add_openai_routes
+from mktts.server.openai_routes import PREFIX, SPEECH_PATH, add_openai_routes
+from mktts.server.peers import add_peer_sockets
 from mktts.server.probes import add_probes
 from mktts.server.problems import Problem, from_error, from_validation
 from mktts.server.references import References, ReferenceSources
 from mktts.server.schemas import SpeechRequest, StreamState
+from mktts.server.speaking import KEYS, Speaking
 from mktts.server.studio import Studio
 from mktts.server.uploads.routes import VOICES_PATH, add_upload_routes
 from mktts.server.websocket import SpeechSocket
@@ -100,7 +103,8 @@ def make_app(
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "bad_request")
         refused(code)
-        return Problem(error.status_code, code, str(error.detail)).response(error.headers)
+        more = {"Allow": _allowed(app, request)} if error.status_code == 405 else error.headers
+        return Problem(error.status_code, code, str(error.detail)).response(more)
 
     for status in (400, *_CODES):
         app.add_exception_handler(status, http_error)
@@ -146,7 +150,8 @@ def make_app(
         return text_page(limits)
 
     references = References(studio.checkpoint, limits, sources)
-    add_openai_routes(app, studio, references, locked, known, checks)
+    speaking = Speaking(studio, references)
+    add_openai_routes(app, studio, speaking, locked, known, checks)
     add_upload_routes(app, studio, references, locked, known)
     document: dict[str, Any] = {}
 
@@ -161,6 +166,8 @@ def make_app(
     async def openapi_document() -> Response:
         return JSONResponse(openapi())
 
+    add_peer_sockets(app, studio, speaking)
+
     @app.websocket("/{path:path}")  # the last: left to itself, the framework answers 403
     async def no_such_socket(socket: WebSocket, path: str) -> None:
         refused("not_found")
@@ -169,6 +176,15 @@ def make_app(
         )
 
     return app
+
+
+def _allowed(app: FastAPI, request: Request) -> str:
+    """The methods of a path, of all its routes; the framework names those of the first alone."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def _json_only(request: Request) -> None:

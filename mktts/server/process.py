@@ -34,7 +34,7 @@ class Server(OrderlyServer):
     ) -> None:
         super().__init__(
             make_app(studio, api_key, origins, sources, hosts),
-            studio.limits.max_body_bytes,
+            largest_message_bytes(studio),
             head_s=studio.limits.head_s,
             # A client that plays as it reads has its pong behind minutes of audio; stall_s finds dead ones.
             ws_ping_timeout=None,
@@ -61,6 +61,13 @@ class Server(OrderlyServer):
         while self._studio.streams_open and time.monotonic() < end_s and not self.force_exit:
             await asyncio.sleep(_POLL_S)
         return not self._studio.streams_open
+
+
+def largest_message_bytes(studio: Studio) -> int:
+    """Of a WebSocket: with a Base checkpoint it may bring a recording, as vLLM-Omni's clients do."""
+    limits = studio.limits
+    recording_bytes = limits.max_reference_bytes * 4 // 3 if studio.model.type == "base" else 0
+    return limits.max_body_bytes + recording_bytes
 
 
 async def _sweep(folder: VoiceFolder) -> None:

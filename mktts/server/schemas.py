@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mktts.model.sampling import MAX_SEED
 
-Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+Route = Literal["tts_stream", "openai_speech", "tts_ws", "omni_ws", "nari_ws"]
 State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 

@@ -101,7 +101,7 @@ class Studio:
             stream = self._synthesizer.stream(text, layout=layout, **self._settings(manner, voice, keys, owner))
         except Exception as error:
             raise from_error(error) from error
-        id = None if route == "tts_ws" else current_id()
+        id = None if route.endswith("_ws") else current_id()
         return self._keep(Utterance(route, stream, len(text), self._ended_one, id))
 
     def listen(self, route: Route, manner: Manner, owner: str = NOBODY) -> tuple[Utterance, Session]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import StarletteHTTPException
 from pydantic import AliasChoices, Field, ValidationError
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
 
 from mktts.server.problems import Problem, from_validation
 from mktts.server.references import from_base64
@@ -92,12 +91,12 @@ async def _form(request: Request) -> tuple[dict[str, Any], Recording | None]:
         raise Problem(400, "no_forms", message)
     try:
         form = await request.form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)
-    except HTTPException as error:
+    except StarletteHTTPException as error:
         raise Problem(400, "bad_form", f"could not read the form: {error.detail}") from None
     fields: dict[str, Any] = {}
     recording = None
     for key, value in form.multi_items():
-        if isinstance(value, UploadFile):
+        if not isinstance(value, str):
             if key not in _RECORDINGS:
                 raise Problem(400, "bad_form", f"expected the file under audio_sample, got it under {key[:40]!r}")
             recording = Recording(await value.read(), (value.content_type or _DEFAULT_TYPE)[:100])
