@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute, Match
 from fastapi.security import HTTPBearer
 
@@ -20,8 +20,9 @@ from mktts.server.access.gate import Gate, owner_of_request
 from mktts.server.access.hosts import LOOPBACK_ORIGIN
 from mktts.server.access.request_id import RequestIds, current_id
 from mktts.server.answer import AudioAnswer, Body, headers
-from mktts.server.document import audio_response, describe, error_responses, text_page
+from mktts.server.document import audio_response, describe, error_responses
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, add_openai_routes
+from mktts.server.pages import add_pages
 from mktts.server.peers import add_peer_sockets
 from mktts.server.probes import add_probes
 from mktts.server.problems import Problem, from_error, from_validation
@@ -143,12 +144,6 @@ def make_app(
 
     add_probes(app, studio, locked, anyone, known)
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", response_class=PlainTextResponse, responses=anyone)
-    async def root() -> str:
-        """Where things are."""
-        return text_page(limits)
-
     references = References(studio.checkpoint, limits, sources)
     speaking = Speaking(studio, references)
     add_openai_routes(app, studio, speaking, locked, known, checks)
@@ -166,6 +161,7 @@ def make_app(
     async def openapi_document() -> Response:
         return JSONResponse(openapi())
 
+    add_pages(app, limits, openapi, anyone)
     add_peer_sockets(app, studio, speaking)
 
     @app.websocket("/{path:path}")  # the last: left to itself, the framework answers 403

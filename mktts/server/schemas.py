@@ -107,6 +107,7 @@ class Health(StrictModel):
     sample_rate_hz: int
     speakers: list[str]
     languages: list[str]
+    takes_instructions: bool
     streams_open: int
     streams_max: int
 
@@ -164,11 +165,12 @@ class Deleted(StrictModel):
 
 class VoiceList(StrictModel):
     """voices: of the checkpoint, saved ones, and those that the caller has uploaded. aliases: more names, and the voice
-    that each stands for. uploaded_voices: the caller's own."""
+    that each stands for. uploaded_voices: the caller's own. uploads: whether more may be uploaded."""
 
     voices: list[str]
     aliases: dict[str, str]
-    uploaded_voices: list[UploadedVoice] = []
+    uploaded_voices: list[UploadedVoice]
+    uploads: bool
 
 
 # ---- WebSocket: what a client sends

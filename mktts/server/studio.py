@@ -165,6 +165,7 @@ class Studio:
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
             languages=self.languages,
+            takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
             streams_max=self.limits.max_streams,
         )
