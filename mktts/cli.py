@@ -35,6 +35,7 @@ GROUPS: dict[str, Group] = {
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
+        "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),

@@ -59,6 +59,11 @@ def add_openai_routes(
         """The one model there is; requests may call it by any name."""
         return ModelList(data=[card()])
 
+    @app.get("/v1/audio/models", dependencies=locked, include_in_schema=False)
+    async def audio_models() -> dict[str, Any]:
+        """As Open WebUI asks for them."""
+        return {"models": [{"id": studio.model.checkpoint, "name": studio.model.checkpoint}]}
+
     @app.get("/v1/models/{id:path}", dependencies=locked, responses={**known, **error_responses(404)})
     async def model(id: str) -> ModelCard:
         """The model, by its name."""

@@ -37,6 +37,7 @@ class VoiceUpload(StrictModel):
     )
     ref_text: str | None = Field(None, description="what is said in it; left out: the speaker's sound alone")
     speaker_description: str | None = Field(None, max_length=2_000)
+    language: str | None = Field(None, description="changes nothing: a voice speaks every language")
     expires_in_s: int | None = Field(None, ge=1, description="until it is deleted; left out: the server's limit")
 
 
