@@ -75,6 +75,8 @@ async def test_it_speaks_and_says_when_the_first_sound_came_and_how_late_it_was(
     await speak(page, format)
     assert await page.js("document.querySelector('#problem').hidden"), await page.text("#problem")
     assert await page.text("#drawn") == "7"
+    shown = "[...document.querySelectorAll('[hidden]')].filter(e => getComputedStyle(e).display !== 'none').length"
+    assert await page.js(shown) == 0
     assert (await page.text("#first-byte")).endswith("ms") and (await page.text("#made")).endswith("ms")
     if format == "wav":
         assert await page.text("#sound") == SPOKEN
