@@ -20,25 +20,19 @@ from mktts.batch.board import Board
 from mktts.batch.lanes import Made
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
+from mktts.batch.pace import Pace
 from mktts.batch.pages import kept_under
 from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickFit
 from mktts.batch.utterance import LaneUtterance
 from mktts.errors import BusyError, CapacityError, EngineError
 from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 
-_EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is planned, until some were
-# A gap on the device says that the next tick was planned too late: it is planned earlier by this part of the gap. Where
-# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
-_GAP_PART = 0.6
-_RELAX = 0.97
-_MOST_EARLY_S = 0.05
-# While others play, who comes is admitted beside the tick that runs, up to when the next one is planned, and behind
-# that launch up to when the first one ends: many who come at once then keep no tick waiting. So long at least:
-_ADMITTING_S = 1e-3  # where the host is late
+# Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
+# many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.
+_LATE_S = 12e-3
 _STARTING_S = 3e-3  # where no tick runs yet
 
 
@@ -75,8 +69,7 @@ class Together:
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
-        self._fit = TickFit(lanes.model)
-        self._early_s = _EARLY_S  # before a tick ends: when the next one is planned
+        self._pace = Pace(lanes.model)
         self._reset()
 
     def _reset(self) -> None:
@@ -90,6 +83,7 @@ class Together:
         self._in_line: set[Job] = set()
         self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
         self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
+        self._full: set[int] = set()  # slots whose reader has all the frames that it may have before it takes some
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
@@ -116,20 +110,20 @@ class Together:
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
         running = self._running[0] if self._running else None
-        plan_s = now_s if running is None else running.ends_s - self._early_s
-        self._admit(now_s, now_s + _STARTING_S if running is None else max(plan_s, now_s + _ADMITTING_S))
+        plan_s = now_s if running is None else running.ends_s - self._pace.early_s
+        self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        tick = next_tick(self._board, begins_s, self._fit.model, self._settings)
+        tick = next_tick(self._board, begins_s, self._pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
             self._let_in(now_s, running.ends_s)
             self._read()
         if self._running and self._lanes.overlaps:
-            return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room and not self._arrived:
@@ -145,12 +139,7 @@ class Together:
 
     def close(self) -> None:
         """See Executor."""
-
-        def end(job: Job) -> None:
-            job.cancel()
-            job.end(None)
-
-        self._end_all(end)
+        self._end_all(lambda job: (job.cancel(), job.end(None)))
 
     def _end_all(self, end: Callable[[Job], None]) -> None:
         """Ends every stream, whatever the lanes or the books still say to it."""
@@ -174,13 +163,17 @@ class Together:
         """Those who arrived, as far as there is time, and those in line."""
         self._let_in(now_s, until_s)
         self._room = False
-        while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
+        while self._in_line and (left := self._door.next(now_s, self._pace.step_model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
 
     def _let_in(self, now_s: float, until_s: float) -> None:
-        """Judges those who arrived, until then; the first one always where nobody is open."""
-        while self._arrived and (not self._jobs or time.perf_counter() < until_s):
+        """Judges those who arrived, until then, or a little longer; the first one always where nobody is open."""
+        board, most_rows = self._board, self._settings.max_rows
+        while self._arrived:
+            late_s = time.perf_counter() - max(until_s, now_s) if self._jobs else -1.0
+            if late_s >= _LATE_S or (late_s >= 0 and board.prompt_rows[board.open].sum() >= most_rows):
+                return
             job = self._arrived.popleft()
             settled = self._settled(job, now_s)
             job.rest(not settled)
@@ -195,7 +188,7 @@ class Together:
                 job.advance(LaneUtterance.flush)  # it ended without a word
             if job.open and work.segment is not None:
                 request = self._request(job, now_s)
-                self._judged(request, self._door.ask(request, self._fit.model), now_s)
+                self._judged(request, self._door.ask(request, self._pace.step_model), now_s)
                 return True
         except Exception as error:
             job.fail(error)
@@ -243,6 +236,7 @@ class Together:
         self._asleep.pop(self._jobs.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
+        self._full.discard(slot)
         self._board.leave(slot)
         if self._pages.is_open(slot):
             self._pages.close(slot)
@@ -260,17 +254,24 @@ class Together:
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
+        slots, taken_frames = [], []
         for slot, job in list(self._awake.items()):
             if job.cancelled:
                 job.end(None)
                 continue
-            taken, pending = job.taken_frames, made[slot] - job.made_frames
-            crowded = pending >= job.buffer_frames - job.made_frames + taken
-            board.frames_taken[slot] = taken
-            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
-            board.full[slot] = full
-            job.rest(full)
+            taken = job.taken_frames
+            slots.append(slot)
+            taken_frames.append(taken)
+            crowded = made[slot] - taken >= job.buffer_frames
+            if crowded or slot in self._full or job.watched:
+                # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+                pending = made[slot] - job.made_frames
+                full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+                (self._full.add if full else self._full.discard)(slot)
+                board.full[slot] = full
+                job.rest(full)
+        if slots:
+            board.frames_taken[slots] = taken_frames
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -346,9 +347,7 @@ class Together:
             return
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
-        self._fit.observe(*tick.bucket, tick.context_rows, made.took_s)
-        if running.follows:
-            self._early_s = min(_RELAX * self._early_s + _GAP_PART * made.idle_s, _MOST_EARLY_S)
+        self._pace.observe(tick, made, running.follows)
         late_s = board.finish(tick, ended_s)
         if self.log is not None:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mktts.batch.lanes import Lanes
 from mktts.batch.utterance import LaneUtterance
-from mktts.model.prompt import is_of_voice
+from mktts.model.prompt import Prompt, Request, RowsOfTexts, is_of_voice
 from mktts.model.voice import Voice
 from mktts.speech.options import Plan
 from mktts.speech.script import Script
@@ -15,9 +15,13 @@ from mktts.speech.speaking import Speaker
 
 @dataclass(kw_only=True)
 class LaneModel(Speaker):
-    """The model behind `lanes`, whose utterances the executor enters into its slots."""
+    """The model behind `lanes`, whose utterances the executor enters into its slots.
+
+    spoken: rows of texts that prompts are made of; None: they are computed.
+    """
 
     lanes: Lanes
+    spoken: RowsOfTexts | None = None
 
     @property
     def name(self) -> str:
@@ -33,3 +37,6 @@ class LaneModel(Speaker):
 
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> LaneUtterance:
         return LaneUtterance(script, plan, self.positions, voice, self.lanes.settings.chunks)
+
+    def _prompt(self, request: Request) -> Prompt:
+        return super()._prompt(request) if self.spoken is None else self.prompts.of_checked(request, self.spoken)

@@ -26,7 +26,7 @@ from mktts.errors import OptionsError
 from mktts.speech.options import TOGETHER_SCHEDULE
 
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
-_RUSH = 8  # first frames of a tick: those that are not pressed for time leave it to so many
+_RUSH = 32  # first frames of a tick: those that are not pressed for time leave it to so many
 _LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
 _PROMPT_ROWS = (0, 64, 256, 1_024)
 _WIDE = 768  # lanes from which 64 prompt rows save nothing against 256

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,16 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
+
+class RowsOfTexts(Protocol):
+    """Rows that a text's ids have in whole prompts, made before: see `PromptBuilder.spoken_rows`."""
+
+    def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> Any:
+        """What stands for the prompt (L, H): rows `head`, those of `ids`, rows `end`."""
+
+
 Layout = Literal["whole", "streaming"]
+_ROWS_AT_ONCE = 4_096  # of the text table
 _HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
 
 
@@ -58,14 +67,14 @@ class Prompt:
 
     def __init__(
         self,
-        embeds: Tensor,
+        embeds: Any,
         trailing: Tensor,
         pad: Tensor,
         text_tokens: int,
         prefix_rows: int = 0,
         prefix_key: Hashable | None = None,
     ) -> None:
-        self.embeds = embeds  # (L, H)
+        self.embeds = embeds  # Tensor (L, H), or what RowsOfTexts gives
         self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
         self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
         self.trailing = trailing  # (N, H)
@@ -151,15 +160,19 @@ class PromptBuilder:
         """`of_checked(check(request))`."""
         return self.of_checked(self.check(request))
 
-    def of_checked(self, request: Request) -> Prompt:
+    def of_checked(self, request: Request, spoken: RowsOfTexts | None = None) -> Prompt:
         """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
 
-        Raises TextError where it has no text.
+        spoken: text rows of whole prompts are taken from it instead of being computed; those were projected in products
+        of other sizes, which round differently. Raises TextError where it has no text.
         """
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
         head, special = self._head(request)
+        if request.layout == "whole" and spoken is not None and not _in_context(request):
+            embeds = spoken.prompt(head, ids, special.end)
+            return Prompt(embeds, special.nothing, special.pad_row, len(ids), len(head), self._prefix_key(request))
         if request.layout == "whole":
             body, trailing = self._whole_body(request, ids, special), special.nothing
         elif _in_context(request):
@@ -172,7 +185,17 @@ class PromptBuilder:
             body = (self._projected(x[:1]) + special.codec_bos,)
             trailing = special.eos if len(ids) == 1 else torch.cat((self._projected(x[1:]), special.eos))
         embeds = torch.cat((head, *body))
-        return Prompt(embeds, trailing, special.pad[0], len(ids), len(head), self._prefix_key(request))
+        return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
+
+    @torch.inference_mode()
+    def spoken_rows(self) -> Tensor:
+        """Of every text id, its row in whole prompts, against codec_pad: (V, H)."""
+        codec_pad = self._codec_rows([self.config.codec_ids.pad])
+        rows = torch.empty(len(self._table), self.config.talker.hidden_size, device=self.device, dtype=self.dtype)
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[start : start + _ROWS_AT_ONCE]
+            part.copy_(self.text_rows(range(start, start + len(part))) + codec_pad)
+        return rows
 
     # ---- used by FedPrompt
 
@@ -318,7 +341,8 @@ class PromptBuilder:
 
 @dataclass(frozen=True)
 class _Special:
-    """Special rows, (1, H) each, and the sums of two of them that end a whole text. nothing: (0, H)."""
+    """Special rows, (1, H) each, and the sums of two of them that end a whole text, both in `end` (2, H). nothing:
+    (0, H). pad_row (H,): the same object in all prompts, which lanes tell by that."""
 
     pad: Tensor
     eos: Tensor
@@ -326,11 +350,14 @@ class _Special:
     codec_bos: Tensor
     text_end: Tensor
     codec_begin: Tensor
+    end: Tensor
     nothing: Tensor
+    pad_row: Tensor
 
     @classmethod
     def of(cls, pad: Tensor, eos: Tensor, codec_pad: Tensor, codec_bos: Tensor) -> _Special:
-        return cls(pad, eos, codec_pad, codec_bos, eos + codec_pad, codec_bos + pad, pad[:0])
+        end = eos + codec_pad, codec_bos + pad
+        return cls(pad, eos, codec_pad, codec_bos, *end, torch.cat(end), pad[:0], pad[0])
 
 
 def _in_context(request: Request) -> bool:

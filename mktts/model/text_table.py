@@ -24,6 +24,10 @@ class TextTable:
             _read_pages(table)
             self._numbers = numbers(table)
 
+    def __len__(self) -> int:
+        """V."""
+        return len(self._table)
+
     def rows(self, ids: Sequence[int]) -> Tensor:
         """(N, E), N > 0. Raises IndexError for an id that is not in the table."""
         table = self._table

@@ -134,8 +134,10 @@ def burst_of(
             while coming and coming[0][0] <= lanes.now_s:
                 at_s, frames = coming.popleft()
                 work = together.model.speak([Request(_PROMPT)], Plan(Sampling(), 1, frames, OFF), at_s)
-                here.append(_Listener(Job(work, 500, inbox, engine="batch"), at_s, at_s == burst_s))
-                together.take(here[-1].job)
+                job = Job(500, inbox)
+                job.begin(work, "batch")
+                here.append(_Listener(job, at_s, at_s == burst_s))
+                together.take(job)
             before_s = lanes.now_s
             wake_s = together.turn(lanes.now_s, False)
             here = [one for one in here if _hears(one, lanes.now_s, crowd)]

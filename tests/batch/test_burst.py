@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from clockwork import HostCosts, burst_of
 
+from mktts.batch import executor
+
 
 @pytest.mark.parametrize(
     ("listeners", "arrival_s", "most_ms"), [(64, 0.05e-3, 45), (64, 0.15e-3, 53), (64, 0.35e-3, 78), (560, 0.15e-3, 60)]
@@ -17,11 +19,11 @@ def test_the_last_of_128_arrivals_waits_no_longer_than_their_work_and_four_ticks
     assert crowd.late_s == []
 
 
-def test_the_device_has_no_long_pause_while_many_are_admitted(monkeypatch):
-    """The host takes 45 ms for them: it looks after the ticks in between."""
+def test_ticks_wait_a_little_for_those_who_arrive_and_no_listener_notices(monkeypatch):
+    """The host takes 45 ms for them."""
     crowd, lanes = burst_of(monkeypatch, 560, costs=HostCosts(arrival_s=0.35e-3))
     during = [one.idle_s for one in lanes.launched if 2.5 < one.began_s < 2.5 + max(crowd.waits_s)]
-    assert max(during) < 2e-3 and sum(during) < 10e-3
+    assert max(during) < executor._LATE_S and len(during) >= 4 and crowd.late_s == []
 
 
 def test_a_host_that_is_always_late_lets_people_in_all_the_same(monkeypatch):

@@ -28,6 +28,7 @@ from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
 from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
+from mktts.batch.prompt_rows import PromptRows
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
@@ -115,7 +116,7 @@ class CudaLanes:
         self._pool = torch.cuda.graph_pool_handle() if cuda and graphs else None
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._settings = np.zeros((slots, SETTINGS), np.int32)
-        self._prompts: dict[int, Tensor] = {}
+        self._prompts: dict[int, PromptRows] = {}
         self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
@@ -176,15 +177,19 @@ class CudaLanes:
         if self._primed is not None:
             self._primed.forget(reference)
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+    def begin(
+        self, slot: int, prompt: Tensor | PromptRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
+    ) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         width, most = self.config.talker.hidden_size, self._memory.positions
-        if prompt.dim() != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
+        if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         if sampling.rng != "philox":
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(seed))
-        self._prompts[slot] = prompt.to(self.device, self.dtype).contiguous()
+        if isinstance(prompt, Tensor):
+            prompt = PromptRows.of(prompt.to(self.device, self.dtype).contiguous())
+        self._prompts[slot] = prompt
         self._memory.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -235,7 +240,7 @@ class CudaLanes:
         self._stages.append(self._waiting.popleft())
         return made
 
-    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[Tensor]]:
+    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[PromptRows]]:
         """Where the rows of the tick's pieces lie, and the prompts that they are of."""
         entering, prompts = [], []
         for piece in tick.pieces:
@@ -244,7 +249,7 @@ class CudaLanes:
             if prompt is None or piece.rows < 1 or end > len(prompt) or piece.last != (end == len(prompt)):
                 of = "no prompt" if prompt is None else f"a prompt of {len(prompt)} rows"
                 raise EngineError(f"{piece} does not fit slot {piece.slot}, which has {of} to enter")
-            entering.append(Entering(piece, prompt.data_ptr(), prompt.stride(0) * prompt.element_size()))
+            entering.append(Entering(piece, prompt.addresses))
             prompts.append(prompt)
         new = [piece.slot for piece in tick.pieces if piece.last]
         if (
@@ -265,10 +270,15 @@ class CudaLanes:
             raise PromptError(f"expected {len(tick.lanes)} rows, None for the first {new} of them, got {len(rows)}")
         index = self._block.get_device()
         addresses, made = [], []
+        checked = None  # most rows are one and the same, the one behind a text's end
         for lane, row in enumerate(rows[new:], new):
+            if row is checked:
+                addresses.append(addresses[-1])
+                continue
             if row is None or row.numel() != width:
                 found = None if row is None else tuple(row.shape)
                 raise PromptError(f"slot {tick.lanes[lane]}: a text row must be ({width},), got {found}")
+            checked = row
             if row.dtype is not dtype or row.get_device() != index or not row.is_contiguous():
                 row = row.to(self.device, dtype).contiguous()
                 made.append(row)

@@ -134,7 +134,8 @@ class _Primed:
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Of talker and predictor; the text table stays in its file."""
+    """Of talker and predictor. The text table stays in its file; its rows as prompts have them are one of ours."""
     tensors = checkpoint.tensors()
     names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
-    return sum(tensors[name].numel() for name in names) * dtype.itemsize
+    texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size
+    return (sum(tensors[name].numel() for name in names) + texts) * dtype.itemsize
