@@ -44,8 +44,11 @@ GROUPS: dict[str, Group] = {
         "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
     },
     "train the voice in the box": {
+        "train voice": ("mktts.training.voice", "do all that follows up to the talker, within a time"),
+        "train bring": ("mktts.training.bring", "pack what such a run has reached"),
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
         "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
+        "train recordings": ("mktts.training.data.recordings", "take recordings with transcripts as the teacher"),
         "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
         "train encode": ("mktts.training.data.encode", "turn audio into codes"),
         "train codec": ("mktts.training.codec.train", "train the codec's decoder"),

@@ -167,7 +167,8 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     pressed = due
     if waiting.any():
         longest_s = model.predict(most, settings.max_rows, most * context_rows)
-        pressed = int(np.searchsorted(leads_s, 2 * longest_s))  # late, perhaps, if the next tick were their first
+        # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made.
+        pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(board, able[entering], lead_s[entering], now_s, settings)

@@ -115,7 +115,7 @@ def simulate(
     """Plays `traffic`. `model`: what the scheduler believes. `truth`: what ticks really take, as `model` where None;
     where given, the scheduler learns from what it sees. `noise`: standard deviation of a tick, as a part of it.
     """
-    return _Play(traffic, ticks, model, admission or AdmissionSettings(), truth, noise, slots, pages).run(
+    return _Play(traffic, ticks, model, admission or AdmissionSettings.h200(), truth, noise, slots, pages).run(
         warm_s, seconds
     )
 

@@ -18,7 +18,7 @@ MIN_SEGMENT_CHARS = 20
 SCHEDULE = (1, 1, 2, 4, 8)
 # Of a stream whose frames are decoded as they are made, together with others': chunks of the next 0.3 s cost the host
 # less than single frames, while larger ones would have to be made further ahead of the listener.
-TOGETHER_SCHEDULE = (1, 1, 2, 4)
+TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Models:
     ) -> None:
         self._single, self._together = single, together
         self._later = later
+        self._making = False
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
@@ -49,7 +50,7 @@ class Models:
     @property
     def many(self) -> bool:
         """Whether many streams are made together, or will be once enough are open."""
-        return self._together is not None or self._later is not None
+        return self._together is not None or self._later is not None or self._making
 
     @property
     def together(self) -> Together | None:
@@ -99,10 +100,12 @@ class Models:
         self._single = self._together = self._later = None
 
     def _begin(self) -> None:
-        """Makes the second model in a thread of its own, once."""
+        """Makes the second model in a thread of its own, once. A program that ends meanwhile waits for it: compilers
+        that are cut off abort the process."""
         later, self._later = self._later, None
         if later is not None:
-            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=True).start()
+            self._making = True
+            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=False).start()
 
     def _make(self, later: Callable[[], Together]) -> None:
         try:
@@ -114,3 +117,5 @@ class Models:
         else:
             if self._single is not None:
                 self._together = executor
+        finally:
+            self._making = False
