@@ -15,6 +15,7 @@ from mktts.model.voice import Voice
 from mktts.server import Limits, listen
 from mktts.server.process import Server
 from mktts.server.studio import Studio
+from mktts.server.uploads.folder import VoiceFolder
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Stream
@@ -96,10 +97,11 @@ def served(
     voices: dict[str, Voice] | None = None,
     guard: Guard | None = None,
     aliases: dict[str, str] | None = None,
+    uploads: VoiceFolder | None = None,
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = Studio(watched, limits, voices, aliases=aliases)
+    studio = Studio(watched, limits, voices, aliases=aliases, uploads=uploads)
     with (
         listen("127.0.0.1", 0, studio.limits) as bound,
         running(Server(studio, **access), bound) as url,

@@ -300,3 +300,15 @@ def test_ctrl_c_ends_the_generation_with_one_line():
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (128 + signal.SIGINT, b"interrupted\n")
+
+
+def test_a_signal_that_a_library_turns_into_an_error_still_ends_the_command_by_it(monkeypatch, capsys):
+    def swallows(arguments):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ValueError("could not determine the shape of object type") from None
+
+    monkeypatch.setattr("mktts.measure.inspection.main", swallows)
+    assert main(["inspect", "small"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == ""

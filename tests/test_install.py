@@ -24,7 +24,7 @@ CORE = [Requirement(line) for line in PROJECT["dependencies"]]
 ROOM_EXTRAS = {
     "audio": ("server",),
     "synth": ("upstream", "play"),
-    "measure": ("upstream", "train"),
+    "measure": ("upstream", "train", "agent"),
     "notebook": ("notebooks", "upstream"),
     "server": ("server",),
     "pipecat": ("agent",),

@@ -21,7 +21,7 @@ ALLOWED = {
     "batch": "model checkpoint kernel codec speech",
     "synth": "model checkpoint kernel codec speech batch",
     "llm": "model checkpoint kernel",
-    "measure": "model checkpoint kernel codec speech batch synth llm",
+    "measure": "model checkpoint kernel codec speech batch synth llm server pipecat",
     "notebook": "model checkpoint speech synth measure",
     "server": "model checkpoint speech synth",
     "pipecat": "model checkpoint speech synth",

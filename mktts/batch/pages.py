@@ -12,7 +12,7 @@ it. One thread at a time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -186,6 +186,10 @@ class Pages:
         held.shared = max(held.shared, full)
         self._kept[key] = Kept(rows, tuple(pages))
         return [Copy(held.pages[full], last[0], partial)] if partial else []
+
+    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
+        """Keys of kept prefixes that are `wanted`."""
+        return [key for key in self._kept if wanted(key)]
 
     def forget(self, key: Hashable) -> None:
         """The prefix is not offered any more; streams that share its pages go on. No effect on an unknown key."""

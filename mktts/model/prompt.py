@@ -253,6 +253,11 @@ class PromptBuilder:
         voice = None if request.voice is None else request.voice.digest
         return request.speaker, self._language_id(request), request.instruct, voice, fed
 
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the rows kept for prompts with this voice."""
+        for key in [key for key in self._heads if is_of_voice(key, voice)]:
+            del self._heads[key]
+
     def _head(self, request: Request) -> tuple[Tensor, _Special]:
         """Instruction, role, tags and speaker rows; and the special rows the body needs. Those used last are kept."""
         key = self._prefix_key(request)
@@ -358,3 +363,8 @@ class _Special:
 def _in_context(request: Request) -> bool:
     """Whether the request continues a reference recording (upstream: ICL) instead of an x-vector alone."""
     return request.voice is not None and request.voice.codes is not None
+
+
+def is_of_voice(key: Hashable, voice: Voice) -> bool:
+    """Whether a prefix key is that of prompts with `voice`."""
+    return isinstance(key, tuple) and voice.digest in key

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.server.address import add_address_arguments, listen, read_key, refuse_open_address, url_of
+from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
+from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mktts.server.references import ReferenceSources
 
 _DEFAULTS = Limits()
+_DAY_S = 24 * 3_600
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -57,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--reference-folder", type=Path, metavar="FOLDER", help="and by files in this folder of the server"
     )
+    voices.add_argument(
+        "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
+    )
+    voices.add_argument(
+        "--voice-days", type=float, default=_DEFAULTS.voice_s / _DAY_S, metavar="N", help="and for how long"
+    )
     parser.add_argument(
         "--engine",
         default="auto",
@@ -70,6 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
     )
     limits.add_argument(
+        "--stall",
+        type=float,
+        default=_DEFAULTS.stall_s,
+        metavar="S",
+        help="until who reads nothing is dropped",
+    )
+    limits.add_argument(
+        "--idle", type=float, default=_DEFAULTS.idle_s, metavar="S", help="until an utterance without text is ended"
+    )
+    limits.add_argument(
         "--grace", type=float, default=_DEFAULTS.grace_s, metavar="S", help="for open streams after the signal to stop"
     )
 
@@ -79,17 +97,23 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         from mktts.server.process import Server
         from mktts.server.studio import Studio
+        from mktts.server.uploads.folder import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    key = read_key(arguments.api_key_file)
-    refuse_open_address(arguments.host, key)
+    keys = read_keys(arguments.api_key_file)
+    refuse_open_address(arguments.host, keys)
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     limits = Limits(
         max_streams=arguments.max_streams,
         max_chars=arguments.max_chars,
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
+        stall_s=arguments.stall,
+        idle_s=arguments.idle,
+        voice_s=arguments.voice_days * _DAY_S,
     )
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
@@ -102,9 +126,9 @@ def main(arguments: argparse.Namespace) -> int:
         voices = read_voices(arguments.voice)
         aliases = read_aliases(arguments.voice_alias)
         with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases)
+            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
             synthesizer.warm_up()
-            server = Server(studio, key, arguments.allow_origin, sources)
+            server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:

@@ -29,7 +29,13 @@ any time. Of the server: `started` (id, seed, format), then for each chunk a `ch
 timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
 `start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
 answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
-connection is closed with 1008."""
+connection is closed with 1008.
+
+`/v1/audio/speech/stream` is vLLM-Omni's WebSocket (`session.config`, `input.text`, `input.done`, `session.close`), and
+`/v1/audio/speech/ws` Nari's (`nari.speech.v1`). With a key, a page may open any of them with `?key=KEY`, or offer the
+subprotocols `mktts` and `mktts.key.` followed by the key in base64url.
+
+**Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -37,13 +43,15 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meaning = {
         400: "The request makes no sense.",
         401: "The key is missing or wrong.",
-        403: "A web page from elsewhere.",
+        403: "A web page from elsewhere, another name than the server's, or something that it was not started with.",
         404: "No such stream.",
         413: "The body is too large.",
         415: "The body does not say that it is JSON.",
         422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
         500: "The generation failed.",
-        503: "Every stream is taken, or the server is stopping.",
+        408: "The body did not come in time.",
+        429: "Every stream is taken for now.",
+        503: "The server is stopping.",
     }
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
     return {status: {"description": meaning[status], "content": body} for status in statuses}
@@ -145,8 +153,10 @@ POST /tts/stream        {{"text": "..."}} -> raw PCM
 GET  /tts/stream/ID     how that stream ended
 POST /v1/audio/speech   OpenAI's shape -> mp3, opus, aac, flac, wav or pcm
 GET  /v1/models  /v1/audio/voices
+POST /v1/audio/voices   a recording and a statement of consent -> a voice, where the server keeps them
 WS   /tts/ws            text while it is written -> PCM and timings
-GET  /health  /ready  /metrics  /openapi.json
+WS   /v1/audio/speech/stream  /v1/audio/speech/ws    as vLLM-Omni and Nari speak them
+GET  /health  /ready  /metrics  /openapi.json  /docs
 
 At most {limits.max_streams} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each.
 """

@@ -53,6 +53,11 @@ class References:
         self._voices: OrderedDict[str, Voice] = OrderedDict()
         self._lock = asyncio.Lock()
 
+    async def make(self, data: bytes, transcript: str | None, key: str) -> Voice:
+        """The voice of a recording's bytes, which is not kept here. key: what the caller calls it. Raises Problem."""
+        async with self._lock:
+            return await asyncio.to_thread(self._made, data, transcript, key)
+
     async def voice(self, recording: str, transcript: str | None) -> Voice:
         """The voice of `recording`, in-context where `transcript` is given. Raises Problem."""
         data = await asyncio.to_thread(self._read, recording)
@@ -65,27 +70,25 @@ class References:
                 self._voices.popitem(last=False)
             return self._voices[key]
 
-    def _made(self, data: bytes, transcript: str | None) -> Voice:
+    def _made(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
         try:
             pcm, rate_hz = decode_untrusted(data, self._decoding)
             return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
         except BackendUnavailable as error:
-            raise Problem(
-                400, "cloning_unavailable", f"this server cannot clone a voice: {error}", "ref_audio"
-            ) from None
+            raise Problem(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
         except MkttsError as error:
-            raise Problem(400, "bad_reference", f"ref_audio: {error}", "ref_audio") from None
+            raise Problem(400, "bad_reference", f"{key}: {error}", key) from None
 
     def _read(self, recording: str) -> bytes:
         scheme = recording[:64].partition(":")[0].lower()
         if scheme == "data":
-            return _from_base64(recording.partition(",")[2])
+            return from_base64(recording.partition(",")[2])
         if scheme in ("http", "https"):
             return self._fetched(recording)
         if scheme == "file":
             return self._of_folder(unquote(urlsplit(recording).path))
         if len(recording) >= _SHORTEST_BASE64 and _BASE64_TEXT.fullmatch(recording):
-            return _from_base64(recording)
+            return from_base64(recording)
         return self._of_folder(recording)
 
     def _fetched(self, url: str) -> bytes:
@@ -127,10 +130,10 @@ def _refused(reason: str) -> Problem:
     return Problem(400, "reference_not_allowed", f"ref_audio: {reason}", "ref_audio")
 
 
-def _from_base64(text: str) -> bytes:
-    """Of either alphabet, with or without its padding."""
+def from_base64(text: str, key: str = "ref_audio") -> bytes:
+    """Of either alphabet, with or without its padding. key: what the caller calls it. Raises Problem."""
     plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise Problem(400, "bad_reference", "ref_audio: expected base64, found other characters", "ref_audio") from None
+        raise Problem(400, "bad_reference", f"{key}: expected base64, found other characters", key) from None

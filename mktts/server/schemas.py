@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mktts.model.sampling import MAX_SEED
 
-Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+Route = Literal["tts_stream", "openai_speech", "tts_ws", "omni_ws", "nari_ws"]
 State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 
@@ -57,12 +57,14 @@ class SpeechRequest(Manner):
 
 
 class ErrorDetail(StrictModel):
-    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key."""
+    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
+    request_id: of the request (X-Request-Id), or of the utterance."""
 
     message: str
     type: str
     param: str | None
     code: str
+    request_id: str | None = None
 
 
 class ErrorBody(StrictModel):
@@ -105,6 +107,7 @@ class Health(StrictModel):
     sample_rate_hz: int
     speakers: list[str]
     languages: list[str]
+    takes_instructions: bool
     streams_open: int
     streams_max: int
 
@@ -127,11 +130,47 @@ class ModelList(StrictModel):
     data: list[ModelCard]
 
 
+class UploadedVoice(StrictModel):
+    """consent: the statement, as it was sent. created_at, expires_at: seconds since 1970. mime_type, file_size: of the
+    recording, which is not kept."""
+
+    name: str
+    consent: str
+    created_at: int
+    expires_at: int
+    mime_type: str
+    file_size: int
+    ref_text: str | None
+    speaker_description: str | None
+
+
+class KeptVoice(StrictModel):
+    """An upload that was kept, in OpenAI's shape and, under `voice`, in vLLM-Omni's."""
+
+    object: Literal["audio.voice"] = "audio.voice"
+    id: str
+    name: str
+    created_at: int
+    success: Literal[True] = True
+    voice: UploadedVoice
+
+
+class Deleted(StrictModel):
+    object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
+    id: str
+    deleted: Literal[True] = True
+    success: Literal[True] = True
+    message: str
+
+
 class VoiceList(StrictModel):
-    """voices: of the checkpoint, and saved ones. aliases: more names, and the voice that each stands for."""
+    """voices: of the checkpoint, saved ones, and those that the caller has uploaded. aliases: more names, and the voice
+    that each stands for. uploaded_voices: the caller's own. uploads: whether more may be uploaded."""
 
     voices: list[str]
     aliases: dict[str, str]
+    uploaded_voices: list[UploadedVoice]
+    uploads: bool
 
 
 # ---- WebSocket: what a client sends

@@ -26,10 +26,17 @@ TASKS = {"custom_voice": "CustomVoice", "voice_design": "VoiceDesign", "base": "
 # Keys of other servers that would change what is heard, or what the answer holds, and that nothing here can honour.
 _CANNOT = {
     "ambient_sound", "cfg_value", "duration_seconds", "duration_tokens", "emo_text", "emotion", "exaggeration",
-    "extra_params", "lang_code", "min_p", "normalization_options", "pitch", "ref_audio_2", "return_timestamps",
-    "speaker_embedding", "stage_params", "style", "token_count", "voice_settings", "volume", "volume_multiplier",
-    "word_timestamps",
+    "extra_params", "ignore_eos", "lang_code", "min_p", "normalization_options", "pitch", "ref_audio_2",
+    "return_timestamps", "speaker_embedding", "stage_params", "style", "token_count", "voice_prompt",
+    "voice_settings", "volume", "volume_multiplier", "word_timestamps",
 }  # fmt: skip
+_RENAMED = {
+    "instruct": "instructions",
+    "subtalker_temperature": "predictor_temperature",
+    "subtalker_top_k": "predictor_top_k",
+    "subtalker_top_p": "predictor_top_p",
+}
+_TURNED = {"do_sample": "greedy", "subtalker_dosample": "predictor_greedy"}  # true here is false there
 _NEUTRAL = {"pitch": 0, "min_p": 0, "volume": 1, "volume_multiplier": 1}  # numbers that ask for nothing
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
@@ -122,6 +129,21 @@ class OpenAISpeechRequest(Draws):
     references: list[Reference] | None = Field(None, max_length=1, description="ref_audio and ref_text in one")
     temperature: float | None = Field(None, ge=0, le=10, description="of the talker; 0: greedy")
     top_k: int | None = Field(None, ge=-1, le=10_000, description="of the talker; 0 or -1: off")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, given: Any) -> Any:
+        """Names that SGLang-Omni, Nari and upstream have for the same."""
+        if not isinstance(given, dict):
+            return given
+        known = {key: value for key, value in given.items() if key not in _RENAMED and key not in _TURNED}
+        for names, changed in ((_RENAMED, lambda value: value), (_TURNED, lambda value: not value)):
+            for name, ours in names.items():
+                if given.get(name) is not None and known.get(ours) is None:
+                    if names is _TURNED and not isinstance(given[name], bool):
+                        raise ValueError(f"{name} must be true or false")
+                    known[ours] = changed(given[name])
+        return known
 
     @model_validator(mode="after")
     def _taken_apart(self) -> OpenAISpeechRequest:

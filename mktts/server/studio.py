@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from mktts.server.access.keys import NOBODY
+from mktts.server.access.request_id import current_id
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.problems import RETRY_AFTER_S, Problem, from_error
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from mktts.model.sampling import Sampling
     from mktts.model.tokenizer import TextTokenizer
     from mktts.model.voice import Voice
+    from mktts.server.uploads.folder import VoiceFolder
     from mktts.speech.stream import Session
     from mktts.synth import Synthesizer
 
@@ -32,6 +35,7 @@ class Studio:
 
     voices: saved voices of a base checkpoint by the name that requests call them. name: of the checkpoint, for
     GET /health; None takes its folder's. aliases: more names, each for one of the voices (`voice_aliases`).
+    uploads: where voices that callers upload are kept; None keeps none.
     Raises ServerError for an alias of nothing.
     """
 
@@ -42,9 +46,13 @@ class Studio:
         voices: Mapping[str, Voice] | None = None,
         name: str | None = None,
         aliases: Mapping[str, str] | None = None,
+        uploads: VoiceFolder | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.stopping = False
+        self.uploads = uploads
+        if uploads is not None:
+            uploads.on_gone = synthesizer.forget
         self._synthesizer = synthesizer
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
@@ -79,25 +87,28 @@ class Studio:
         voice: Voice | None = None,
         layout: Layout | None = None,
         keys: Mapping[str, str] = MappingProxyType({}),
+        owner: str = NOBODY,
     ) -> Utterance:
         """Starts to speak a known text. Raises Problem.
 
         voice: in place of the one that `manner` names. layout: of the prompt; None takes the checkpoint's. keys: what
-        the caller calls `text`, `instruct` and `speaker`, for messages; as they are where left out.
+        the caller calls `text`, `instruct` and `speaker`, for messages; as they are where left out. owner: whose
+        uploaded voices may be named.
         """
         self.admit()
         self.check_chars(len(text), "text", keys)
         try:
-            stream = self._synthesizer.stream(text, layout=layout, **self._settings(manner, voice, keys))
+            stream = self._synthesizer.stream(text, layout=layout, **self._settings(manner, voice, keys, owner))
         except Exception as error:
             raise from_error(error) from error
-        return self._keep(Utterance(route, stream, len(text), self._ended_one))
+        id = None if route.endswith("_ws") else current_id()
+        return self._keep(Utterance(route, stream, len(text), self._ended_one, id))
 
-    def listen(self, route: Route, manner: Manner) -> tuple[Utterance, Session]:
+    def listen(self, route: Route, manner: Manner, owner: str = NOBODY) -> tuple[Utterance, Session]:
         """Opens an utterance whose text comes later. Raises Problem."""
         self.admit()
         try:
-            session = self._synthesizer.open(**self._settings(manner))
+            session = self._synthesizer.open(**self._settings(manner, owner=owner))
         except Exception as error:
             raise from_error(error) from error
         return self._keep(Utterance(route, session, 0, self._ended_one)), session
@@ -109,9 +120,15 @@ class Studio:
             message = f"{key} may have {self.limits.max_chars} characters, got {chars}"
             raise Problem(422, f"{what}_too_long", message, key)
 
-    def saved_voice(self, name: str) -> Voice | None:
-        """A saved voice by its name or by an alias of it; None where `name` is none."""
-        return self._voices.get(self.aliases.get(name.lower(), name.lower()))
+    def saved_voice(self, name: str, owner: str = NOBODY) -> Voice | None:
+        """A saved voice by its name or by an alias of it, or one that `owner` has uploaded; None where `name` is
+        none."""
+        saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
+        return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
+
+    def is_taken(self, name: str) -> bool:
+        """Whether `name` is a voice of the server itself, so that nobody else's may have it."""
+        return name.lower() in (*self.speakers, *self.aliases, DEFAULT)
 
     def count_tokens(self, text: str) -> int:
         """Of a text, in the checkpoint's tokens. The first call reads the tokenizer: too long for the event loop."""
@@ -148,6 +165,7 @@ class Studio:
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
             languages=self.languages,
+            takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
             streams_max=self.limits.max_streams,
         )
@@ -158,7 +176,7 @@ class Studio:
             raise Problem(503, "stopping", "the server is stopping", retry_after_s=RETRY_AFTER_S)
         if len(self._open) >= self.limits.max_streams:
             message = f"all {self.limits.max_streams} streams are taken"
-            raise Problem(503, "busy", message, retry_after_s=RETRY_AFTER_S)
+            raise Problem(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
     def _keep(self, utterance: Utterance) -> Utterance:
         self._open[utterance.id] = utterance
@@ -181,7 +199,11 @@ class Studio:
             self._failures = 0
 
     def _settings(
-        self, manner: Manner, voice: Voice | None = None, keys: Mapping[str, str] = MappingProxyType({})
+        self,
+        manner: Manner,
+        voice: Voice | None = None,
+        keys: Mapping[str, str] = MappingProxyType({}),
+        owner: str = NOBODY,
     ) -> dict[str, Any]:
         """The keyword arguments of Synthesizer.stream and open. Raises Problem."""
         limits = self.limits
@@ -196,7 +218,7 @@ class Studio:
             raise Problem(422, "bad_prompt", f"language must be one of {known}; got {manner.language!r}", "language")
         speaker = None
         if voice is None:
-            speaker, voice = self._who(manner.speaker, keys.get("speaker", "speaker"))
+            speaker, voice = self._who(manner.speaker, keys.get("speaker", "speaker"), owner)
         return {
             "language": language,
             "speaker": speaker,
@@ -217,7 +239,7 @@ class Studio:
             )
             raise Problem(422, "bad_prompt", message, key)
 
-    def _who(self, wanted: str | None, key: str) -> tuple[str | None, Voice | None]:
+    def _who(self, wanted: str | None, key: str, owner: str) -> tuple[str | None, Voice | None]:
         """The built-in speaker or the saved voice of that name or alias; the default for None. Raises Problem."""
         name = (wanted or DEFAULT).lower()
         name = self.aliases.get(name, name)
@@ -227,6 +249,8 @@ class Studio:
                 raise Problem(422, "no_voice", message, key)
             name = self.default_speaker
         elif name not in self.speakers:
+            if (uploaded := self.saved_voice(name, owner)) is not None:
+                return None, uploaded
             known = ", ".join(self.speakers) or f"none: a {self.model.type} checkpoint has no built-in speakers"
             raise Problem(422, "unknown_speaker", f"{key} must be one of {known}; got {name!r}", key)
         voice = self._voices.get(name) if name else None

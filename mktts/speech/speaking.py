@@ -29,6 +29,10 @@ class Speaker(ABC):
     @abstractmethod
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> Utterance: ...
 
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what is kept for prompts with this voice; utterances that are open go on. The worker's thread."""
+        self.prompts.forget(voice)
+
     def _prompt(self, request: Request) -> Prompt:
         return self.prompts.of_checked(request)
 

@@ -18,9 +18,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,10 @@ class Engine:
             self._check_open()
             self._inbox.put(executor)
 
+    def ask(self, call: Callable[[], None]) -> None:
+        """Has the worker's thread call, between two ticks; after `close`, nobody does."""
+        self._inbox.put(_Call(call))
+
     def close(self) -> None:
         """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
         with self._lock:
@@ -162,6 +166,8 @@ class _Worker:
                     self._take(item)
                 elif isinstance(item, News):
                     self._hear(item.job)
+                elif isinstance(item, _Call):
+                    _called(item.call)
                 else:
                     self._executors.append(item)
                 item = self._inbox.get_nowait()
@@ -179,6 +185,19 @@ class _Worker:
         for executor in self._executors:
             if executor.name == job.engine:
                 executor.hear(job)
+
+
+class _Call(NamedTuple):
+    """Something to be done in the worker's thread."""
+
+    call: Callable[[], None]
+
+
+def _called(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        _LOG.exception("a call in the worker's thread failed")
 
 
 def _turn(executor: Executor, alone: bool) -> float:

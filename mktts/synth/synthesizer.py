@@ -260,6 +260,14 @@ class Synthesizer:
             ) as stream:
                 stream.read()
 
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states.
+
+        Streams that are open go on; the work is done soon, in the worker's thread. Raises EngineError after `close`.
+        """
+        for model, _ in self._models.each():
+            self._engine.ask(partial(model.forget, voice))
+
     def close(self) -> None:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
         self._engine.close()

@@ -180,7 +180,7 @@ def test_one_stream_too_many_is_told_to_come_back(synthesizer):
             pieces = answer.iter_raw()
             next(pieces)
             refused = post(server, text="Hello.", max_frames=1)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "busy")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "busy")
             assert int(refused.headers["Retry-After"]) >= 1
             assert httpx.get(f"{server.url}/health").json()["streams_open"] == 1
         until(lambda: server.studio.streams_open == 0, "the place to be free")

@@ -190,7 +190,7 @@ def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_key(cli
     with pytest.raises(openai.BadRequestError) as refused:
         client.audio.speech.create(**{**SPOKEN, "extra_body": {"max_frames": 1}, **change})
     assert refused.value.type == "invalid_request_error" and refused.value.param == param
-    assert set(refused.value.body) == {"message", "type", "param", "code"}
+    assert set(refused.value.body) == {"message", "type", "param", "code", "request_id"}
     message = refused.value.body["message"]
     assert (param or "sample_rate") in message or param == "input"  # whose messages speak of the text
     assert "speaker" not in message
@@ -229,6 +229,9 @@ def test_a_language_goes_by_its_name_and_its_code(server, synthesizer, tiny, lan
         ({"max_frames": 5, "non_streaming_mode": False}, {"max_frames": 5, "layout": "streaming"}),
         ({"max_frames": 5, "non_streaming_mode": True}, {"max_frames": 5, "layout": "whole"}),
         ({"max_frames": 5, "temperature": 0}, {"max_frames": 5, "sampling": "greedy"}),
+        ({"max_frames": 5, "do_sample": False}, {"max_frames": 5, "sampling": "greedy"}),
+        ({"max_frames": 5, "do_sample": True, "subtalker_dosample": None}, {"max_frames": 5}),
+        ({"max_frames": 5, "subtalker_temperature": 0.3}, {"max_frames": 5, "sampling": "subtalker"}),
         ({"max_frames": 5, "task_type": "CustomVoice", "top_k": -1}, {"max_frames": 5, "sampling": "top_k"}),
     ],
     ids=str,
@@ -236,6 +239,7 @@ def test_a_language_goes_by_its_name_and_its_code(server, synthesizer, tiny, lan
 def test_keys_of_other_servers_mean_the_same_here(server, synthesizer, tiny, keys, settings):
     sampling = synthesizer.sampling
     made = {"greedy": sampling.greedy(), "top_k": sampling.with_flat({"top_k": 0})}
+    made["subtalker"] = sampling.with_flat({"predictor_temperature": 0.3})
     settings = settings | ({"sampling": made[settings["sampling"]]} if "sampling" in settings else {})
     answer = post(server, input="Hello.", response_format="pcm", seed=3, **keys)
     assert answer.content == to_pcm16(synthesizer.say("Hello.", speaker=first_speaker(tiny), seed=3, **settings))

@@ -33,7 +33,7 @@ from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
 from mktts.codec.graphs import Precision
-from mktts.codec.state import CodecState
+from mktts.codec.primed import Primed
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
@@ -74,7 +74,7 @@ class CudaLanes:
         positions: int,
         pages: int,
         codec: SlotCodec | None = None,
-        primed: Callable[[Tensor], CodecState] | None = None,
+        primed: Primed | None = None,
         embeddings: list[Tensor] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,
@@ -83,7 +83,7 @@ class CudaLanes:
         """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
         page 0; see `device.memory.LaneMemory` for what all that takes.
 
-        codec: of slots + 1 slots; None: PCM is silence. primed: the codec's state after codes (R, 16). embeddings: the
+        codec: of slots + 1 slots; None: PCM is silence. primed: codec states after a reference. embeddings: the
         codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
         `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
         deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
@@ -165,12 +165,17 @@ class CudaLanes:
             return
         if self._primed is None:
             raise EngineError("these lanes cannot hear a reference: make them with primed=")
-        state = self._primed(reference)
+        state = self._primed.of(reference)
         self._silent.discard(slot)
         self._after_caller()
         with torch.cuda.stream(self._stream):
             self._codec.enter(slot, state)
         self._kept += [reference, state]
+
+    def forget(self, reference: Tensor) -> None:
+        """See Lanes."""
+        if self._primed is not None:
+            self._primed.forget(reference)
 
     def begin(
         self, slot: int, prompt: Tensor | PromptRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
