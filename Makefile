@@ -93,5 +93,5 @@ reference: $(STAMP) ## replace the notebooks' reference results, the agent's pic
 	$(BIN)/python -m mktts run notebooks/04_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
 	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2 --set REPEATS=3
 	$(BIN)/python -m mktts run $(NOTEBOOKS) --out $(REFERENCE_RUNS)/runs --publish outputs/reference $(RUN_ARGS)
-	$(BIN)/python tests/agent_picture.py outputs/reference/agent_page.png
+	PYTHONPATH=tests $(BIN)/python tests/agent/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py

@@ -35,6 +35,7 @@ GROUPS: dict[str, Group] = {
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
+        "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
@@ -43,8 +44,11 @@ GROUPS: dict[str, Group] = {
         "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
     },
     "train the voice in the box": {
+        "train voice": ("mktts.training.voice", "do all that follows up to the talker, within a time"),
+        "train bring": ("mktts.training.bring", "pack what such a run has reached"),
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
         "train teacher": ("mktts.training.data.teacher", "have the teacher speak them"),
+        "train recordings": ("mktts.training.data.recordings", "take recordings with transcripts as the teacher"),
         "train fit": ("mktts.training.codec.fit", "fit the codec's analysis and codebooks"),
         "train encode": ("mktts.training.data.encode", "turn audio into codes"),
         "train codec": ("mktts.training.codec.train", "train the codec's decoder"),
@@ -68,8 +72,9 @@ _NO_SUCH_PLACE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Perm
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; errors of this package and of files print one line."""
+    signals: list[int] = []
     try:
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(signals):
             arguments = parse(sys.argv[1:] if words is None else words)
             status = arguments.run(arguments)
             sys.stdout.flush()
@@ -88,6 +93,10 @@ def main(words: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"mktts: {where}{error.strerror or error}", file=sys.stderr)
         return 2 if isinstance(error, _NO_SUCH_PLACE) else 1
+    except Exception:
+        if not signals:
+            raise
+        return 128 + signals[0]  # what became of the exit inside a library's C code, as while torch is imported
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -158,10 +167,11 @@ def _parser(program: str, description: str, epilog: str, usage: str | None = Non
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that models are closed and parts of files removed; status 143."""
+def _ended_by_sigterm(signals: list[int]) -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that models are closed and parts of files removed; status 143. signals: gets it."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        signals.append(number)
         sys.exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:

@@ -20,10 +20,11 @@ from mktts.errors import CheckpointError, MkttsError, OptionsError
 _PATIENCE_S = 1.0
 
 
-def write_whole(path: Path | str, data: bytes) -> Path:
+def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
     """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
 
-    A symbolic link stays, and what it points to is replaced. A device or a FIFO stays, and is written to.
+    mode: of a new file; nobody may read more of it meanwhile. A symbolic link stays, and what it points to is
+    replaced. A device or a FIFO stays, and is written to.
     """
     path = Path(path)
     try:
@@ -36,7 +37,7 @@ def write_whole(path: Path | str, data: bytes) -> Path:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.chmod(part, 0o644)  # mkstemp makes files that only their owner can read
+            os.chmod(part, mode)  # mkstemp makes files that only their owner can read
             os.replace(part, target)
         except BaseException:
             os.unlink(part)

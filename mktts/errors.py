@@ -60,6 +60,10 @@ class EngineError(MkttsError):
     exit_status = 1
 
 
+class ConnectionLost(EngineError):
+    """A server cannot be reached, or was lost or stopped in the middle: a later try may find it, or another one."""
+
+
 class MetricsError(MkttsError, ValueError):
     """A figure cannot be computed or recorded: no audio, not a number, not a scalar."""
 

@@ -77,6 +77,31 @@ class CodecIds:
     think_eos: int
 
 
+# What people and programs call the languages of the released checkpoints: ISO 639 codes -> the checkpoints' names.
+LANGUAGE_CODES = {
+    "zh": "chinese",
+    "cmn": "chinese",
+    "en": "english",
+    "fr": "french",
+    "de": "german",
+    "it": "italian",
+    "ja": "japanese",
+    "ko": "korean",
+    "pt": "portuguese",
+    "ru": "russian",
+    "es": "spanish",
+}
+
+
+def language_named(word: str) -> str:
+    """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
+
+    Any other word as it is, in lower case: whether a checkpoint has that language is its own check.
+    """
+    word = word.strip().lower()
+    return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """What the talker side of a checkpoint is: read with `ModelConfig.load(folder)`."""

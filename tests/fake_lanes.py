@@ -98,6 +98,9 @@ class FakeLanes:
         assert 0 <= slot < self.slots
         self._do(partial(self._enter, slot, reference))
 
+    def forget(self, reference: Tensor) -> None:
+        self._primed.forget(reference)
+
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
         self._do(partial(self.segments.__setitem__, slot, _Segment(prompt, sampling, seed)))
         self.copy(copies)

@@ -95,6 +95,9 @@ class FakeSource:
     def check(self, style: Style) -> None:
         pass
 
+    def spoken(self, word: str, style: Style) -> str:
+        return word
+
     async def speak(self, text: str, style: Style) -> FakeSpeech:
         self.asked.append((text, style))
         self.speeches.append(self.plan(text))

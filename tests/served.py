@@ -15,6 +15,7 @@ from mktts.model.voice import Voice
 from mktts.server import Limits, listen
 from mktts.server.process import Server
 from mktts.server.studio import Studio
+from mktts.server.uploads.folder import VoiceFolder
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Stream
@@ -95,10 +96,12 @@ def served(
     limits: Limits | None = None,
     voices: dict[str, Voice] | None = None,
     guard: Guard | None = None,
+    aliases: dict[str, str] | None = None,
+    uploads: VoiceFolder | None = None,
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = Studio(watched, limits, voices)
+    studio = Studio(watched, limits, voices, aliases=aliases, uploads=uploads)
     with (
         listen("127.0.0.1", 0, studio.limits) as bound,
         running(Server(studio, **access), bound) as url,

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from absent import needs
+from sounds import decoded
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.cli import COMMANDS, main, parse
@@ -82,6 +84,26 @@ def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
     assert np.array_equal(read_wav("saved.wav"), read_wav("cloned.wav"))
 
 
+@needs("av")
+@pytest.mark.parametrize("name", ["out.aac", "out.mp3", "out.opus", "out.flac", "out.ogg", "out.wav"])
+def test_the_end_of_the_name_is_the_format(name, tmp_path):
+    assert main([*SAY, "-o", name]) == 0
+    main([*SAY, "-o", "plain.wav"])
+    codec, pcm, rate_hz = decoded((tmp_path / name).read_bytes())
+    wanted = {"aac": "aac", "mp3": "mp3", "opus": "opus", "flac": "flac", "ogg": "vorbis", "wav": "pcm"}
+    assert codec.startswith(wanted[name.partition(".")[2]])
+    assert len(pcm) / rate_hz == pytest.approx(len(read_wav("plain.wav")) / SAMPLE_RATE_HZ, abs=0.1)
+
+
+@needs("av")
+def test_speed_changes_the_length_of_the_file_and_of_the_pipe(capfdbinary):
+    assert main([*SAY, "-o", "plain.wav"]) == main([*SAY, "-o", "fast.wav", "--speed", "1.6"]) == 0
+    assert len(read_wav("fast.wav")) == round(len(read_wav("plain.wav")) / 1.6)
+    capfdbinary.readouterr()
+    assert main([*SAY, "-o", "-", "--speed", "1.6"]) == 0
+    assert np.frombuffer(capfdbinary.readouterr().out, "<i2").tolist() == read_wav("fast.wav").tolist()
+
+
 def test_say_reads_its_text_from_standard_input(monkeypatch):
     assert main([*SAY, "-o", "given.wav"]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
@@ -108,6 +130,7 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", "Hi.", "-o", "x.wav", "--ref-text", "words"], "--ref-audio, which is missing"),
         (["say", "Hi.", "-o", "x.wav", "--voice", "absent.safetensors"], "absent.safetensors"),
         (["say", "Hi.", "-o", "x.wav", "--device", "abacus"], "abacus"),
+        (["say", "Hi.", "-o", "x.wav", "--speed", "5"], "--speed must be 0.25 to 4, got 5"),
         (["say", "Hi."], "expected -o FILE, -o - (a pipe) or --play"),
         (["say", "Hi.", "-o", "x.mp4", "--checkpoint", "absent-folder"], "x.mp4: expected a name that ends in .wav"),
         (["say", "Hi.", "-o", ".", "--checkpoint", "absent-folder"], ".: expected a name"),
@@ -277,3 +300,15 @@ def test_ctrl_c_ends_the_generation_with_one_line():
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (128 + signal.SIGINT, b"interrupted\n")
+
+
+def test_a_signal_that_a_library_turns_into_an_error_still_ends_the_command_by_it(monkeypatch, capsys):
+    def swallows(arguments):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ValueError("could not determine the shape of object type") from None
+
+    monkeypatch.setattr("mktts.measure.inspection.main", swallows)
+    assert main(["inspect", "small"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == ""

@@ -22,8 +22,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 CORE = [Requirement(line) for line in PROJECT["dependencies"]]
 ROOM_EXTRAS = {
+    "audio": ("server",),
     "synth": ("upstream", "play"),
-    "measure": ("upstream", "train"),
+    "measure": ("upstream", "train", "agent"),
     "notebook": ("notebooks", "upstream"),
     "server": ("server",),
     "pipecat": ("agent",),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
-from mktts.server import add_address_arguments, read_key, url_of
+from mktts.server import add_address_arguments, checked_hosts, checked_origins, read_keys, url_of
 
 if TYPE_CHECKING:
     from mktts.agent.settings import AgentSettings
@@ -116,15 +116,16 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
     from mktts.agent.serve import PageServer, bind
     from mktts.agent.web import create_app
 
-    key = read_key(arguments.api_key_file)
-    with bind(arguments.host, arguments.port, key) as bound:
+    keys = read_keys(arguments.api_key_file)
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
+    with bind(arguments.host, arguments.port, keys) as bound:
         address = f"{url_of(bound)}/"
 
         def print_address() -> None:
-            open_line = f"open {address}{'?key=KEY' if key else ''}"
+            open_line = f"open {address}{'?key=KEY' if keys else ''}"
             print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
 
-        app = create_app(settings, key, arguments.allow_origin, transport=arguments.transport)
+        app = create_app(settings, keys, origins, hosts, transport=arguments.transport)
         server = PageServer(app, on_started=print_address)
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()

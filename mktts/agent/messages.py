@@ -77,9 +77,9 @@ class PageMessages(BaseObserver):
         elif not data.first_push:
             return
         elif isinstance(frame, ErrorFrame):
-            await self._send(
-                {"type": "error", "message": frame.error, "fatal": getattr(frame, "permanent", frame.fatal)}
-            )
+            whose = "" if frame.processor is None else f"{frame.processor.name}: "
+            permanent = getattr(frame, "permanent", frame.fatal)
+            await self._send({"type": "error", "message": f"{whose}{frame.error}", "fatal": permanent})
         elif data.direction == FrameDirection.DOWNSTREAM:
             await self._tell(frame)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
 
@@ -12,7 +12,7 @@ from mktts.server import Limits, OrderlyServer, listen, refuse_open_address
 _MAX_MESSAGE_BYTES = 256 * 1024  # eight seconds of a microphone
 
 
-def bind(host: str, port: int, api_key: str | None) -> socket.socket:
+def bind(host: str, port: int, api_key: str | Sequence[str] | None) -> socket.socket:
     """A bound socket. Raises ServerError for a taken port, or an address that others reach and no key."""
     refuse_open_address(host, api_key)
     return listen(host, port, Limits())

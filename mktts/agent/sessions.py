@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from loguru import logger
@@ -17,6 +18,7 @@ from mktts.agent.conversation import Conversation, build
 from mktts.agent.messages import PageMessages
 from mktts.agent.settings import AgentSettings
 
+CONNECT_S = 8.0  # for a peer that has sent an offer; behind a NAT without a relay none ever comes
 _IDLE_S = 600.0  # a page that was left open
 _CLOSE_S = 2.0
 
@@ -36,9 +38,10 @@ class Sessions:
         """Whether no other conversation may begin."""
         return self._closing or len(self._running) >= self._limit
 
-    def begin(self, transport: BaseTransport) -> asyncio.Task[None]:
-        """Holds a conversation over a connected `transport`; done when it has ended."""
-        task = asyncio.create_task(self._hold(transport))
+    def begin(self, transport: BaseTransport, arrived: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
+        """Holds a conversation over `transport`; done when it has ended. arrived: whether the other side is there; if
+        it is not within CONNECT_S, the conversation ends, and its place is free."""
+        task = asyncio.create_task(self._hold(transport, arrived))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -53,7 +56,7 @@ class Sessions:
             for task in late:
                 task.cancel()
 
-    async def _hold(self, transport: BaseTransport) -> None:
+    async def _hold(self, transport: BaseTransport, arrived: Callable[[], bool]) -> None:
         session = uuid.uuid4().hex[:8]
 
         async def send(message: dict[str, Any]) -> None:
@@ -78,11 +81,19 @@ class Sessions:
 
         logger.info(f"conversation {session} begins")
         self._workers.add(conversation.worker)
+        waiting = asyncio.create_task(self._wait_for(conversation, arrived, session))
         try:
             await conversation.run()
         finally:
+            waiting.cancel()
             self._workers.discard(conversation.worker)
             logger.info(f"conversation {session} has ended after {len(conversation.turns)} turns")
+
+    async def _wait_for(self, conversation: Conversation, arrived: Callable[[], bool], session: str) -> None:
+        await asyncio.sleep(CONNECT_S)
+        if not arrived():
+            logger.warning(f"conversation {session} ends: nobody connected within {CONNECT_S:g} s")
+            await conversation.worker.cancel()
 
 
 class _Hello(BaseObserver):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from loguru import logger
 
 from mktts.agent import intents
-from mktts.agent.conversation import load_voice
+from mktts.agent.conversation import check_voice, load_voice
 from mktts.agent.ears import find_ears
 from mktts.agent.sessions import Sessions
 from mktts.agent.settings import AgentSettings
@@ -39,24 +39,28 @@ def has_webrtc() -> bool:
 
 def create_app(
     settings: AgentSettings,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
+    hosts: Collection[str] = (),
     transport: Transport = "websocket",
 ) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
     lets in anyone who reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
-    origins: of web pages from elsewhere that may use it. transport: what the page offers first.
-    Raises what loading the voice raises, and AgentError where a package of the ears or of "webrtc" is missing.
+    origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`). transport: what
+    the page offers first.
+    Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
+    not take, and AgentError where a package of the ears or of "webrtc" is missing.
     """
     if transport == "webrtc" and not has_webrtc():
         raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
     find_ears(settings)  # before seconds of loading
     synthesizer = load_voice(settings)
+    check_voice(settings)
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_AgentGate, api_key=api_key, origins=origins)
+    app.add_middleware(_AgentGate, api_key=api_key, origins=origins, hosts=hosts)
     sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
     transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
 
@@ -107,13 +111,34 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             asked = SmallWebRTCRequest.from_dict(await request.json())
         except (ValueError, TypeError, AttributeError):
             raise HTTPException(400, "expected a JSON object with sdp and type") from None
+        if not is_offer(asked.sdp, asked.type):
+            raise HTTPException(400, "expected an SDP offer with sound, ICE and DTLS in it")
 
         async def begin(connection: Any) -> None:
             params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
-            task = sessions.begin(SmallWebRTCTransport(webrtc_connection=connection, params=params))
+            transport = SmallWebRTCTransport(webrtc_connection=connection, params=params)
+            task = sessions.begin(transport, connection.is_connected)
             task.add_done_callback(_log_failure)
+            task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
 
         return await handler.handle_web_request(asked, begin)
+
+
+def is_offer(sdp: object, kind: object) -> bool:
+    """Whether a description of a session is an offer that a connection can be made of (RFC 8829): it has audio, and
+    for it the credentials of ICE and the fingerprint of DTLS."""
+    from aiortc.sdp import SessionDescription
+
+    if kind != "offer" or not isinstance(sdp, str):
+        return False
+    try:
+        media = SessionDescription.parse(sdp).media
+    except Exception:  # its parser asserts and indexes
+        return False
+    return any(
+        one.kind == "audio" and one.dtls is not None and one.dtls.fingerprints and one.ice.usernameFragment
+        for one in media
+    )
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -125,9 +150,11 @@ class _AgentGate:
     """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so the key may come
     in the query as well; none of our logs contains the query."""
 
-    def __init__(self, app: Any, api_key: str | None, origins: Collection[str]) -> None:
+    def __init__(
+        self, app: Any, api_key: str | Sequence[str] | None, origins: Collection[str], hosts: Collection[str]
+    ) -> None:
         self._open = app
-        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None)
+        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None, hosts=hosts)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket") or not f"{scope['path']}/".startswith("/agent/"):

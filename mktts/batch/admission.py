@@ -2,7 +2,8 @@
 
 A stream that is admitted has its pages for as long as it may grow, and its frames in time: the listeners together want
 no more frames a second than the quickest fitting tick gives, by the tick model, less a margin. Those that find no place
-wait in line, first come, first served, for a limited time. Nothing here reads a clock or a device.
+wait in line, listeners for a limited time and before streams that nobody listens to, of each kind first come, first
+served. Nothing here reads a clock or a device.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class AdmissionSettings:
 
     @classmethod
     def h200(cls) -> AdmissionSettings:
-        """Two ticks at the capacity of 512 lanes take about 50 ms."""
+        """Two ticks at the capacity of 1 024 lanes take about 70 ms."""
         return cls()
 
     @classmethod
@@ -91,44 +92,53 @@ class Door:
     def __init__(self, board: Board, pages: Pages, ticks: TickSettings, settings: AdmissionSettings) -> None:
         self._board, self._pages, self._ticks, self._settings = board, pages, ticks, settings
         self.reserved_pages = 0
-        self._line: deque[Request] = deque()
+        self._listening: deque[Request] = deque()  # paced ones that wait
+        self._unheard: deque[Request] = deque()  # unpaced ones
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
 
     @property
     def line(self) -> int:
         """Streams that wait."""
-        return len(self._line)
+        return len(self._listening) + len(self._unheard)
 
     @property
     def patience_s(self) -> float:
         """Until when all of them may wait: time alone changes nothing before."""
-        return min((r.arrived_s for r in self._line if r.paced), default=math.inf) + self._settings.max_wait_s
+        return min((r.arrived_s for r in self._listening), default=math.inf) + self._settings.max_wait_s
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
-        """What becomes of a request that arrives now; one with "queue" stands in line. Later ones never overtake it."""
+        """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
+        one, unless somebody listens to it and nobody to that."""
         if request.max_rows > self._pages.rows_per_slot:
             return Verdict("refuse", "too_long")
-        reason = self.obstacle(request, model) if not self._line else self.obstacle(self._line[0], model) or "line"
+        first = self._first(request.paced)
+        reason = self.obstacle(request, model) if first is None else self.obstacle(first, model) or "line"
         if not reason:
             return Verdict("admit")
-        if request.paced and sum(waiting.paced for waiting in self._line) >= self._settings.max_line:
+        if request.paced and len(self._listening) >= self._settings.max_line:
             return Verdict("refuse", "line")
-        self._line.append(request)
+        (self._listening if request.paced else self._unheard).append(request)
         return Verdict("queue", reason)
 
     def next(self, now_s: float, model: TickModel) -> tuple[Request, Verdict] | None:
         """One that leaves the line now: admitted, or refused after its longest wait. None: nobody, for now."""
-        if self._line and not self.obstacle(self._line[0], model):
-            return self._line.popleft(), Verdict("admit")
-        for request in self._line:
-            if request.paced and now_s - request.arrived_s > self._settings.max_wait_s:
-                self._line.remove(request)
+        first = self._first(paced=False)
+        if first is not None and not self.obstacle(first, model):
+            return (self._listening or self._unheard).popleft(), Verdict("admit")
+        for request in self._listening:
+            if now_s - request.arrived_s > self._settings.max_wait_s:
+                self._listening.remove(request)
                 return request, Verdict("refuse", "waited")
         return None
 
     def give_up(self, name: Any) -> None:
         """A request that waits was cancelled."""
-        self._line = deque(request for request in self._line if request.name != name)
+        self._listening = deque(request for request in self._listening if request.name != name)
+        self._unheard = deque(request for request in self._unheard if request.name != name)
+
+    def _first(self, paced: bool) -> Request | None:
+        """Whose turn it is before that of a request that arrives now."""
+        return next(iter(self._listening if paced else self._listening or self._unheard), None)
 
     def ticked(self, tick: Tick) -> None:
         """Learns how many prompt rows come with the frames: call it with every tick that runs."""

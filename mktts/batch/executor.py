@@ -20,23 +20,20 @@ from mktts.batch.board import Board
 from mktts.batch.lanes import Made
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
-from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.pace import Pace
+from mktts.batch.pages import kept_under
 from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickFit
 from mktts.batch.utterance import LaneUtterance
 from mktts.errors import BusyError, CapacityError, EngineError
 from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
 
-_EARLY_S = 2e-3  # before the end of the tick that runs: when the next one is planned, until some were
-# A gap on the device says that the next tick was planned too late: it is planned earlier by this part of the gap. Where
-# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
-_GAP_PART = 0.6
-_RELAX = 0.97
-_MOST_EARLY_S = 0.05
-_ADMITTING_S = 3e-3  # of a turn, while others play: so that many who come at once do not keep the device waiting
+# Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
+# many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.
+_LATE_S = 12e-3
+_STARTING_S = 3e-3  # where no tick runs yet
 
 
 class _Lane(NamedTuple):
@@ -72,8 +69,7 @@ class Together:
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
-        self._fit = TickFit(lanes.model)
-        self._early_s = _EARLY_S  # before a tick ends: when the next one is planned
+        self._pace = Pace(lanes.model)
         self._reset()
 
     def _reset(self) -> None:
@@ -83,9 +79,12 @@ class Together:
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
-        self._outside: list[Job] = []  # not admitted: their text has not come
+        self._outside: set[Job] = set()  # not admitted: their text has not come
         self._in_line: set[Job] = set()
-        self._waiting: dict[int, None] = {}  # slots whose next input is not known, in the order of their waits
+        self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
+        self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
+        self._full: set[int] = set()  # slots whose reader has all the frames that it may have before it takes some
+        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
 
@@ -98,21 +97,33 @@ class Together:
         """See Executor."""
         self._arrived.append(job)
 
+    def hear(self, job: Job) -> None:
+        """See Executor."""
+        if job in self._outside:
+            self._outside.discard(job)
+            self._arrived.append(job)
+        elif (slot := self._asleep.pop(job, None)) is not None:
+            job.rest(False)
+            self._awake[slot] = job
+            self._waiting[slot] = None
+
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
-        self._admit(now_s)
         running = self._running[0] if self._running else None
-        if running is not None and now_s < (plan_s := running.ends_s - self._early_s):
+        plan_s = now_s if running is None else running.ends_s - self._pace.early_s
+        self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
+        if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        tick = next_tick(self._board, begins_s, self._fit.model, self._settings)
+        tick = next_tick(self._board, begins_s, self._pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
+            self._let_in(now_s, running.ends_s)
             self._read()
         if self._running and self._lanes.overlaps:
-            return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room and not self._arrived:
@@ -128,12 +139,7 @@ class Together:
 
     def close(self) -> None:
         """See Executor."""
-
-        def end(job: Job) -> None:
-            job.cancel()
-            job.end(None)
-
-        self._end_all(end)
+        self._end_all(lambda job: (job.cancel(), job.end(None)))
 
     def _end_all(self, end: Callable[[Job], None]) -> None:
         """Ends every stream, whatever the lanes or the books still say to it."""
@@ -153,16 +159,26 @@ class Together:
 
     # ---- who comes in
 
-    def _admit(self, now_s: float) -> None:
-        self._outside = [job for job in self._outside if not self._settled(job, now_s)]
-        while self._arrived and (not self._jobs or time.perf_counter() - now_s < _ADMITTING_S):
-            job = self._arrived.popleft()
-            if not self._settled(job, now_s):
-                self._outside.append(job)
+    def _admit(self, now_s: float, until_s: float) -> None:
+        """Those who arrived, as far as there is time, and those in line."""
+        self._let_in(now_s, until_s)
         self._room = False
-        while self._in_line and (left := self._door.next(now_s, self._fit.model)) is not None:
+        while self._in_line and (left := self._door.next(now_s, self._pace.step_model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
+
+    def _let_in(self, now_s: float, until_s: float) -> None:
+        """Judges those who arrived, until then, or a little longer; the first one always where nobody is open."""
+        board, most_rows = self._board, self._settings.max_rows
+        while self._arrived:
+            late_s = time.perf_counter() - max(until_s, now_s) if self._jobs else -1.0
+            if late_s >= _LATE_S or (late_s >= 0 and board.prompt_rows[board.open].sum() >= most_rows):
+                return
+            job = self._arrived.popleft()
+            settled = self._settled(job, now_s)
+            job.rest(not settled)
+            if not settled:
+                self._outside.add(job)
 
     def _settled(self, job: Job, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and it was judged."""
@@ -172,7 +188,7 @@ class Together:
                 job.advance(LaneUtterance.flush)  # it ended without a word
             if job.open and work.segment is not None:
                 request = self._request(job, now_s)
-                self._judged(request, self._door.ask(request, self._fit.model), now_s)
+                self._judged(request, self._door.ask(request, self._pace.step_model), now_s)
                 return True
         except Exception as error:
             job.fail(error)
@@ -180,7 +196,7 @@ class Together:
 
     def _request(self, job: Job, now_s: float) -> Request:
         segment = job.work.segment
-        rows, key = len(segment.prompt.embeds), _key(segment.prompt)
+        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
         computed = rows - self._pages.find(key)
         return Request(now_s, computed, rows + segment.max_frames, job.paced, key, job)
 
@@ -190,7 +206,7 @@ class Together:
             job.end(None)
         elif verdict.decision == "admit":
             slot = self._free.pop()
-            self._jobs[slot] = job
+            self._jobs[slot] = self._awake[slot] = job
             job.work.on_close = partial(self._leave, slot)
             self._board.enter(slot, request.arrived_s, job.paced)
             try:
@@ -209,7 +225,7 @@ class Together:
         segment = self._jobs[slot].work.segment
         prompt = segment.prompt
         embeds = prompt.embeds
-        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, _key(prompt))
+        kept, copies = self._pages.open(slot, len(embeds) + segment.max_frames, kept_under(prompt))
         self._lanes.begin(slot, embeds, segment.sampling, segment.seed, copies)
         self._board.prompt(slot, len(embeds) - kept, kept)
         self._board.text(slot, True, now_s)
@@ -217,8 +233,10 @@ class Together:
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
         self._lanes.leave(slot)
-        del self._jobs[slot]
+        self._asleep.pop(self._jobs.pop(slot), None)
+        self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
+        self._full.discard(slot)
         self._board.leave(slot)
         if self._pages.is_open(slot):
             self._pages.close(slot)
@@ -236,15 +254,24 @@ class Together:
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
-        for slot, job in list(self._jobs.items()):
+        slots, taken_frames = [], []
+        for slot, job in list(self._awake.items()):
             if job.cancelled:
                 job.end(None)
                 continue
-            taken, pending = job.taken_frames, made[slot] - job.made_frames
-            crowded = pending >= job.buffer_frames - job.made_frames + taken
-            board.frames_taken[slot] = taken
-            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            board.full[slot] = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+            taken = job.taken_frames
+            slots.append(slot)
+            taken_frames.append(taken)
+            crowded = made[slot] - taken >= job.buffer_frames
+            if crowded or slot in self._full or job.watched:
+                # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+                pending = made[slot] - job.made_frames
+                full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
+                (self._full.add if full else self._full.discard)(slot)
+                board.full[slot] = full
+                job.rest(full)
+        if slots:
+            board.frames_taken[slots] = taken_frames
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -263,6 +290,10 @@ class Together:
                 return
             if work.ready() and not work.unread:
                 job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
+            if job.open and not work.unread and (work.segment is None or self._pages.is_open(slot)):
+                job.rest(True)  # without a frame on its way, nor pages to wait for
+                self._asleep[job] = slot
+                del self._awake[slot], self._waiting[slot]
         except Exception as error:
             job.fail(error)
 
@@ -316,9 +347,7 @@ class Together:
             return
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
-        self._fit.observe(*tick.bucket, tick.context_rows, made.took_s)
-        if running.follows:
-            self._early_s = min(_RELAX * self._early_s + _GAP_PART * made.idle_s, _MOST_EARLY_S)
+        self._pace.observe(tick, made, running.follows)
         late_s = board.finish(tick, ended_s)
         if self.log is not None:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
@@ -357,7 +386,7 @@ class Together:
 
     def _keep_prefix(self, slot: int, prompt: Any) -> None:
         """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
-        key = _key(prompt)
+        key = kept_under(prompt)
         if key is not None and not self._pages.find(key):
             self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
@@ -366,8 +395,3 @@ def _fail(jobs: Sequence[Job], error: Exception) -> None:
     """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
     for job in jobs:
         job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
-
-
-def _key(prompt: Any) -> Any:
-    """What the prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
-    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

@@ -51,8 +51,12 @@ class Lanes(Protocol):
     def enter(self, slot: int, reference: Tensor | None) -> None:
         """A stream takes `slot`: its codec state is silence, or has heard the codes `reference` (R, 16)."""
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
-        """A segment of the stream in `slot`: the talker starts anew behind `prompt` (L, H), the codec goes on.
+    def forget(self, reference: Tensor) -> None:
+        """Nothing of the codes `reference` is kept for streams to come."""
+
+    def begin(self, slot: int, prompt: Any, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+        """A segment of the stream in `slot`: the talker starts anew behind `prompt` (L, H), the codec goes on. A prompt
+        is a tensor, or where the model behind the lanes has `spoken` rows, what those give.
 
         The prompt's rows enter by the pieces of the ticks that follow; rows that lie in shared pages need not. copies:
         of pages, to be made before the next tick. Raises PromptError, SamplingError.

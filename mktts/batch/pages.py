@@ -12,9 +12,9 @@ it. One thread at a time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -187,6 +187,10 @@ class Pages:
         self._kept[key] = Kept(rows, tuple(pages))
         return [Copy(held.pages[full], last[0], partial)] if partial else []
 
+    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
+        """Keys of kept prefixes that are `wanted`."""
+        return [key for key in self._kept if wanted(key)]
+
     def forget(self, key: Hashable) -> None:
         """The prefix is not offered any more; streams that share its pages go on. No effect on an unknown key."""
         kept = self._kept.pop(key, None)
@@ -251,3 +255,8 @@ class Pages:
             f"had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower max_frames, "
             "or wait until other streams end"
         )
+
+
+def kept_under(prompt: Any) -> Hashable | None:
+    """What a prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
+    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

@@ -3,16 +3,19 @@
 Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
 Then the streams that have the least lead before their listeners, of those that have less than a limit: streams that
 are ahead skip ticks, so a tick is as small as what is wanted now, and the next arrival waits for it no longer than it
-must. Empty lanes of the bucket that runs anyway are given to streams that are not far beyond the limit. Few streams
-are not held back at all: a lone one gets its frames at once. Where nothing is wanted now, a small tick takes those on
-that are least ahead, so that who reads faster than speech is served as fast as the machine goes.
+must. Where many enter at once, only those ride along that would soon be late. Empty lanes of the bucket that runs
+anyway are given to streams that are not far beyond the limit. Few streams are not held back at all: a lone one gets its
+frames at once. Where nothing is wanted now, a small tick takes those on that are least ahead, so that who reads faster
+than speech is served as fast as the machine goes.
 
 A stream that waits for text, or for its reader, is in no tick.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,8 +23,13 @@ from mktts.batch.board import FRAME_S, Board
 from mktts.batch.tick import Piece, Tick
 from mktts.batch.tick_model import TickModel
 from mktts.errors import OptionsError
+from mktts.speech.options import TOGETHER_SCHEDULE
 
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
+_RUSH = 32  # first frames of a tick: those that are not pressed for time leave it to so many
+_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
+_PROMPT_ROWS = (0, 64, 256, 1_024)
+_WIDE = 768  # lanes from which 64 prompt rows save nothing against 256
 _PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive within this time after it
 
 
@@ -38,6 +46,9 @@ class TickSettings:
     or where a tick has fewer than `fill_lanes`.
     few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
     whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
+    chunks: frames of a stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A
+        chunk can be heard when its last frame is made: with ticks of `max_tick_s` it should be no larger than those
+        that are made while the chunks before it are played.
     Raises OptionsError for values that contradict each other.
     """
 
@@ -52,6 +63,7 @@ class TickSettings:
     idle_lanes: int = 0
     fill_lanes: int = 0
     whole_prompts: bool = False
+    chunks: tuple[int, ...] = TOGETHER_SCHEDULE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted((int(lanes), int(rows)) for lanes, rows in self.buckets)))
@@ -73,10 +85,12 @@ class TickSettings:
             )
 
     @classmethod
-    def h200(cls) -> TickSettings:
-        """CUDA graphs of 8 to 512 lanes. 1 024 prompt rows are 32 arrivals a tick; with 4, 1 400 listeners queued."""
-        sizes = (8, 32, 64, 128, 256, 512)
-        return cls(buckets=tuple((lanes, rows) for lanes in sizes for rows in (0, 64, 256, 1_024)), idle_lanes=32)
+    def h200(cls, streams: int = _LANES[-1]) -> TickSettings:
+        """CUDA graphs of 8 to 1 024 lanes, of those sizes that so many streams can fill, and 0 to 1 024 prompt rows:
+        32 arrivals a tick; with 4, 1 400 listeners queued."""
+        sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
+        buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS if rows != 64 or lanes < _WIDE)
+        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=min(32, sizes[-1]))
 
     @classmethod
     def cpu(cls) -> TickSettings:
@@ -88,8 +102,9 @@ class TickSettings:
             max_tick_s=0.064,
             few_lanes=2,
             idle_lanes=4,
-            fill_lanes=8,
+            fill_lanes=12,
             whole_prompts=True,
+            chunks=(1, 1, 1, 1, 2, 2, 2, 2, 4),
         )
 
     @classmethod
@@ -97,11 +112,15 @@ class TickSettings:
         """One stream a tick, its prompt in one piece."""
         return cls(max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True)
 
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Lanes that a tick may be run with, ascending, up to `max_lanes`."""
+        return self._sizes
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
         if not self.buckets:
-            return list(range(1, self.max_lanes + 1))
-        return sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes})
+            return tuple(range(1, self.max_lanes + 1))
+        return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
         """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run."""
@@ -114,7 +133,7 @@ class TickSettings:
         if not self.buckets:
             return lanes, rows
         fitting = [(b, p) for b, p in self.buckets if b >= lanes and p >= rows]
-        return min(fitting, key=lambda bucket: model.predict(*bucket))
+        return min(fitting, key=lambda bucket: model.lane_s * bucket[0] + model.row_s * bucket[1])
 
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
         """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`
@@ -145,14 +164,18 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     most = settings.most_lanes(model, context_rows)
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
+    pressed = due
     if waiting.any():
         longest_s = model.predict(most, settings.max_rows, most * context_rows)
-        pressed = int(np.searchsorted(leads_s, 2 * longest_s))  # late, perhaps, if the next tick were their first
+        # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made.
+        pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(board, able[entering], lead_s[entering], now_s, settings)
         pieces = _pieces(board, order, budget, max(most - pressed, 1), settings.whole_prompts)
     new = [piece.slot for piece in pieces if piece.last]
+    if len(new) >= _RUSH:
+        due = min(due, pressed)  # the others can wait until those who came have heard something
 
     count = min(due, most - len(new))
     if not count and not pieces:

@@ -20,6 +20,7 @@ class BatchSettings:
     a few numbers), and pages of 64 positions of keys and values in all layers. A stream has the pages of its prompt and
     of the most frames that it may speak from the start of a segment to its end, so that none stops for want of one: a
     lower `max_frames` lets more streams in. On a CUDA device pages are allocated at once, on a CPU as they fill.
+    What is made and not read yet lies in the host's memory: up to `StreamOptions.buffer_frames` of 7.7 KB a stream.
     Raises OptionsError for values out of range.
     """
 

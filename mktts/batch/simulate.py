@@ -1,7 +1,8 @@
 """Plays listeners against the scheduler on simulated time: what a GPU would carry, without one.
 
 The real board, pages, admission and scheduler; only the ticks are not run: each takes what a tick model says. Listeners
-play in real time from their first PCM; utterances last 2 to 12 s; arrivals are Poisson, in bursts besides.
+get chunks as `TickSettings.chunks` says and play them in real time from the first on; utterances last 2 to 12 s;
+arrivals are Poisson, in bursts besides.
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ import numpy as np
 
 from mktts.batch.admission import AdmissionSettings, Door, Request
 from mktts.batch.board import FRAME_S, Board
+from mktts.batch.log import TickLog
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickFit, TickModel
-
-TICKS = np.dtype(
-    [("began_s", float), ("took_s", float), ("lanes", int), ("new", int), ("rows", int), ("open", int), ("size", int)]
-)
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ class Traffic:
 class Run:
     """What came of it, after the warm-up. ttfc_s: from arrival to the first PCM of each stream, waits in line included.
 
-    late_s: of every frame that came late. late_streams: (slot, serial) of those that had such a frame. verdicts:
-    arrivals by decision and reason; one that waited in line counts again when it leaves it. ticks: all of them, also
-    of the warm-up, see TICKS. frames, finished: made, and streams that were made to their end.
+    late_s: of every chunk that came late. late_streams: (slot, serial) of those that had such a chunk. verdicts:
+    arrivals by decision and reason; one that waited in line counts again when it leaves it. log: all ticks, also of the
+    warm-up. frames, finished: made, and streams that were made to their end.
     """
 
     seconds: float
@@ -76,7 +74,7 @@ class Run:
     verdicts: Counter = field(default_factory=Counter)
     finished: int = 0
     frames: int = 0
-    tick_list: list[tuple] = field(default_factory=list)
+    log: TickLog = field(default_factory=TickLog)
 
     @property
     def underruns(self) -> int:
@@ -88,7 +86,8 @@ class Run:
 
     @property
     def ticks(self) -> np.ndarray:
-        return np.array(self.tick_list, TICKS)
+        """See `mktts.batch.log.TICKS`."""
+        return self.log.table()
 
     def ttfc_ms(self, percent: float) -> float:
         """That percentile of the time to first PCM; NaN where nobody came."""
@@ -96,7 +95,8 @@ class Run:
 
     def open_mean(self, from_s: float = 0.0) -> float:
         """Streams being made, the mean over the ticks from then on, each as long as it took."""
-        ticks = self.ticks[self.ticks["began_s"] >= from_s]
+        ticks = self.ticks
+        ticks = ticks[ticks["ended_s"] - ticks["took_s"] >= from_s]
         return float(np.average(ticks["open"], weights=ticks["took_s"])) if len(ticks) else 0.0
 
 
@@ -113,8 +113,9 @@ def simulate(
     pages: int = 17_000,
 ) -> Run:
     """Plays `traffic`. `model`: what the scheduler believes. `truth`: what ticks really take, as `model` where None;
-    where given, the scheduler learns from what it sees. `noise`: standard deviation of a tick, as a part of it."""
-    return _Play(traffic, ticks, model, admission or AdmissionSettings(), truth, noise, slots, pages).run(
+    where given, the scheduler learns from what it sees. `noise`: standard deviation of a tick, as a part of it.
+    """
+    return _Play(traffic, ticks, model, admission or AdmissionSettings.h200(), truth, noise, slots, pages).run(
         warm_s, seconds
     )
 
@@ -140,6 +141,9 @@ class _Play:
         self._pages = Pages(pages, slots, self._rows_ahead + max(*traffic.frames, 50))
         self._door = Door(self._board, self._pages, ticks, admission)
         self._goal = np.zeros(slots, np.int64)
+        self._chunks = ticks.chunks
+        self._chunk = np.zeros(slots, np.int64)  # number of the one that is being made
+        self._dry_s = np.zeros(slots)  # when the listener has played what came
         self._leaving: list[tuple[float, int, int]] = []  # when, slot, serial
         self._free = list(range(slots))
 
@@ -177,6 +181,8 @@ class _Play:
         self._board.enter(slot, request.arrived_s)
         self._board.prompt(slot, request.prompt_rows, self._traffic.prefix_rows)
         self._goal[slot] = request.name
+        self._chunk[slot] = 0
+        self._board.chunk(slot, 0, min(self._chunks[0], request.name))
         if self._rng.random() < self._traffic.cancelled:
             when_s = now_s + self._rng.uniform(0.0, FRAME_S * request.name)
             heapq.heappush(self._leaving, (when_s, slot, int(self._board.serial[slot])))
@@ -202,18 +208,28 @@ class _Play:
         late_s = board.finish(tick, ended_s)
         if self._fit is not None:
             self._model = self._fit.observe(*tick.bucket, tick.context_rows, took_s)
-        run.tick_list.append(
-            (began_s, took_s, len(tick.lanes), tick.new_lanes, tick.rows, int(board.open.sum()), tick.bucket[0])
-        )
+        run.log.add(tick, took_s, ended_s, int(board.open.sum()), float(late_s.max(initial=0.0)))
         if live:
             first = tick.lanes[tick.frames == 0]
             run.ttfc_s += (ended_s - board.arrived_s[first]).tolist()
-            late = late_s > 0
-            run.late_s += late_s[late].tolist()
-            run.late_streams.update(zip(tick.lanes[late].tolist(), tick.serials[late].tolist(), strict=True))
             run.frames += len(tick.lanes)
-        board.frames_taken[tick.lanes] = board.frames_made[tick.lanes]
+        for slot in tick.lanes[board.frames_made[tick.lanes] >= board.chunk_end[tick.lanes]].tolist():
+            chunk_late_s = self._hand_over(slot, ended_s)
+            if live and chunk_late_s > 0:
+                run.late_s.append(chunk_late_s)
+                run.late_streams.add((slot, int(board.serial[slot])))
         for slot in tick.lanes[board.frames_made[tick.lanes] >= self._goal[tick.lanes]].tolist():
             run.finished += live
             self._leave(slot)
         return ended_s
+
+    def _hand_over(self, slot: int, now_s: float) -> float:
+        """The listener takes a whole chunk; returns the seconds for which it had nothing to play."""
+        board, made = self._board, int(self._board.frames_made[slot])
+        late_s = now_s - self._dry_s[slot] if self._chunk[slot] else 0.0
+        self._dry_s[slot] = max(now_s, self._dry_s[slot]) + FRAME_S * (made - board.chunk_start[slot])
+        self._chunk[slot] += 1
+        frames = self._chunks[min(int(self._chunk[slot]), len(self._chunks) - 1)]
+        board.frames_taken[slot] = made
+        board.chunk(slot, made, min(made + frames, int(self._goal[slot])))
+        return late_s

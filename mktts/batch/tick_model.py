@@ -50,10 +50,10 @@ class TickModel:
     def cpu(cls) -> TickModel:
         """The voice in the box by batched PyTorch operators in fp32: CPU time of one thread at 2.3 GHz.
 
-        Frames of 1 to 64 lanes, products of 32 to 256 rows, the codec at 1 to 32 frames, each by itself on a machine
-        that had other work: good for the first ticks only, then `TickFit` knows better.
+        Whole ticks of 1 to 16 lanes, and products of 32 to 256 rows by themselves, on a machine that had other work:
+        good for the first ticks only, then `TickFit` knows better.
         """
-        return cls(constant_s=13e-3, lane_s=3.1e-3, row_s=85e-6, attention_s=55e-6)
+        return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
     def predict(self, lanes: int, rows: int = 0, context_rows: float = 0.0) -> float:
         """Seconds of a tick of so many lanes and prompt rows, whose lanes attend to `context_rows` rows together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.model.backend import Frame
 from mktts.model.voice import Voice
-from mktts.speech.options import TOGETHER_SCHEDULE, Chunk, Plan
+from mktts.speech.options import Chunk, Plan
 from mktts.speech.script import Script
 from mktts.speech.utterance import Segment, Utterance
 
@@ -24,8 +24,11 @@ class LaneUtterance(Utterance):
     text row (H,) of the frame after those, None where it is not known. on_close: called once, when the utterance ends.
     """
 
-    def __init__(self, script: Script, plan: Plan, positions: int, voice: Voice | None) -> None:
-        super().__init__(script, plan, positions, self._decode, TOGETHER_SCHEDULE)
+    def __init__(
+        self, script: Script, plan: Plan, positions: int, voice: Voice | None, schedule: tuple[int, ...]
+    ) -> None:
+        """schedule: of chunks, where the plan leaves it open."""
+        super().__init__(script, plan, positions, self._decode, schedule)
         self.reference = None if voice is None else voice.codes
         self.segment: Segment | None = None
         self.number = -1

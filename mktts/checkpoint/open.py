@@ -33,6 +33,7 @@ DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens whe
 SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
+FRONT_ENDS = ("english",)  # what reads text for checkpoints that ask for it: mktts.speech.front
 MIN_TEXT_CHARS = 50  # below, a text would be cut in the middle of its sentences
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -81,6 +82,21 @@ class Checkpoint:
         if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
             raise CheckpointError(f"{path}: max_chars_per_segment: expected at least {MIN_TEXT_CHARS}, got {longest!r}")
         return longest
+
+    def text_front_end(self) -> str | None:
+        """What makes written text spoken words for this checkpoint: `text_front_end` of generation_config.json.
+
+        None where it says nothing, as in released checkpoints: text then reaches the model as it stands. Raises
+        CheckpointError for a name that is not one of FRONT_ENDS.
+        """
+        path = self.folder / "generation_config.json"
+        name = read_object(path).get("text_front_end")
+        if name is not None and name not in FRONT_ENDS:
+            raise CheckpointError(
+                f"{path}: text_front_end: expected one of {', '.join(FRONT_ENDS)}, got {name!r}: name one of these, or "
+                "leave the line out"
+            )
+        return name
 
     def tensors(self) -> dict[str, Tensor]:
         """Talker, code predictor and speaker encoder by Hub name: CPU views of the mapped files, in their dtype.
@@ -183,4 +199,5 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
     )
     checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
     checkpoint.longest_text_chars()
+    checkpoint.text_front_end()
     return checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,12 +14,26 @@ _VOICES = 8
 _FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
 
 
+class Primed(Protocol):
+    """What remembers codec states after a reference."""
+
+    def of(self, reference: Tensor) -> CodecState:
+        """The state after the codes `reference` (R, 16), to be copied."""
+
+    def forget(self, reference: Tensor) -> None:
+        """Lets go of it. No effect on one that is not kept."""
+
+
 class PrimedStates:
     """Keeps the states of the voices used last. One thread at a time."""
 
     def __init__(self, codec: CodecDecoder | GraphedCodec) -> None:
         self._codec = codec
         self._states: OrderedDict[int, tuple[Tensor, CodecState]] = OrderedDict()
+
+    def forget(self, reference: Tensor) -> None:
+        """Lets go of the state after `reference`. No effect on one that is not kept."""
+        self._states.pop(id(reference), None)
 
     def of(self, reference: Tensor | None) -> CodecState:
         """The state after the codes `reference` (R, 16), to be copied; None: the state of silence."""

@@ -35,6 +35,7 @@ from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
 from mktts.model.backend import Frame, StartPrompt, check_start
 from mktts.model.sampling import Sampling, checked_seed
+from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 MAX_FRAMES_A_LAUNCH = 8  # what a stream's pinned memory has room for; the synthesizer asks for fewer
@@ -131,6 +132,10 @@ class MegakernelBackend:
             self._prefill.prefix(embeds[:prefix_rows], prompt.prefix_key, state.kv)
         self.put_rows(state, embeds[prefix_rows:], prefix_rows)
         return state
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the prefixes with this voice."""
+        self._prefill.forget(voice)
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
         """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of

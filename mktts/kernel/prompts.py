@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
 from mktts.kernel.prefill import Kept, Prefill
+from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack
+from mktts.model.voice import Voice
 
 
 class KernelPrefill:
@@ -33,6 +35,10 @@ class KernelPrefill:
         """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
         kept = self._prefixes.prefix(rows, key)
         copy_into_cache(kept.keys, kept.values, kv)
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the prefixes with this voice."""
+        self._prefixes.forget(voice)
 
     @torch.inference_mode()
     def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
@@ -114,6 +120,11 @@ class PrefixCache:
         self.hits += 1
         self._kept.move_to_end(key)
         return kept
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the prefixes with this voice."""
+        for key in [key for key in self._kept if is_of_voice(key, voice)]:
+            self.nbytes -= self._kept.pop(key).nbytes
 
     def _make(self, rows: Tensor, key: Hashable | None) -> Kept:
         self.prefill.run(rows)

@@ -11,6 +11,7 @@ and a ratio to that says little.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,7 @@ class Recogniser:
             from pocketsphinx import Decoder
         except ImportError as error:
             raise BackendUnavailable(f"the word error rate needs the package pocketsphinx: {error}") from None
+        self.name = "free" if vocabulary is None else f"closed {_digest(vocabulary)}"  # tells one from another
         packaged = {} if vocabulary is None else {"lm": None}
         self._decoder: Any = Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL", **packaged)
         if vocabulary is None:
@@ -90,6 +92,36 @@ class Recogniser:
         return found.hypstr if found else ""
 
 
+class Choice(Recogniser):
+    """The recogniser that hears one of a few texts, whichever fits best: a test of what was said, not of how well."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """texts: of words in lower case. Words that the dictionary lacks are passed over.
+
+        Raises BackendUnavailable without pocketsphinx, MetricsError where no text has a word that it knows.
+        """
+        super().__init__(None)
+        self.name = f"choice {_digest(texts)}"
+        self._texts: dict[str, str] = {}  # as the grammar has them -> as given; of two that look the same the first
+        for text in texts:
+            known = " ".join(word for word in text.split() if self.knows(word))
+            if known:
+                self._texts.setdefault(known, text)
+        if not self._texts:
+            raise MetricsError(f"expected texts with words of the recogniser's dictionary, got {list(texts)[:3]}")
+        grammar = f"#JSGF V1.0;\ngrammar choice;\npublic <choice> = {' | '.join(self._texts)} ;\n"
+        self._decoder.add_jsgf_string("choice", grammar)
+        self._decoder.activate_search("choice")
+
+    def hear(self, pcm: np.ndarray) -> str:
+        """float32 (n,) at 24 kHz -> the text as it was given, "" where none fits."""
+        return self._texts.get(super().hear(pcm), "")
+
+
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:
     """The different words of all sentences, sorted."""
     return sorted({word for text in sentences for word in words(text)})
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

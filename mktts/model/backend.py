@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 
 StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, seed
 
@@ -67,6 +68,9 @@ class Backend(Protocol):
 
     name: str
     embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each; prompts read them too
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what is kept for prompts with this voice."""
 
     def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
         """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames.

@@ -20,6 +20,7 @@ from mktts.model.backend import Frame, StartPrompt, check_start
 from mktts.model.philox import gumbel
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, Sampling, checked_seed, choose, restrict
+from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 
@@ -84,6 +85,9 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
+    def forget(self, voice: Voice) -> None:
+        """See Backend: nothing is kept here."""
+
     def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
         embeds = prompt.embeds

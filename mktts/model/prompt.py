@@ -21,22 +21,31 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
+from mktts.model.text_table import TextTable
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
+
+class RowsOfTexts(Protocol):
+    """Rows that a text's ids have in whole prompts, made before: see `PromptBuilder.spoken_rows`."""
+
+    def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> Any:
+        """What stands for the prompt (L, H): rows `head`, those of `ids`, rows `end`."""
+
+
 Layout = Literal["whole", "streaming"]
+_ROWS_AT_ONCE = 4_096  # of the text table
 _HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
-_PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
 
 
 @dataclass(frozen=True)
@@ -58,14 +67,14 @@ class Prompt:
 
     def __init__(
         self,
-        embeds: Tensor,
+        embeds: Any,
         trailing: Tensor,
         pad: Tensor,
         text_tokens: int,
         prefix_rows: int = 0,
         prefix_key: Hashable | None = None,
     ) -> None:
-        self.embeds = embeds  # (L, H)
+        self.embeds = embeds  # Tensor (L, H), or what RowsOfTexts gives
         self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
         self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
         self.trailing = trailing  # (N, H)
@@ -80,8 +89,7 @@ class Prompt:
 class PromptBuilder:
     """Builds prompts for one checkpoint. `tensors` carries the Hub's names.
 
-    The text embeddings stay where their tensor is, normally in the mapped file: on a GPU they would take 0.6 GB, of
-    which a prompt reads a few rows of 4 KB. Everything else is computed on `device`.
+    The text embeddings stay where their tensor is, see `TextTable`. Everything else is computed on `device`.
     """
 
     def __init__(
@@ -100,11 +108,7 @@ class PromptBuilder:
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
 
-        # The text table (0.6 GB) stays where and as it is, in the mapped file: its rows are brought over and converted.
-        self._text_table = tensors["talker.model.text_embedding.weight"]
-        self._uploads = self._text_table.device.type == "cpu" and self.device.type == "cuda"
-        if self._uploads:
-            _read_pages(self._text_table)
+        self._table = TextTable(tensors["talker.model.text_embedding.weight"], self.device, dtype)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         groups = range(NUM_CODEBOOKS - 1)
@@ -156,21 +160,42 @@ class PromptBuilder:
         """`of_checked(check(request))`."""
         return self.of_checked(self.check(request))
 
-    def of_checked(self, request: Request) -> Prompt:
+    def of_checked(self, request: Request, spoken: RowsOfTexts | None = None) -> Prompt:
         """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
 
-        Raises TextError where it has no text.
+        spoken: text rows of whole prompts are taken from it instead of being computed; those were projected in products
+        of other sizes, which round differently. Raises TextError where it has no text.
         """
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
         head, special = self._head(request)
-        text = torch.cat((*self._text_side(request, ids), special.eos))
+        if request.layout == "whole" and spoken is not None and not _in_context(request):
+            embeds = spoken.prompt(head, ids, special.end)
+            return Prompt(embeds, special.nothing, special.pad_row, len(ids), len(head), self._prefix_key(request))
         if request.layout == "whole":
-            body, trailing = self._whole_body(request, text, special), text[:0]
+            body, trailing = self._whole_body(request, ids, special), special.nothing
+        elif _in_context(request):
+            text = torch.cat((self._text_side(request, ids), special.eos))
+            first, trailing = self._streaming_body(request, text, special)
+            body = (first,)
         else:
-            body, trailing = self._streaming_body(request, text, special)
-        return Prompt(torch.cat((head, body)), trailing, special.pad[0], len(ids), len(head), self._prefix_key(request))
+            # The first token's row and the others' come of two products, as upstream has it.
+            x = self._table.rows(ids)
+            body = (self._projected(x[:1]) + special.codec_bos,)
+            trailing = special.eos if len(ids) == 1 else torch.cat((self._projected(x[1:]), special.eos))
+        embeds = torch.cat((head, *body))
+        return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
+
+    @torch.inference_mode()
+    def spoken_rows(self) -> Tensor:
+        """Of every text id, its row in whole prompts, against codec_pad: (V, H)."""
+        codec_pad = self._codec_rows([self.config.codec_ids.pad])
+        rows = torch.empty(len(self._table), self.config.talker.hidden_size, device=self.device, dtype=self.dtype)
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[start : start + _ROWS_AT_ONCE]
+            part.copy_(self.text_rows(range(start, start + len(part))) + codec_pad)
+        return rows
 
     # ---- used by FedPrompt
 
@@ -199,16 +224,7 @@ class PromptBuilder:
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
         """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding)))."""
-        table = self._text_table
-        index = torch.tensor(list(ids), dtype=torch.int64, device=table.device)
-        if self._uploads:  # through pinned memory, which torch keeps: the copy then waits for no work of other streams
-            x = torch.empty(len(index), table.shape[1], dtype=table.dtype, pin_memory=True)
-            torch.index_select(table, 0, index, out=x)
-        else:
-            x = table[index]
-        x = x.to(self.device, non_blocking=True).to(self.dtype)
-        (w1, b1), (w2, b2) = self._projection
-        return F.linear(F.silu(F.linear(x, w1, b1)), w2, b2)
+        return self._projected(self._table.rows(ids))
 
     def special_rows(self, *ids: int) -> Tensor:
         """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
@@ -236,6 +252,11 @@ class PromptBuilder:
         """Everything the prefix is made of. `fed`: it goes on through the transcript."""
         voice = None if request.voice is None else request.voice.digest
         return request.speaker, self._language_id(request), request.instruct, voice, fed
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the rows kept for prompts with this voice."""
+        for key in [key for key in self._heads if is_of_voice(key, voice)]:
+            del self._heads[key]
 
     def _head(self, request: Request) -> tuple[Tensor, _Special]:
         """Instruction, role, tags and speaker rows; and the special rows the body needs. Those used last are kept."""
@@ -267,22 +288,27 @@ class PromptBuilder:
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
-        return torch.cat(parts), _Special(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
+        return torch.cat(parts), _Special.of(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
 
-    def _text_side(self, request: Request, ids: list[int]) -> tuple[Tensor, ...]:
-        """Text rows, grouped into the matrix products upstream makes: another grouping may round differently."""
-        if _in_context(request):
-            return (self.text_rows(self._reference_ids(request) + ids),)
-        if request.layout == "whole":
-            return (self.text_rows(ids),)
-        return self.text_rows(ids[:1]), self.text_rows(ids[1:])
+    @torch.inference_mode()
+    def _projected(self, x: Tensor) -> Tensor:
+        """Text embeddings (N, E) as rows (N, H). Another grouping into products may round differently."""
+        (w1, b1), (w2, b2) = self._projection
+        return F.linear(F.silu(F.linear(x, w1, b1)), w2, b2)
+
+    def _text_side(self, request: Request, ids: list[int]) -> Tensor:
+        """Text rows in one product: with the transcript's, where the voice has one, and all of the text."""
+        return self.text_rows(self._reference_ids(request) + ids if _in_context(request) else ids)
 
     def _reference_ids(self, request: Request) -> list[int]:
         return self.tokenizer.encode(request.voice.transcript.strip())
 
-    def _whole_body(self, request: Request, text: Tensor, special: _Special) -> Tensor:
+    def _whole_body(self, request: Request, ids: list[int], special: _Special) -> tuple[Tensor, ...]:
         """All text rows against codec_pad, then the codec side (reference frames included) against tts_pad."""
-        return torch.cat((text + special.codec_pad, self._codec_side(request, special) + special.pad))
+        text = self._text_side(request, ids) + special.codec_pad
+        if not _in_context(request):
+            return text, special.text_end, special.codec_begin
+        return text, special.text_end, self._codec_side(request, special) + special.pad
 
     def _streaming_body(self, request: Request, text: Tensor, special: _Special) -> tuple[Tensor, Tensor]:
         """Codec side and text row by row, the shorter text padded; and the text rows left over."""
@@ -313,21 +339,32 @@ class PromptBuilder:
             raise PromptError(f"only base checkpoints clone voices, this one is {config.model_type}: leave voice out")
 
 
-def _read_pages(table: Tensor) -> None:
-    """Reads a value of every page of a mapped table, so that a word's first use does not wait for the disk."""
-    table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
-
-
 @dataclass(frozen=True)
 class _Special:
-    """Special rows, (1, H) each."""
+    """Special rows, (1, H) each, and the sums of two of them that end a whole text, both in `end` (2, H). nothing:
+    (0, H). pad_row (H,): the same object in all prompts, which lanes tell by that."""
 
     pad: Tensor
     eos: Tensor
     codec_pad: Tensor
     codec_bos: Tensor
+    text_end: Tensor
+    codec_begin: Tensor
+    end: Tensor
+    nothing: Tensor
+    pad_row: Tensor
+
+    @classmethod
+    def of(cls, pad: Tensor, eos: Tensor, codec_pad: Tensor, codec_bos: Tensor) -> _Special:
+        end = eos + codec_pad, codec_bos + pad
+        return cls(pad, eos, codec_pad, codec_bos, *end, torch.cat(end), pad[:0], pad[0])
 
 
 def _in_context(request: Request) -> bool:
     """Whether the request continues a reference recording (upstream: ICL) instead of an x-vector alone."""
     return request.voice is not None and request.voice.codes is not None
+
+
+def is_of_voice(key: Hashable, voice: Voice) -> bool:
+    """Whether a prefix key is that of prompts with `voice`."""
+    return isinstance(key, tuple) and voice.digest in key

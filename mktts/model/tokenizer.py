@@ -56,6 +56,11 @@ class TextTokenizer:
         """Token ids of `text` as it stands (nothing is stripped or added). Raises TextError for what is not text."""
         return self._tokenizer.encode(_checked(text), add_special_tokens=False).ids
 
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each, on all cores. Raises TextError for what is not text."""
+        found = self._tokenizer.encode_batch([_checked(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
     def normalize(self, text: str) -> str:
         """`text` in Unicode normal form C, as `encode` sees it. Raises TextError for what is not text."""
         return self._normalizer.normalize_str(_checked(text))

@@ -61,8 +61,9 @@ class Voice:
                 content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
         return content.hexdigest()
 
-    def save(self, path: Path | str) -> Path:
-        """Writes one safetensors file, whole or not at all; the transcript and model size are in its header."""
+    def save(self, path: Path | str, notes: str = "", mode: int = 0o644) -> Path:
+        """Writes one safetensors file, whole or not at all; the transcript and model size are in its header, and what
+        its keeper notes about it. mode: of the file."""
         from safetensors.torch import save
 
         tensors = {"embedding": self.embedding.contiguous()}
@@ -70,7 +71,20 @@ class Voice:
         if self.codes is not None:
             tensors["codes"] = self.codes.contiguous()
             header["transcript"] = str(self.transcript)
-        return write_whole(path, save(tensors, header))
+        if notes:
+            header["notes"] = notes
+        return write_whole(path, save(tensors, header), mode)
+
+    @staticmethod
+    def notes(path: Path | str) -> str:
+        """What `save` was given to note; "" where that was nothing. Reads the header alone. Raises VoiceError."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                return (file.metadata() or {}).get("notes", "")
+        except (OSError, SafetensorError) as error:
+            raise VoiceError(f"{path}: expected a file made by Voice.save, could not read it: {error}") from None
 
     @classmethod
     def load(cls, path: Path | str) -> Voice:

@@ -16,6 +16,7 @@ from websockets.frames import CloseCode
 from mktts.errors import (
     AccessError,
     BusyError,
+    ConnectionLost,
     EngineError,
     MkttsError,
     OptionsError,
@@ -31,6 +32,7 @@ _KEPT_MESSAGES = 4  # by the socket, before it stops reading
 _CLOSE_S = 1.0
 _ERRORS: dict[str, type[MkttsError]] = {
     "busy": BusyError,
+    "stopping": ConnectionLost,
     "bad_text": TextError,
     "text_too_long": TextError,
     "instruct_too_long": PromptError,
@@ -46,7 +48,8 @@ _ERRORS: dict[str, type[MkttsError]] = {
 
 
 async def dial(url: str, api_key: str | None, timeout_s: float) -> ClientConnection:
-    """Opens a WebSocket. Raises EngineError where no server answers, AccessError for a wrong key, BusyError."""
+    """Opens a WebSocket. Raises ConnectionLost where no server answers, EngineError where what answers is none of ours,
+    AccessError for a wrong key, BusyError."""
     try:
         return await connect(
             url,
@@ -62,11 +65,13 @@ async def dial(url: str, api_key: str | None, timeout_s: float) -> ClientConnect
         if status in (401, 403):
             wanted = "it needs an api_key" if api_key is None else "it does not accept this api_key"
             raise AccessError(f"the server at {url} answers {status}: {wanted}") from None
-        if status in (429, 503):
+        if status == 503:
+            raise ConnectionLost(f"the server at {url} answers 503: it is stopping") from None
+        if status == 429:
             raise BusyError(f"the server at {url} answers {status}: ask again later") from None
         raise EngineError(f"{url} answers {status}: expected an mktts server") from None
     except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
-        raise EngineError(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
+        raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
 
 
 class Receiver(Protocol):
@@ -141,7 +146,7 @@ class Connection:
             elif code == CloseCode.MESSAGE_TOO_BIG:
                 loss = TextError("the text is too long for one message to the server: speak it in parts")
         except TimeoutError:
-            loss = EngineError(f"the server has not answered for {2 * self._silence_s:g} s: it is gone or hangs")
+            loss = ConnectionLost(f"the server has not answered for {2 * self._silence_s:g} s: it is gone or hangs")
         except (ValueError, KeyError, TypeError, AttributeError):
             loss = EngineError("the server sends what is not of its protocol: is it of another version?")
         self._end(loss)
@@ -207,6 +212,6 @@ def _error(found: dict[str, Any]) -> MkttsError:
     return _ERRORS.get(found["code"], EngineError)(f"the server says: {found['message']} ({found['code']})")
 
 
-def _loss(closed: ConnectionClosed) -> EngineError:
+def _loss(closed: ConnectionClosed) -> ConnectionLost:
     why = f"{closed.rcvd.code} {closed.rcvd.reason}".strip() if closed.rcvd is not None else "without a word"
-    return EngineError(f"the connection to the server was lost ({why}): what it was speaking ends here")
+    return ConnectionLost(f"the connection to the server was lost ({why}): what it was speaking ends here")

@@ -11,6 +11,7 @@ from mktts.errors import (
     AccessError,
     BusyError,
     CapacityError,
+    ConnectionLost,
     OptionsError,
     PromptError,
     SamplingError,
@@ -40,11 +41,14 @@ class SpeechFailedFrame(ErrorFrame):
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     """The frame for what an utterance raised.
 
-    Text that cannot be spoken leaves the service usable, and so does a server with no place free. Settings that do
-    not fit the checkpoint do not, and neither does a failed engine: after a CUDA error every later call fails too.
+    Text that cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the
+    next sentence may find it again. Settings that do not fit the checkpoint do not, and neither does a failed engine:
+    after a CUDA error every later call fails too.
     """
     if isinstance(error, BusyError):
         category, permanent = ErrorCategory.RATE_LIMIT, False
+    elif isinstance(error, ConnectionLost):
+        category, permanent = ErrorCategory.SERVER, False
     elif isinstance(error, _OF_THE_TEXT):
         category, permanent = ErrorCategory.APPLICATION, False
     elif isinstance(error, _OF_THE_SETTINGS):

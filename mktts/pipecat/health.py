@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 
-from mktts.errors import AccessError, EngineError
+from mktts.errors import AccessError, ConnectionLost, EngineError
 
 _MAX_BYTES = 1 << 20
 
@@ -28,7 +28,8 @@ class ServerHealth:
 
 
 async def ask_health(base: str, timeout_s: float) -> ServerHealth:
-    """Asks the server at `base` (http://host:port). Raises EngineError where none answers, AccessError."""
+    """Asks the server at `base` (http://host:port). Raises ConnectionLost where none answers, EngineError where what
+    answers is none of ours, AccessError."""
     return await asyncio.to_thread(_ask, f"{base}/health", timeout_s)
 
 
@@ -46,7 +47,9 @@ def _ask(url: str, timeout_s: float) -> ServerHealth:
         return _parse(json.loads(body))
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise EngineError(f"no answer from {url}: {reason}; start a server there with python -m mktts serve") from None
+        raise ConnectionLost(
+            f"no answer from {url}: {reason}; start a server there with python -m mktts serve"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(f"{url} does not answer as an mktts server of this version does") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ class MkttsTTSService(HeardWordsTTSService):
             yield self._write(text, context_id)
             return
         await self.start_tts_usage_metrics(text)
-        utterance = self._speaking[context_id] = Utterance(self._pace)
+        utterance = self._speaking[context_id] = Utterance(self._pace, self._spoken_word())
         utterance.feed(text)
         utterance.finish()
 
@@ -288,6 +289,10 @@ class MkttsTTSService(HeardWordsTTSService):
         finally:
             utterance.end()
 
+    def _spoken_word(self) -> Callable[[str], str]:
+        """How a word is heard in the style that is set now."""
+        return partial(self._source.spoken, style=self._settings.style)
+
     def _frame(self, audio: bytes, context_id: str) -> TTSAudioRawFrame:
         return TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
 
@@ -307,7 +312,7 @@ class MkttsTTSService(HeardWordsTTSService):
     def _write(self, text: str, context_id: str) -> Frame | None:
         utterance = self._speaking.get(context_id)
         if utterance is None:
-            utterance = self._speaking[context_id] = Utterance(self._pace)
+            utterance = self._speaking[context_id] = Utterance(self._pace, self._spoken_word())
             utterance.task = self.create_task(self._speak_turn(utterance, context_id))
         try:
             utterance.feed(text)

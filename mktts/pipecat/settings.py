@@ -12,21 +12,9 @@ from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import Style
+from mktts.spec import LANGUAGE_CODES
 
 AUTO = "auto"  # the model infers the language from the text
-_NAMES = {
-    "zh": "chinese",
-    "cmn": "chinese",
-    "en": "english",
-    "fr": "french",
-    "de": "german",
-    "it": "italian",
-    "ja": "japanese",
-    "ko": "korean",
-    "pt": "portuguese",
-    "ru": "russian",
-    "es": "spanish",
-}  # the languages of the released checkpoints; raises nothing for a checkpoint that has fewer: its own check does
 
 
 @dataclass
@@ -61,7 +49,7 @@ class MkttsTTSSettings(TTSSettings):
 
 def language_name(language: Language) -> str:
     """The model's name of a language, regional variants included; "auto" for one that the model was not trained on."""
-    name = _NAMES.get(str(language).split("-")[0].lower())
+    name = LANGUAGE_CODES.get(str(language).split("-")[0].lower())
     if name is None:
         logger.warning(f"Qwen3-TTS has no language {language}: the model infers one from the text")
     return name or AUTO

@@ -82,6 +82,9 @@ class SpeechSource(Protocol):
     def check(self, style: Style) -> None:
         """Raises what is known to be wrong with `style` without speaking: PromptError, VoiceError."""
 
+    def spoken(self, word: str, style: Style) -> str:
+        """A word of a text as it will be heard, as far as that is known: its length tells how long it takes."""
+
     async def speak(self, text: str, style: Style) -> Speech:
         """Starts to speak `text`."""
 
@@ -114,6 +117,10 @@ class LocalSource:
 
     def check(self, style: Style) -> None:
         self._synthesizer.open(**self._asked(style)).cancel()  # never fed, so that no prompt is built
+
+    def spoken(self, word: str, style: Style) -> str:
+        front_end = self._synthesizer.front_end
+        return word if front_end is None else front_end.word(word, (style.language or "auto").lower())
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
         return LocalSpeech(self._synthesizer.stream(text, **self._asked(style)))

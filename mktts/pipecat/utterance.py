@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from mktts.pipecat.source import FedSpeech, Speech
 from mktts.pipecat.words import Heard, Pace, WordTimes
@@ -15,8 +16,9 @@ class Utterance:
     task: what takes the audio of a fed utterance, None where `run_tts` does.
     """
 
-    def __init__(self, pace: Pace) -> None:
-        self.words = WordTimes(pace)
+    def __init__(self, pace: Pace, spoken: Callable[[str], str] | None = None) -> None:
+        """spoken: see `WordTimes`."""
+        self.words = WordTimes(pace, spoken)
         self.heard = Heard()
         self.speech: Speech | None = None
         self.task: asyncio.Task[None] | None = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 # Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
@@ -80,8 +81,10 @@ class Pace:
 class WordTimes:
     """The words of one utterance and where in its audio they begin, in seconds from its first sample."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, spoken: Callable[[str], str] | None = None) -> None:
+        """spoken: a word as it is heard: "$12" takes the time of "twelve dollars". None: as it is written."""
         self.units = 0.0  # of all words so far
+        self._spoken = spoken
         self._pace = pace
         self._unfinished = ""  # the last word of the text so far: more letters or marks may follow
         self._left: list[Word] = []
@@ -107,24 +110,27 @@ class WordTimes:
         while self._left and self._pushed_s < min(made_s, heard_s + _AHEAD_S):
             word = self._left.pop(0)
             due.append((word, self._pushed_s))
-            self._pushed_s += word.units * self._pace.s_per_unit
+            self._pushed_s += self._units(word) * self._pace.s_per_unit
         return due
 
     def rest(self, made_s: float) -> list[tuple[Word, float]]:
         """All words not pushed yet, over the audio that is left of `made_s`, now that all of it exists."""
-        units = sum(word.units for word in self._left)
+        units = sum(map(self._units, self._left))
         begin_s = min(self._pushed_s, made_s)
         rest = []
         for word in self._left:
             rest.append((word, begin_s))
-            begin_s += word.units / units * (made_s - min(self._pushed_s, made_s))
+            begin_s += self._units(word) / units * (made_s - min(self._pushed_s, made_s))
         self._left = []
         self._pace.learn(self.units, made_s)
         return rest
 
     def _take(self, words: list[Word]) -> None:
         self._left += words
-        self.units += sum(word.units for word in words)
+        self.units += sum(map(self._units, words))
+
+    def _units(self, word: Word) -> float:
+        return word.units if self._spoken is None else replace(word, text=self._spoken(word.text)).units
 
 
 class Playout:

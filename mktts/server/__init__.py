@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mktts.server.address import add_address_arguments, listen, read_key, refuse_open_address, url_of
+from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
+from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
 
 __all__ = [
@@ -17,12 +18,14 @@ __all__ = [
     "Limits",
     "OrderlyServer",
     "add_address_arguments",
+    "checked_hosts",
+    "checked_origins",
     "listen",
-    "read_key",
+    "read_keys",
     "refuse_open_address",
     "url_of",
 ]
-_LATER = {"Gate": "mktts.server.gate", "OrderlyServer": "mktts.server.orderly"}
+_LATER = {"Gate": "mktts.server.access.gate", "OrderlyServer": "mktts.server.orderly"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,27 +5,86 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 from fastapi.responses import Response
 
-from mktts.audio import to_pcm16
-from mktts.server import formats
+from mktts.audio.encoding import UNCODED, Encoder, StreamFormat, encoder_of
+from mktts.errors import MkttsError
+from mktts.server import events
 from mktts.server.problems import Problem
 from mktts.server.utterance import Utterance
 from mktts.spec import SAMPLE_RATE_HZ
 
+MEDIA_TYPES: dict[StreamFormat, str] = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg; codecs=opus",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm;rate={rate_hz};channels=1;format=s16le",
+}
+
 log = logging.getLogger(__name__)
 
 
-def headers(utterance: Utterance, format: formats.Format, random_weights: bool) -> dict[str, str]:
+class Body:
+    """The bytes of an answer in `format`; speed, sample_rate_hz, whole: as `encoder_of`. Raises Problem where it
+    cannot be made.
+
+    as_events: in server-sent events instead of as they are; then `usage` is asked for (tokens of the text, frames).
+    """
+
+    def __init__(
+        self,
+        format: StreamFormat,
+        *,
+        speed: float = 1.0,
+        sample_rate_hz: int = SAMPLE_RATE_HZ,
+        whole: bool = False,
+        as_events: bool = False,
+        usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
+    ) -> None:
+        try:
+            self._encoder: Encoder = encoder_of(format, speed=speed, sample_rate_hz=sample_rate_hz, whole=whole)
+        except MkttsError as error:
+            raise Problem(400, "bad_format", str(error), "response_format") from None
+        media_type = MEDIA_TYPES[format].format(rate_hz=sample_rate_hz)
+        self.media_type = events.MEDIA_TYPE if as_events else media_type
+        self.format = format
+        self.sample_rate_hz = sample_rate_hz
+        self.as_events = as_events
+        self._usage = usage
+        self._works = format not in UNCODED or speed != 1 or sample_rate_hz != SAMPLE_RATE_HZ or whole
+
+    async def feed(self, pcm: np.ndarray) -> bytes:
+        """What can be sent once `pcm` is in; may be nothing yet. An encoder's work is done beside the event loop."""
+        data = await asyncio.to_thread(self._encoder.feed, pcm) if self._works else self._encoder.feed(pcm)
+        return self._sent(data)
+
+    async def finish(self) -> bytes:
+        """The rest."""
+        data = await asyncio.to_thread(self._encoder.finish) if self._works else self._encoder.finish()
+        rest = self._sent(data)
+        if self.as_events and self._usage is not None:
+            rest += events.done(*await self._usage())
+        return rest
+
+    def _sent(self, data: bytes) -> bytes:
+        return events.delta(data) if self.as_events and data else data
+
+
+def headers(utterance: Utterance, body: Body, random_weights: bool) -> dict[str, str]:
     """What is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}."""
     return {
-        "Content-Type": formats.MEDIA_TYPES[format],
+        "Content-Type": body.media_type,
         "X-Request-Id": utterance.id,
         "X-Seed": str(utterance.seed),
-        "X-Sample-Rate-Hz": str(SAMPLE_RATE_HZ),
-        "X-Sample-Format": "s16le",
+        "X-Sample-Rate-Hz": str(body.sample_rate_hz),
+        "X-Sample-Rate": str(body.sample_rate_hz),  # as other servers of this model call it
+        "X-Sample-Format": "s16le" if body.format in UNCODED else body.format,
         "X-Channels": "1",
         "X-Random-Weights": str(random_weights).lower(),
         "Cache-Control": "no-store",
@@ -34,19 +93,20 @@ def headers(utterance: Utterance, format: formats.Format, random_weights: bool) 
 
 
 class AudioAnswer(Response):
-    """Status and headers wait for the first chunk, so that what fails before it is an error and not half a file.
+    """Status and headers wait for the first bytes, so that what fails before them is an error and not half a file.
+    Where those are all there is, the headers say how many.
 
     A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away ends it. A
-    generation that fails or is ended by the server after the first chunk breaks the connection off: the body lacks
-    its last chunk, which no client takes for a whole one.
+    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks
+    its last chunk, which no client takes for a whole one. Events end with one that says what happened.
     """
 
-    def __init__(self, utterance: Utterance, format: formats.Format, head: dict[str, str], stall_s: float) -> None:
+    def __init__(self, utterance: Utterance, body: Body, head: dict[str, str], stall_s: float) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
         self.init_headers(head)
         self._utterance = utterance
-        self._format: formats.Format = format
+        self._body = body
         self._stall_s = stall_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -67,17 +127,22 @@ class AudioAnswer(Response):
         try:
             async with contextlib.aclosing(self._utterance.chunks()) as chunks:
                 async for chunk in chunks:
-                    pcm = to_pcm16(chunk.pcm)
+                    data = await self._body.feed(chunk.pcm)
+                    if not data:
+                        continue
                     if not started:
                         started = True
                         await self._start(send)
-                        pcm = formats.header(self._format) + pcm
                     async with asyncio.timeout(self._stall_s):
-                        await send(_body(pcm))
+                        await send(_body(data))
+            rest = b"" if self._utterance.closed else await self._body.finish()
         except Problem as problem:
             if not started:
                 self._utterance.close()
                 await problem.response({"X-Request-Id": self._utterance.id})(scope, receive, send)
+            elif self._body.as_events:
+                self._utterance.close()
+                await send({**_body(events.failed(problem)), "more_body": False})
             return
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", self._utterance.id, self._stall_s)
@@ -86,9 +151,9 @@ class AudioAnswer(Response):
             return
         self._utterance.close()  # before the last byte: a client that has it all finds the record complete
         if not started:
+            self.headers["Content-Length"] = str(len(rest))
             await self._start(send)
-            await send(_body(formats.header(self._format)))
-        await send({**_body(b""), "more_body": False})
+        await send({**_body(rest), "more_body": False})
 
     async def _start(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.server.address import add_address_arguments, listen, read_key, refuse_open_address, url_of
+from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
+from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
+    from mktts.server.references import ReferenceSources
 
 _DEFAULTS = Limits()
+_DAY_S = 24 * 3_600
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -38,6 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
     )
+    voices.add_argument(
+        "--voice-alias",
+        action="append",
+        default=[],
+        metavar="ALIAS=NAME",
+        help="another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
+    )
+    voices.add_argument(
+        "--reference-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="requests may name recordings to clone by addresses there (default: none; they bring them)",
+    )
+    voices.add_argument(
+        "--reference-folder", type=Path, metavar="FOLDER", help="and by files in this folder of the server"
+    )
+    voices.add_argument(
+        "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
+    )
+    voices.add_argument(
+        "--voice-days", type=float, default=_DEFAULTS.voice_s / _DAY_S, metavar="N", help="and for how long"
+    )
     parser.add_argument(
         "--engine",
         default="auto",
@@ -51,6 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
     )
     limits.add_argument(
+        "--stall",
+        type=float,
+        default=_DEFAULTS.stall_s,
+        metavar="S",
+        help="until who reads nothing is dropped",
+    )
+    limits.add_argument(
+        "--idle", type=float, default=_DEFAULTS.idle_s, metavar="S", help="until an utterance without text is ended"
+    )
+    limits.add_argument(
         "--grace", type=float, default=_DEFAULTS.grace_s, metavar="S", help="for open streams after the signal to stop"
     )
 
@@ -60,29 +97,38 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         from mktts.server.process import Server
         from mktts.server.studio import Studio
+        from mktts.server.uploads.folder import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    key = read_key(arguments.api_key_file)
-    refuse_open_address(arguments.host, key)
+    keys = read_keys(arguments.api_key_file)
+    refuse_open_address(arguments.host, keys)
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     limits = Limits(
         max_streams=arguments.max_streams,
         max_chars=arguments.max_chars,
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
+        stall_s=arguments.stall,
+        idle_s=arguments.idle,
+        voice_s=arguments.voice_days * _DAY_S,
     )
+    sources = reference_sources(arguments.reference_host, arguments.reference_folder)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
         from mktts.checkpoint import open_checkpoint
         from mktts.synth import Synthesizer
+        from mktts.synth.serving import many_streams
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
+        aliases = read_aliases(arguments.voice_alias)
         with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, name=_name(arguments.checkpoint))
+            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
             synthesizer.warm_up()
-            server = Server(studio, key, arguments.allow_origin)
+            server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
@@ -91,7 +137,8 @@ def main(arguments: argparse.Namespace) -> int:
                 "%s with the %s backend on %s at %s",
                 studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),
             )  # fmt: skip
-            server.run([bound])
+            with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
+                server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
@@ -108,6 +155,29 @@ def read_voices(words: list[str]) -> dict[str, Voice]:
             raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
         voices[name.lower()] = Voice.load(Path(file))
     return voices
+
+
+def read_aliases(words: list[str]) -> dict[str, str]:
+    """Names by alias of ALIAS=NAME words. Raises ServerError."""
+    aliases = {}
+    for word in words:
+        alias, equals, name = (part.strip() for part in word.partition("="))
+        if not alias or not equals or not name:
+            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
+        aliases[alias] = name
+    return aliases
+
+
+def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
+    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
+    from mktts.server.references import ReferenceSources
+
+    for host in hosts:
+        if not host or set(host) & set("/:@ "):
+            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
+    if folder is not None and not folder.is_dir():
+        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
+    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)
 
 
 def _name(checkpoint: str) -> str:

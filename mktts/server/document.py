@@ -10,7 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from mktts.server.limits import Limits
 from mktts.server.schemas import ErrorBody, ErrorDetail
 from mktts.server.studio import Studio
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.server.voices import DEFAULT
+from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
 TITLE = "mktts"
 DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
@@ -28,7 +29,13 @@ any time. Of the server: `started` (id, seed, format), then for each chunk a `ch
 timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
 `start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
 answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
-connection is closed with 1008."""
+connection is closed with 1008.
+
+`/v1/audio/speech/stream` is vLLM-Omni's WebSocket (`session.config`, `input.text`, `input.done`, `session.close`), and
+`/v1/audio/speech/ws` Nari's (`nari.speech.v1`). With a key, a page may open any of them with `?key=KEY`, or offer the
+subprotocols `mktts` and `mktts.key.` followed by the key in base64url.
+
+**Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -36,30 +43,40 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meaning = {
         400: "The request makes no sense.",
         401: "The key is missing or wrong.",
-        403: "A web page from elsewhere.",
+        403: "A web page from elsewhere, another name than the server's, or something that it was not started with.",
         404: "No such stream.",
         413: "The body is too large.",
+        415: "The body does not say that it is JSON.",
         422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
         500: "The generation failed.",
-        503: "Every stream is taken, or the server is stopping.",
+        408: "The body did not come in time.",
+        429: "Every stream is taken for now.",
+        503: "The server is stopping.",
     }
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
     return {status: {"description": meaning[status], "content": body} for status in statuses}
 
 
-def audio_response(*media_types: str) -> dict[str, Any]:
-    """FastAPI's entry for a streamed body and its headers."""
+def audio_response(*media_types: str, events: bool = False) -> dict[str, Any]:
+    """FastAPI's entry for a streamed body and its headers. events: it may come in server-sent events too."""
     header = {
         "X-Request-Id": "for GET /tts/stream/{id}",
         "X-Seed": "repeats this draw",
         "X-Sample-Rate-Hz": "of the samples",
-        "X-Sample-Format": "s16le: signed 16 bits, little endian",
+        "X-Sample-Rate": "the same",
+        "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
         "X-Channels": "always 1",
         "X-Random-Weights": "true: the audio is noise, not speech",
     }
+    content: dict[str, Any] = {
+        media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types
+    }
+    if events:
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     return {
         "description": "Audio, sent while it is made.",
-        "content": {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types},
+        "content": content,
         "headers": {
             name: {"description": text, "required": True, "schema": {"type": "string"}} for name, text in header.items()
         },
@@ -74,13 +91,18 @@ def describe(app: FastAPI, studio: Studio) -> dict[str, Any]:
     speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
     for properties, text in ((speech, "text"), (openai, "input")):
         properties[text]["maxLength"] = limits.max_chars
-        properties["language"]["enum"] = studio.languages
+        _set_languages(properties["language"], studio.languages)
         _narrow(properties["max_frames"], maximum=limits.max_frames)
-    for instruct in (speech["instruct"], openai["instructions"]):
-        _narrow(instruct, maxLength=limits.max_chars)
+    for properties, instruct in ((speech, "instruct"), (openai, "instructions")):
+        if not studio.takes_instruct:  # it would be refused whatever it says
+            properties.pop(instruct, None)
+        elif instruct in properties:
+            _narrow(properties[instruct], maxLength=limits.max_chars)
     speech["speaker"] = {**_only_description(speech["speaker"]), "enum": [*speakers, None]}
-    openai["voice"] = {**_only_description(openai["voice"]), "anyOf": _voices([*speakers, "default"])}
-    schemas.pop("VoiceId", None)
+    openai["voice"] = {
+        **_only_description(openai["voice"]),
+        "anyOf": _voices([*speakers, *studio.aliases, DEFAULT]),
+    }
     for shape in (ErrorBody, ErrorDetail):
         schemas[shape.__name__] = shape.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas[shape.__name__].pop("$defs", None)
@@ -88,10 +110,19 @@ def describe(app: FastAPI, studio: Studio) -> dict[str, Any]:
     return document
 
 
+def _set_languages(schema: dict[str, Any], languages: list[str]) -> None:
+    """Their names, then their codes; a code may have a region behind it, which no enumeration can hold."""
+    spoken = [*languages, *(code for code, name in LANGUAGE_CODES.items() if name in languages)]
+    if "anyOf" in schema:
+        _narrow(schema, enum=spoken)
+    else:
+        schema["enum"] = spoken
+
+
 def _voices(names: list[str]) -> list[dict[str, Any]]:
     name = {"type": "string", "enum": names}
     as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
-    return [name, as_object]
+    return [name, as_object, {"type": "null"}]
 
 
 def _narrow(schema: dict[str, Any], **limit: Any) -> None:
@@ -120,9 +151,12 @@ def text_page(limits: Limits) -> str:
 
 POST /tts/stream        {{"text": "..."}} -> raw PCM
 GET  /tts/stream/ID     how that stream ended
-POST /v1/audio/speech   OpenAI's shape -> wav or pcm
+POST /v1/audio/speech   OpenAI's shape -> mp3, opus, aac, flac, wav or pcm
+GET  /v1/models  /v1/audio/voices
+POST /v1/audio/voices   a recording and a statement of consent -> a voice, where the server keeps them
 WS   /tts/ws            text while it is written -> PCM and timings
-GET  /health  /metrics  /openapi.json
+WS   /v1/audio/speech/stream  /v1/audio/speech/ws    as vLLM-Omni and Nari speak them
+GET  /health  /ready  /metrics  /openapi.json  /docs
 
 At most {limits.max_streams} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each.
 """

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from mktts.errors import ServerError
 from mktts.spec import FRAME_RATE_HZ
 
+_LONGEST_S = 24 * 3_600
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Raises ServerError on a value that is not above 0.
+    """Raises ServerError on a value that is not above 0, or not finite.
 
     max_streams: open at once; one more is refused with 503.
     max_body_bytes: of a request's body and of one WebSocket message.
@@ -21,8 +24,13 @@ class Limits:
         listener interrupts, and so that a slow client is noticed.
     stall_s: a connection that takes no byte for this long is dropped.
     idle_s: a WebSocket utterance that waits for text this long is cancelled.
+    head_s: the head of a request must come within this, and body_s its body: longer for a long one, at 64 KiB a second.
     grace_s: open streams may go on after the signal to stop.
     kept_states: ended streams that GET /tts/stream/{id} still knows.
+    max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
+        reference_decode_s.
+    max_voices: that one key may upload. voice_s: until an uploaded one is deleted.
+    kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
     max_streams: int = 16
@@ -33,14 +41,26 @@ class Limits:
     socket_bytes: int = 128 * 1024
     stall_s: float = 60.0
     idle_s: float = 60.0
+    head_s: float = 10.0
+    body_s: float = 20.0
     grace_s: float = 5.0
     kept_states: int = 1_024
+    max_reference_bytes: int = 10 * 2**20
+    max_reference_s: float = 60.0
+    reference_decode_s: float = 10.0
+    kept_voices: int = 32
+    max_voices: int = 100
+    voice_s: float = 30 * 24 * 3_600.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not value > 0:
                 raise ServerError(f"{field.name} must be above 0, got {value!r}")
+            if not math.isfinite(value):
+                raise ServerError(f"{field.name} must be finite, got {value!r}")
+        if self.max_duration_s > _LONGEST_S:
+            raise ServerError(f"max_duration_s must be at most {_LONGEST_S} (a day), got {self.max_duration_s:g}")
 
     @property
     def max_frames(self) -> int:

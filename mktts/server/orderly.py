@@ -11,23 +11,27 @@ from typing import Any
 
 import uvicorn
 
+from mktts.server.protocols import QuietWebSocket, TimedHttp
+
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
 
 
 class OrderlyServer(uvicorn.Server):
     """Serves an ASGI application. stopped_by: the signal that ended it; None while none has.
 
-    max_message_bytes: of a WebSocket message from a client. settings: more of `uvicorn.Config`.
+    max_message_bytes: of a WebSocket message from a client. head_s: within which the head of a request must come.
+    settings: more of `uvicorn.Config`.
     """
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, max_message_bytes: int, **settings: Any) -> None:
+    def __init__(self, app: Any, max_message_bytes: int, *, head_s: float = TimedHttp.head_s, **settings: Any) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # with what is named here everything was tested, whatever else is installed
-                ws="websockets-sansio",
+                # h11 and websockets: with these everything was tested, whatever else is installed
+                http=type("Http", (TimedHttp,), {"head_s": head_s}),
+                ws=QuietWebSocket,
                 loop="asyncio",
                 log_config=None,
                 access_log=False,

@@ -18,6 +18,7 @@ from mktts.errors import (
     TextError,
     VoiceError,
 )
+from mktts.server.access.request_id import HEADER, current_id
 from mktts.server.schemas import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
@@ -43,16 +44,20 @@ class Problem(MkttsError):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    @property
-    def detail(self) -> ErrorDetail:
+    def detail(self, id: str | None = None) -> ErrorDetail:
+        """id: of the utterance that it ended; None takes that of the request."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code)
+        return ErrorDetail(
+            message=str(self), type=kind, param=self.param, code=self.code, request_id=id or current_id()
+        )
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        detail = self.detail((headers or {}).get(HEADER))
+        more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        more |= {} if detail.request_id is None else {HEADER: detail.request_id}
         # ASCII: a message may quote a name that has half a surrogate pair in it
-        body = json.dumps(ErrorBody(error=self.detail).model_dump(), ensure_ascii=True)
-        return Response(body, self.status, {**retry, **(headers or {})}, media_type="application/json")
+        body = json.dumps(ErrorBody(error=detail).model_dump(), ensure_ascii=True)
+        return Response(body, self.status, {**more, **(headers or {})}, media_type="application/json")
 
 
 def from_error(error: BaseException) -> Problem:
@@ -60,18 +65,24 @@ def from_error(error: BaseException) -> Problem:
     if isinstance(error, Problem):
         return error
     if isinstance(error, BusyError):
-        return Problem(503, "busy", str(error), retry_after_s=RETRY_AFTER_S)
+        return Problem(429, "busy", str(error), retry_after_s=RETRY_AFTER_S)
     for kind, (code, param) in _CALLERS.items():
         if isinstance(error, kind):
             return Problem(422, code, str(error), param)
     return Problem(500, "engine_error", "the generation failed: the server's log says why, under the stream's id")
 
 
-def from_validation(errors: list[Any]) -> Problem:
-    """The first of pydantic's errors. What was sent is not repeated."""
+def from_validation(errors: list[Any], tagged: bool = False) -> Problem:
+    """The first of pydantic's errors. What was sent is not repeated. tagged: each key stands after its message's type,
+    which is no part of its name."""
     first = errors[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":  # its place is one in the text, not a key
+        reason = first.get("ctx", {}).get("error", message)
+        where = f" at character {path[0]}" if path else ""
+        return Problem(422, "invalid_json", f"expected JSON, could not read it{where}: {reason}")
+    if tagged:
+        path = path[1:]
     what = ".".join(path) or "the body"
-    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
-    return Problem(422, code, f"{what}: {message}", ".".join(path) or None)
+    return Problem(422, "invalid_value", f"{what}: {message}", ".".join(path) or None)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from mktts.model.sampling import MAX_SEED
 
-Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+Route = Literal["tts_stream", "openai_speech", "tts_ws", "omni_ws", "nari_ws"]
 State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 
@@ -23,15 +23,9 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Manner(StrictModel):
-    """Who speaks and how; every key may be left out."""
+class Draws(StrictModel):
+    """How codes are drawn; every key may be left out. The names are those of `Sampling.flat`."""
 
-    language: str = Field("auto", description="auto, or a language of the checkpoint")
-    speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
-    instruct: str | None = Field(None, min_length=1, description="how to say it; what the voice is like (voice_design)")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed has the one drawn")
-    max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
-    trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     greedy: bool | None = Field(
         None, description="no draw: temperature, top_k and top_p have no effect; left out: as the checkpoint"
     )
@@ -45,59 +39,32 @@ class Manner(StrictModel):
     predictor_top_p: float | None = Field(None, gt=0, le=1, description="left out: the checkpoint's")
 
 
+class Manner(Draws):
+    """Who speaks and how; every key may be left out."""
+
+    language: str = Field("auto", description="auto, or a language of the checkpoint: english, en or en-US")
+    speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
+    instruct: str | None = Field(None, min_length=1, description="how to say it; what the voice is like (voice_design)")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed has the one drawn")
+    max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
+    trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
+
+
 class SpeechRequest(Manner):
     """Body of POST /tts/stream."""
 
     text: str = Field(min_length=1, description="what to say")
 
 
-def _normal_speed(speed: float) -> float:
-    if speed != 1:
-        raise ValueError("must be 1: this model has no control of its speed")
-    return speed
-
-
-class VoiceId(StrictModel):
-    """OpenAI's second way of naming a voice."""
-
-    id: str
-
-
-class OpenAISpeechRequest(StrictModel):
-    """Body of POST /v1/audio/speech: OpenAI's keys; `language`, `seed` and `max_frames` are additions."""
-
-    model: str = Field(description="any name: the process has one model, which GET /health names")
-    input: str = Field(min_length=1, description="what to say")
-    voice: str | VoiceId = Field(description="a speaker of GET /health, or default")
-    instructions: str | None = Field(None, min_length=1, description="how to say it")
-    response_format: Literal["wav", "pcm"] = Field(
-        "wav", description="pcm: 16 bits, little endian, one channel; OpenAI's other formats are refused"
-    )
-    speed: Annotated[float, AfterValidator(_normal_speed), Field(json_schema_extra={"enum": [1]})] = 1.0
-    stream_format: Literal["audio"] = "audio"
-    language: str = "auto"
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    max_frames: int | None = Field(None, ge=1)
-
-    def manner(self) -> Manner:
-        """The same wishes under this server's own names."""
-        voice = self.voice if isinstance(self.voice, str) else self.voice.id
-        return Manner(
-            language=self.language,
-            speaker=None if voice == "default" else voice,
-            instruct=self.instructions,
-            seed=self.seed,
-            max_frames=self.max_frames,
-        )
-
-
 class ErrorDetail(StrictModel):
-    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key."""
+    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
+    request_id: of the request (X-Request-Id), or of the utterance."""
 
     message: str
     type: str
     param: str | None
     code: str
+    request_id: str | None = None
 
 
 class ErrorBody(StrictModel):
@@ -140,8 +107,70 @@ class Health(StrictModel):
     sample_rate_hz: int
     speakers: list[str]
     languages: list[str]
+    takes_instructions: bool
     streams_open: int
     streams_max: int
+
+
+class Ready(StrictModel):
+    ready: bool
+
+
+class ModelCard(StrictModel):
+    """OpenAI's. created: when this server started, in seconds since 1970."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mktts"
+
+
+class ModelList(StrictModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class UploadedVoice(StrictModel):
+    """consent: the statement, as it was sent. created_at, expires_at: seconds since 1970. mime_type, file_size: of the
+    recording, which is not kept."""
+
+    name: str
+    consent: str
+    created_at: int
+    expires_at: int
+    mime_type: str
+    file_size: int
+    ref_text: str | None
+    speaker_description: str | None
+
+
+class KeptVoice(StrictModel):
+    """An upload that was kept, in OpenAI's shape and, under `voice`, in vLLM-Omni's."""
+
+    object: Literal["audio.voice"] = "audio.voice"
+    id: str
+    name: str
+    created_at: int
+    success: Literal[True] = True
+    voice: UploadedVoice
+
+
+class Deleted(StrictModel):
+    object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
+    id: str
+    deleted: Literal[True] = True
+    success: Literal[True] = True
+    message: str
+
+
+class VoiceList(StrictModel):
+    """voices: of the checkpoint, saved ones, and those that the caller has uploaded. aliases: more names, and the voice
+    that each stands for. uploaded_voices: the caller's own. uploads: whether more may be uploaded."""
+
+    voices: list[str]
+    aliases: dict[str, str]
+    uploaded_voices: list[UploadedVoice]
+    uploads: bool
 
 
 # ---- WebSocket: what a client sends

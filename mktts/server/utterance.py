@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
+from mktts.server.access.request_id import new_id
 from mktts.server.problems import Problem, from_error
 from mktts.server.schemas import Route, StreamState
 from mktts.spec import SAMPLE_RATE_HZ
@@ -22,11 +22,14 @@ log = logging.getLogger(__name__)
 class Utterance:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
-    problem: what ended it, if something did: the generation failed, or the server ended it and says why.
+    id: the request's, where it speaks once; None makes one. problem: what ended it, if something did: the generation
+    failed, or the server ended it and says why.
     """
 
-    def __init__(self, route: Route, stream: Stream, chars: int, on_close: Callable[[Utterance], None]) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(
+        self, route: Route, stream: Stream, chars: int, on_close: Callable[[Utterance], None], id: str | None = None
+    ) -> None:
+        self.id = id or new_id()
         self.route: Route = route
         self.seed = stream.seed
         self.problem: Problem | None = None
@@ -84,6 +87,11 @@ class Utterance:
         return None if self._first_audio_s is None else round(self._first_audio_s * 1_000, 3)
 
     @property
+    def frames(self) -> int:
+        """Handed to the connection so far."""
+        return self._frames
+
+    @property
     def audio_s(self) -> float:
         return self._samples / SAMPLE_RATE_HZ
 
@@ -98,5 +106,5 @@ class Utterance:
             frames=self._frames,
             audio_s=self.audio_s,
             first_audio_ms=self.first_audio_ms,
-            error=self.problem.detail if self.problem is not None else None,
+            error=self.problem.detail(self.id) if self.problem is not None else None,
         )

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mktts.audio import to_pcm16
 from mktts.errors import MkttsError
+from mktts.server.access.gate import owner_of_request
 from mktts.server.problems import Problem, from_error, from_validation
 from mktts.server.schemas import (
     Cancel,
@@ -54,6 +55,7 @@ class SpeechSocket:
     def __init__(self, socket: WebSocket, studio: Studio) -> None:
         self._socket = socket
         self._studio = studio
+        self._owner = owner_of_request(socket.scope)
         self._utterance: Utterance | None = None  # the latest
         self._session: Session | None = None
         self._begun = False  # there was a start
@@ -90,7 +92,7 @@ class SpeechSocket:
             except KeyError:
                 raise Problem(422, "not_text", "expected a JSON message, got a binary one") from None
             except ValidationError as error:
-                raise from_validation(error.errors(include_input=False)) from None
+                raise from_validation(error.errors(include_input=False), tagged=True) from None
 
     def _take(self, message: StrictModel) -> None:
         if isinstance(message, Start):
@@ -116,9 +118,9 @@ class SpeechSocket:
         self._begun = True
         try:
             if message.text is None:
-                self._utterance, self._session = self._studio.listen("tts_ws", message)
+                self._utterance, self._session = self._studio.listen("tts_ws", message, self._owner)
             else:
-                self._utterance = self._studio.speak("tts_ws", message.text, message)
+                self._utterance = self._studio.speak("tts_ws", message.text, message, owner=self._owner)
         except Problem as problem:
             self._studio.meters.refused.labels(problem.code).inc()
             self._then(partial(self._refuse, problem))
@@ -211,4 +213,4 @@ class SpeechSocket:
             await self._socket.send_text(message.model_dump_json())
 
     async def _refuse(self, problem: Problem) -> None:
-        await self._send(Refused(error=problem.detail, retry_after_s=problem.retry_after_s))
+        await self._send(Refused(error=problem.detail(), retry_after_s=problem.retry_after_s))

@@ -17,6 +17,10 @@ class Executor(Protocol):
     def take(self, job: Job) -> None:
         """A new stream."""
 
+    def hear(self, job: Job) -> None:
+        """Of a stream that it was given, over perhaps: its text went on, its full buffer was read from, or it was
+        cancelled. Without that nothing becomes of one that waits, so that it need not be looked at."""
+
     def turn(self, now_s: float, alone: bool) -> float:
         """Does what is due: a tick, at most. alone: no other stream is open, on any executor.
 

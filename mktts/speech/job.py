@@ -8,7 +8,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +17,7 @@ from mktts.errors import EngineError
 from mktts.speech.guard import FinishReason
 from mktts.speech.options import Chunk
 
-WAKE, _END = object(), object()
+_END = object()
 EngineName = Literal["single", "batch"]
 
 
@@ -53,50 +53,66 @@ class Bell:
 
 
 class Tally:
-    """Streams by what became of them, as counted by those that open (under their lock) and by the worker."""
+    """Streams of an engine by what became of them, as counted by those that open (under their lock) and by the worker.
+
+    resting: open, and waiting for their text or for their reader.
+    """
 
     def __init__(self) -> None:
-        self.opened = self.ended = 0
+        self.opened = self.ended = self.resting = 0
 
     @property
     def open(self) -> int:
         return self.opened - self.ended
 
+    @property
+    def due(self) -> int:
+        """Open streams that frames are made for."""
+        return self.open - self.resting
+
+
+class News(NamedTuple):
+    """To the worker, of a stream that it has: its text went on, its full buffer was read from, or it was cancelled."""
+
+    job: Job
+
 
 class Job:
     """One utterance between the worker, which makes it, and its consumer, which takes its chunks.
 
-    paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: that makes it.
+    paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: that makes it,
+    None before `begin`. codes: see Work. resting: it waits for its text, or for its consumer.
     """
 
     def __init__(
-        self,
-        work: Work,
-        buffer_frames: int,
-        inbox: SimpleQueue[Any],
-        bell: Bell | None = None,
-        paced: bool = True,
-        engine: EngineName = "single",
-        tally: Tally | None = None,
+        self, buffer_frames: int, inbox: SimpleQueue[Any], bell: Bell | None = None, paced: bool = True
     ) -> None:
         """bell: None wakes an event loop at once."""
-        self.codes = work.codes
+        self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = False
+        self.resting = False
         self.error: BaseException | None = None
         self.paced = paced
-        self.engine: EngineName = engine
+        self.engine: EngineName | None = None
         self.buffer_frames = buffer_frames
         self.made_frames = 0  # in chunks; written by the worker
         self.taken_frames = 0  # written by the consumer
-        self._work: Work | None = work  # None once the utterance is over: its caches are free then
+        self._work: Work | None = None  # before `begin`, and once the utterance is over: its caches are free then
+        self._begun = False
         self._inbox = inbox
         self._bell = bell
-        self._tally = tally or Tally()
+        self._tally = Tally()
         self._waited_for = False  # the worker has found the buffer full
         self._chunks: SimpleQueue[Any] = SimpleQueue()
         self._reason: FinishReason | None = None
         self._read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    def begin(self, work: Work, engine: EngineName, tally: Tally | None = None) -> None:
+        """Before the worker is given it, once: what makes the utterance."""
+        self.codes, self.engine, self._tally = work.codes, engine, tally or Tally()
+        self._work = work
+        self._begun = True
 
     # ---- consumer, any thread
 
@@ -107,18 +123,22 @@ class Job:
     @property
     def over(self) -> bool:
         """Whether nothing more will be made."""
-        return self.cancelled or self._work is None
+        return self.cancelled or (self._begun and self._work is None)
 
     def cancel(self) -> None:
         """Ends the utterance: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self._work is None and self.taken_frames == self.made_frames):
+        if self.cancelled or (self._begun and self._work is None and self.taken_frames == self.made_frames):
             return
         self.cancelled = True
         work = self._work
         if work is not None:
             work.cancelled = True
         self._put(_END, at_once=True)
-        self._inbox.put(WAKE)
+        self.tell()
+
+    def tell(self) -> None:
+        """Lets the worker look at it again. Any thread."""
+        self._inbox.put(News(self))
 
     def check_unread(self) -> None:
         """Raises EngineError where every chunk was taken; cancelled utterances stay empty without a word."""
@@ -156,7 +176,7 @@ class Job:
             return None
         self.taken_frames += item.frames
         if self._waited_for:  # else nobody sleeps over this
-            self._inbox.put(WAKE)
+            self.tell()
         return item
 
     # ---- worker
@@ -206,12 +226,19 @@ class Job:
         if self._work is None:
             return
         self._reason = reason
+        self.rest(False)
         work, self._work = self._work, None
         self._tally.ended += 1
         try:
             work.close()
         finally:  # whatever closing does, nobody waits for more
             self._put(_END)
+
+    def rest(self, resting: bool) -> None:
+        """Says whether it waits for its text, or for its consumer."""
+        if resting is not self.resting:
+            self.resting = resting
+            self._tally.resting += 1 if resting else -1
 
     @property
     def open(self) -> bool:

@@ -18,7 +18,7 @@ MIN_SEGMENT_CHARS = 20
 SCHEDULE = (1, 1, 2, 4, 8)
 # Of a stream whose frames are decoded as they are made, together with others': chunks of the next 0.3 s cost the host
 # less than single frames, while larger ones would have to be made further ahead of the listener.
-TOGETHER_SCHEDULE = (1, 1, 2, 4)
+TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StreamOptions:
     """How the frames of one utterance become chunks.
 
     schedule: frames of the first, second, ... chunk; the last entry repeats. None takes what suits the engine that
-        serves the stream: SCHEDULE or TOGETHER_SCHEDULE.
+        serves the stream: SCHEDULE, or of streams made together what `mktts.batch.scheduler.TickSettings` says.
     trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
         in practice).
     guard: see `Guard`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mktts.model.fed_prompt import FedPrompt
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.voice import Voice
 from mktts.speech.options import Plan
 from mktts.speech.script import FedScript, Script, WholeScript
@@ -29,13 +29,20 @@ class Speaker(ABC):
     @abstractmethod
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> Utterance: ...
 
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what is kept for prompts with this voice; utterances that are open go on. The worker's thread."""
+        self.prompts.forget(voice)
+
+    def _prompt(self, request: Request) -> Prompt:
+        return self.prompts.of_checked(request)
+
     def check(self, request: Request) -> Request:
         """Any thread. Raises PromptError or TextError."""
         return self.prompts.check(request)
 
     def speak(self, requests: Sequence[Request], plan: Plan, started_s: float) -> Utterance:
         """An utterance of known text: one checked request a segment."""
-        return self._utterance(WholeScript(requests, self.prompts.of_checked, started_s), plan, requests[0].voice)
+        return self._utterance(WholeScript(requests, self._prompt, started_s), plan, requests[0].voice)
 
     def listen(self, request: Request, max_chars: int, plan: Plan) -> tuple[Utterance, FedScript]:
         """An utterance whose text comes later, and the script that it is fed through. `request`: checked, no text."""

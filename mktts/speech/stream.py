@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +21,14 @@ from mktts.speech.options import Chunk
 from mktts.speech.text import check_length, clean_piece
 
 if TYPE_CHECKING:
+    from mktts.speech.front import FrontEndFeed
     from mktts.speech.script import CollectedScript, FedScript
 
 
-class Wakes(Protocol):
-    """The engine, as far as a stream knows it: kept alive, and woken when text has come."""
+class Begins(Protocol):
+    """The engine, as far as a stream knows it: kept alive, and given what makes it when text has come."""
 
-    def wake(self) -> None: ...
+    def begin(self, job: Job, work: Any, on: EngineName) -> None: ...
 
 
 class Stream:
@@ -39,7 +41,7 @@ class Stream:
     seed: what every draw of this utterance follows from; the same seed and text give the same speech.
     """
 
-    def __init__(self, engine: Wakes, job: Job, seed: int) -> None:
+    def __init__(self, engine: Begins, job: Job, seed: int) -> None:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
@@ -57,8 +59,9 @@ class Stream:
         return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
 
     @property
-    def engine(self) -> EngineName:
-        """What makes it: "single", one stream a step, or "batch", many together. A stream stays where it began."""
+    def engine(self) -> EngineName | None:
+        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text. A
+        stream stays where it began."""
         return self._job.engine
 
     def cancel(self) -> None:
@@ -130,25 +133,47 @@ class Stream:
         self._job.cancel()
 
 
+class FedWork(NamedTuple):
+    """What makes a stream whose text is fed, the script that it is fed through, and the engine that it begins on."""
+
+    work: Any
+    script: FedScript | CollectedScript
+    engine: EngineName
+
+
 class Session(Stream):
     """A stream whose text is written while it is spoken.
 
     `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
-    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins.
+    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
+    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
+    them, other words for the end of the next one.
     """
 
-    def __init__(self, engine: Wakes, job: Job, seed: int, script: FedScript | CollectedScript) -> None:
+    def __init__(
+        self,
+        engine: Begins,
+        job: Job,
+        seed: int,
+        make: Callable[[], FedWork],
+        front_end: FrontEndFeed | None = None,
+    ) -> None:
+        """make: called when the first visible text has come; until then nothing knows of the stream but its owner.
+        front_end: what the text goes through."""
         super().__init__(engine, job, seed)
-        self._script = script
+        self._make = make
+        self._front_end = front_end
+        self._script: FedScript | CollectedScript | None = None
+        self._early: list[str] = []  # pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
-        self._visible = False
         self._finished = False
 
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
-        Raises TextError when `piece` is not a str or the whole exceeds MAX_TEXT_CHARS, EngineError after `finish`.
+        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
+        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
         """
         piece = clean_piece(piece)
         with self._writing:
@@ -157,27 +182,51 @@ class Session(Stream):
             if self._job.over:
                 return
             check_length(self._chars + len(piece))
+            words = piece if self._front_end is None else self._front_end.push(piece)
             self._chars += len(piece)
-            if not self._visible and piece.strip():
-                self._visible = True
-                self._script.started_s = time.perf_counter()
-            self._script.feed(piece)
-        self._engine.wake()
+            if self._script is not None:
+                self._script.feed(words)
+                self._job.tell()
+            elif piece.strip():
+                self._begin(words, time.perf_counter())
+            else:
+                self._early.append(words)
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing.
 
-        Raises TextError when nothing visible was fed; the stream is then cancelled.
+        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
+        then cancelled.
         """
         with self._writing:
             if self._finished:
                 return
             self._finished = True
-            if not self._visible and not self._job.over:
-                self._job.cancel()
-                raise TextError("expected text to speak before finish, got none")
+            if self._script is None:
+                if not self._job.over:
+                    self._job.cancel()
+                    raise TextError("expected text to speak before finish, got none")
+                return
+            if self._front_end is not None and not self._job.over:
+                try:
+                    self._script.feed(self._front_end.finish())
+                except TextError:
+                    self._job.cancel()
+                    raise
             self._script.finish()
-        self._engine.wake()
+            self._job.tell()
+
+    def _begin(self, words: str, started_s: float) -> None:
+        try:
+            work, script, on = self._make()
+            script.started_s = started_s
+            for text in (*self._early, words):
+                script.feed(text)
+            self._engine.begin(self._job, work, on)
+            self._script = script
+        except EngineError:
+            if not self._job.over:  # else the engine was closed meanwhile
+                raise
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:

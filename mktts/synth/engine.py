@@ -4,8 +4,9 @@ Nothing here takes a lock that a garbage-collected stream could need: the worker
 and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
 nothing to do the worker sleeps.
 
-Threads: `open`, `add`, `wake` and `close` may be called from any thread. A job has one consumer at a time. Forks:
-threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make another one.
+Threads: `open`, `expect`, `begin`, `add` and `close` may be called from any thread. A job has one consumer at a time.
+Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
+another one.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mktts.errors import EngineError
 from mktts.speech.executor import Executor
-from mktts.speech.job import WAKE, Bell, EngineName, Job, Tally, Work
+from mktts.speech.job import Bell, EngineName, Job, News, Tally, Work
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -37,7 +39,8 @@ class Engine:
     def __init__(self, executors: Sequence[Executor], name: str = "mktts", cpu_threads: int | None = None) -> None:
         """cpu_threads: for torch's operators on the worker; None leaves torch's choice."""
         self._inbox: SimpleQueue[Any] = SimpleQueue()
-        self._bell, self._tally = Bell(), Tally()
+        self._bell = Bell()
+        self._tallies: defaultdict[EngineName, Tally] = defaultdict(Tally)
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
@@ -51,23 +54,45 @@ class Engine:
 
     @property
     def open_streams(self) -> int:
-        """Streams that were opened and are not over."""
-        return self._tally.open
+        """Streams that have begun and are not over."""
+        return sum(tally.open for tally in self._tallies.values())
+
+    @property
+    def due_streams(self) -> int:
+        """Those of them that wait neither for their text nor for their reader."""
+        return sum(tally.due for tally in self._tallies.values())
+
+    def open_on(self, name: EngineName) -> int:
+        """Those of `open_streams` that the executor of that name makes."""
+        return self._tallies[name].open
 
     def open(self, work: Work, buffer_frames: int, on: EngineName = "single", paced: bool = True) -> Job:
         """Gives `work` its ticks from now on. on: the executor of that name makes it; paced: see Job.
 
         Raises EngineError after `close` and in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
-        job = Job(work, buffer_frames, self._inbox, self._bell, paced, on, self._tally)
+        job = self.expect(buffer_frames, paced)
+        self.begin(job, work, on)
+        return job
+
+    def expect(self, buffer_frames: int, paced: bool = True) -> Job:
+        """A stream that is to `begin` later. Raises as `open`."""
+        self._check_process()
+        job = Job(buffer_frames, self._inbox, self._bell, paced)
         with self._lock:
             self._check_open()
-            self._tally.opened += 1
             self._jobs.add(job)
-            self._inbox.put(job)
         return job
+
+    def begin(self, job: Job, work: Work, on: EngineName) -> None:
+        """Gives an expected stream its ticks from now on. Raises as `open`."""
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            tally = self._tallies[on]
+            tally.opened += 1
+            job.begin(work, on, tally)
+            self._inbox.put(job)
 
     def add(self, executor: Executor) -> None:
         """One more executor, whose streams may be opened from now on. Raises EngineError after `close`."""
@@ -75,9 +100,9 @@ class Engine:
             self._check_open()
             self._inbox.put(executor)
 
-    def wake(self) -> None:
-        """Says that a stream may have something to do: its text went on."""
-        self._inbox.put(WAKE)
+    def ask(self, call: Callable[[], None]) -> None:
+        """Has the worker's thread call, between two ticks; after `close`, nobody does."""
+        self._inbox.put(_Call(call))
 
     def close(self) -> None:
         """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
@@ -93,6 +118,10 @@ class Engine:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -135,7 +164,11 @@ class _Worker:
                     return False
                 if isinstance(item, Job):
                     self._take(item)
-                elif item is not WAKE:
+                elif isinstance(item, News):
+                    self._hear(item.job)
+                elif isinstance(item, _Call):
+                    _called(item.call)
+                else:
                     self._executors.append(item)
                 item = self._inbox.get_nowait()
         except Empty:
@@ -147,6 +180,24 @@ class _Worker:
                 executor.take(job)
                 return
         job.fail(EngineError(f"nothing here makes streams of the engine {job.engine!r}"))
+
+    def _hear(self, job: Job) -> None:
+        for executor in self._executors:
+            if executor.name == job.engine:
+                executor.hear(job)
+
+
+class _Call(NamedTuple):
+    """Something to be done in the worker's thread."""
+
+    call: Callable[[], None]
+
+
+def _called(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        _LOG.exception("a call in the worker's thread failed")
 
 
 def _turn(executor: Executor, alone: bool) -> float:

@@ -49,6 +49,13 @@ class StepModel(Speaker):
     def _utterance(self, script: Script, plan: Plan, voice: Voice | None) -> Generation:
         return Generation(self, script, plan, voice)
 
+    def forget(self, voice: Voice) -> None:
+        """As `Speaker.forget`; the backend's prefixes and the codec's states too."""
+        super().forget(voice)
+        self.backend.forget(voice)
+        if voice.codes is not None:
+            self.primed.forget(voice.codes)
+
     def codec_state(self, reference: Tensor | None) -> CodecState:
         """A codec state of the caller's own that has heard `reference` (R, 16)."""
         return self.codec.start() if reference is None else self.primed.of(reference).copy()

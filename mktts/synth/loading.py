@@ -13,6 +13,7 @@ import torch
 from mktts.batch.admission import AdmissionSettings
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
+from mktts.batch.prompt_rows import SpokenRows
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
@@ -170,7 +171,8 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
         if single
         else PromptBuilder(config, {**tensors, **lanes.embeddings}, checkpoint.tokenizer(), wanted.device, wanted.dtype)
     )
-    model = LaneModel(prompts=prompts, positions=lanes.pages.rows_per_slot, lanes=lanes)
+    spoken = SpokenRows(prompts) if wanted.device.type == "cuda" else None
+    model = LaneModel(prompts=prompts, positions=lanes.pages.rows_per_slot, lanes=lanes, spoken=spoken)
     return Together(model, admission, TickLog())
 
 

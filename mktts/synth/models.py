@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Streams that are served singly where both engines are there: on an H200 two frames of the megakernel take 2.9 ms and
 # three 4.3; one frame of many together takes 4.0 to 4.5.
 SINGLE_STREAMS = 2
+# And those that rest beside them, for want of text or of a reader: all may go on at once, and take turns then. Half of
+# the listeners whom the megakernel carries on an H200.
+OPEN_SINGLY = 8
 
 
 class Models:
@@ -36,12 +39,18 @@ class Models:
     ) -> None:
         self._single, self._together = single, together
         self._later = later
+        self._making = False
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
     def room(self) -> int:
         """Streams that are made at once."""
         return 1 if self._together is None else self._together.model.lanes.slots
+
+    @property
+    def many(self) -> bool:
+        """Whether many streams are made together, or will be once enough are open."""
+        return self._together is not None or self._later is not None or self._making
 
     @property
     def together(self) -> Together | None:
@@ -56,17 +65,23 @@ class Models:
             raise EngineError("the synthesizer is closed: load another one")
         return self._together.model
 
-    def pick(self, open_streams: int, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
-        """Who serves a stream that is opened beside `open_streams` others. Raises EngineError after `let_go`, and
-        SamplingError for rng="torch" where there is no single engine."""
+    def check(self, sampling: Sampling) -> None:
+        """Raises EngineError after `let_go`, and SamplingError for rng="torch" where there is no single engine."""
+        if self.any() is not self._single and sampling.rng == "torch":
+            raise SamplingError(
+                "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
+            )
+
+    def pick(
+        self, due: int, singly: int, sampling: Sampling
+    ) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
+        """Who serves a stream that begins. due: others that wait neither for text nor for their reader, on either
+        engine. singly: open on the single one, whether they wait or not. Raises as `check`."""
+        self.check(sampling)
         model = self.any()
         if model is not self._single:
-            if sampling.rng == "torch":
-                raise SamplingError(
-                    "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
-                )
             return model, "batch"
-        if open_streams < SINGLE_STREAMS or sampling.rng == "torch":
+        if (due < SINGLE_STREAMS and singly < OPEN_SINGLY) or sampling.rng == "torch":
             return model, "single"
         if self._together is None:
             self._begin()
@@ -85,10 +100,12 @@ class Models:
         self._single = self._together = self._later = None
 
     def _begin(self) -> None:
-        """Makes the second model in a thread of its own, once."""
+        """Makes the second model in a thread of its own, once. A program that ends meanwhile waits for it: compilers
+        that are cut off abort the process."""
         later, self._later = self._later, None
         if later is not None:
-            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=True).start()
+            self._making = True
+            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=False).start()
 
     def _make(self, later: Callable[[], Together]) -> None:
         try:
@@ -100,3 +117,5 @@ class Models:
         else:
             if self._single is not None:
                 self._together = executor
+        finally:
+            self._making = False

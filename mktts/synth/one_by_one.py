@@ -21,7 +21,8 @@ _TICK_MODEL = TickModel(constant_s=1.0, lane_s=0.0, row_s=0.0, attention_s=0.0) 
 
 class OneByOne:
     """One stream a tick: new ones first, then who has least ahead of its listener. Each makes its own frame (`step`);
-    a lone one may ask for several frames of one launch."""
+    a lone one may ask for several frames of one launch. One that waits for its text or its reader is not looked at
+    before there is news of it."""
 
     name: EngineName = "single"
 
@@ -32,7 +33,9 @@ class OneByOne:
         """Nothing is open."""
         self._board = Board(_SLOTS)
         self._free = list(range(_SLOTS - 1, -1, -1))
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Job] = {}  # by slot, as the next
+        self._awake: dict[int, Job] = {}
+        self._asleep: dict[Job, int] = {}
         self._outside: deque[Job] = deque()
 
     @property
@@ -44,16 +47,27 @@ class OneByOne:
         """See Executor."""
         self._outside.append(job)
 
+    def hear(self, job: Job) -> None:
+        """See Executor."""
+        slot = self._asleep.pop(job, None)
+        if slot is not None:
+            job.rest(False)
+            self._awake[slot] = job
+
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
         while self._outside and self._free:
             self._enter(self._outside.popleft(), now_s)
         board = self._board
-        for slot, job in list(self._jobs.items()):
-            board.text_known[slot] = job.runnable()
+        for slot, job in list(self._awake.items()):
+            board.text_known[slot] = runnable = job.runnable()
             board.frames_taken[slot] = job.taken_frames
             if not job.open:
                 self._leave(slot)
+            elif not runnable:
+                job.rest(True)
+                self._asleep[job] = slot
+                del self._awake[slot]
         tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
         if tick.empty:
             return tick.wake_s
@@ -89,11 +103,11 @@ class OneByOne:
 
     def _enter(self, job: Job, now_s: float) -> None:
         slot = self._free.pop()
-        self._jobs[slot] = job
+        self._jobs[slot] = self._awake[slot] = job
         self._board.enter(slot, now_s, job.paced)
         self._board.prompt(slot, 1)  # it enters with the first frame, however long it is
 
     def _leave(self, slot: int) -> None:
-        del self._jobs[slot]
+        del self._jobs[slot], self._awake[slot]
         self._board.leave(slot)
         self._free.append(slot)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.audio import format_of, require_format, to_pcm16, write_audio
+from mktts.audio.encoding import MAX_SPEED, MIN_SPEED
+from mktts.audio.tempo import Tempo
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
-from mktts.errors import MkttsError, TextError
+from mktts.errors import MkttsError, OptionsError, TextError
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics, summarise
 from mktts.synth.make_voice import recorded_voice
@@ -31,9 +33,9 @@ EXAMPLES = f"""examples:
   cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
   python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
 
-The end of FILE's name is its format: .wav, .flac, .ogg, .opus, .mp3; a device or FIFO gets WAV. With `-o -` raw PCM
-goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz. --play needs the
-package sounddevice. Ctrl-C or closing the pipe ends the generation."""
+The end of FILE's name is its format: .wav, .flac, .ogg, .opus, .mp3, .aac; a device or FIFO gets WAV. With `-o -` raw
+PCM goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz. --play needs the
+package sounddevice, .aac and --speed the package av. Ctrl-C or closing the pipe ends the generation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
     how.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
+    how.add_argument(
+        "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"
+    )
     add_model_arguments(parser)
 
 
@@ -63,6 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.synth.synthesizer import Synthesizer
 
     _check(arguments)
+    tempo = None if arguments.speed == 1 else Tempo(arguments.speed)
     file = None if arguments.output in (None, PIPE) else Path(arguments.output)
     text = text_of(arguments.text)
     if not text.strip():
@@ -71,22 +77,31 @@ def main(arguments: argparse.Namespace) -> int:
         loudspeaker = until_heard.enter_context(Loudspeaker()) if arguments.play else None
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         request = _request(arguments, checkpoint)
-        chunks = []
+        chunks, spoken = [], []
+
+        def put(pcm: np.ndarray) -> None:
+            spoken.append(pcm)
+            if not len(pcm):  # a filter may hold back what it got
+                return
+            if arguments.output == PIPE:
+                sys.stdout.buffer.write(to_pcm16(pcm))
+                sys.stdout.buffer.flush()
+            if loudspeaker:
+                loudspeaker.play(pcm)
+
         with (
             Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer,
             synthesizer.stream(text, **request) as stream,
         ):
             for chunk in stream:
                 chunks.append(chunk)
-                if arguments.output == PIPE:
-                    sys.stdout.buffer.write(to_pcm16(chunk.pcm))
-                    sys.stdout.buffer.flush()
-                if loudspeaker:
-                    loudspeaker.play(chunk.pcm)
+                put(chunk.pcm if tempo is None else tempo.feed(chunk.pcm))
+            if tempo is not None:
+                put(tempo.finish())
             reason = stream.finish_reason
         metrics = summarise(chunks)
         if file is not None:
-            write_audio(file, np.concatenate([chunk.pcm for chunk in chunks]))
+            write_audio(file, np.concatenate(spoken))
     _report(metrics, reason, checkpoint)
     asked_for = reason == "max_frames" and arguments.max_frames is not None
     return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
@@ -99,6 +114,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.output not in (None, PIPE):
         require_format(format_of(arguments.output))
         require_writable(arguments.output)
+    if not MIN_SPEED <= arguments.speed <= MAX_SPEED:
+        raise OptionsError(f"--speed must be {MIN_SPEED:g} to {MAX_SPEED:g}, got {arguments.speed:g}")
     if arguments.voice and arguments.ref_audio:
         raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
     if arguments.ref_text is not None and not arguments.ref_audio:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -19,10 +20,11 @@ from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
+from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.job import EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
-from mktts.speech.stream import Session, Stream
+from mktts.speech.stream import FedWork, Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.generation import StepModel
@@ -94,7 +96,7 @@ class Synthesizer:
     ) -> None:
         """Puts made models behind the interface; `load` is the usual way in. One of `model` and `together` may be None.
 
-        later: makes `together` when it is needed.
+        later: makes `together` when it is needed. `front_end` is what the checkpoint has its text read by, or None.
         """
         self.checkpoint = checkpoint
         self.backend_name = (model or together.model).name
@@ -104,6 +106,8 @@ class Synthesizer:
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
+        name = checkpoint.text_front_end() if checkpoint else None
+        self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
         self._models = Models(model, together, later)
         executors = [*([] if model is None else [OneByOne()]), *([] if together is None else [together])]
         self._engine = Engine(executors, cpu_threads=cpu_threads)
@@ -131,9 +135,11 @@ class Synthesizer:
             on the CPU. The codec computes in float32, unless BatchSettings(codec="fast") says otherwise.
         cpu_threads: that one operator may use; None takes `default_cpu_threads`.
         engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
-            serves one or two streams singly and further ones together. It keeps to "single" where a backend is named,
-            and on a CPU for models that are slower than speech there. On CUDA, "auto" makes the batch engine when the
-            third stream opens, beside those that are open; until it is there streams take turns.
+            serves one or two streams singly and further ones together; streams that wait for text or for their reader
+            do not count, and a stream whose text is fed is given its engine with the first of it. "auto" keeps to
+            "single" where a backend is named, and on a CPU for models that are slower than speech there. On CUDA it
+            makes the batch engine when the third stream opens, beside those that are open; until it is there streams
+            take turns.
         deterministic: with the batch engine, a stream's codes do not depend on its neighbours, on the number of lanes,
             on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
             version. None: where that costs little. True takes the batch engine for every stream.
@@ -194,10 +200,17 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        model, engine = self._models.pick(self._engine.open_streams, plan.sampling)
-        work, script = model.listen(request, max_chars, plan)
-        job = self._engine.open(work, plan.options.buffer_frames, engine)
-        return Session(self._engine, job, plan.seed, script)
+        self._models.check(plan.sampling)
+        make = partial(self._fed_work, request, max_chars, plan)
+        feed = self.front_end and self.front_end.feed(request.language)
+        return Session(self._engine, self._engine.expect(plan.options.buffer_frames), plan.seed, make, feed)
+
+    def _fed_work(self, request: Request, max_chars: int, plan: Plan) -> FedWork:
+        model, engine = self._pick(plan.sampling)
+        return FedWork(*model.listen(request, max_chars, plan), engine)
+
+    def _pick(self, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
+        return self._models.pick(self._engine.due_streams, self._engine.open_on("single"), sampling)
 
     def _stream(
         self,
@@ -208,13 +221,19 @@ class Synthesizer:
         served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName] | None = None,
     ) -> Stream:
         request, plan = self._checked(clean_text(text), settings)
-        pieces = split_text(request.text, plan.options.max_chars_per_segment or self._whole_chars)
-        model, engine = served_by or self._models.pick(self._engine.open_streams, plan.sampling)
+        spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
+        pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
+        model, engine = served_by or self._pick(plan.sampling)
         work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
         return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames, engine, paced), plan.seed)
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, time.perf_counter(), paced=False)
+
+    @property
+    def serves_many(self) -> bool:
+        """Whether many streams are made together, or will be once enough are open: see `mktts.synth.serving`."""
+        return self._models.many
 
     @property
     def lanes(self) -> Lanes | None:
@@ -240,6 +259,14 @@ class Synthesizer:
                 "Ready.", {**settings, **self._any_voice()}, time.perf_counter(), False, served_by
             ) as stream:
                 stream.read()
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states.
+
+        Streams that are open go on; the work is done soon, in the worker's thread. Raises EngineError after `close`.
+        """
+        for model, _ in self._models.each():
+            self._engine.ask(partial(model.forget, voice))
 
     def close(self) -> None:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""

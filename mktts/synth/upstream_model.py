@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mktts.codec.pending import Pending
 from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.voice import Voice
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.speech.chunking import Chunker
 from mktts.speech.guard import FinishReason, GuardState
@@ -34,6 +35,9 @@ class UpstreamModel:
     upstream: Any
     prompts: PromptBuilder
     name: str = "upstream"
+
+    def forget(self, voice: Voice) -> None:
+        """As `Speaker.forget`: nothing is kept here."""
 
     def check(self, request: Request) -> Request:
         """Any thread. Raises PromptError or TextError."""

@@ -11,6 +11,7 @@ from mktts.checkpoint.files import WeightFiles
 from mktts.measure.tables import cell
 from mktts.notebook.voice_report import quality, reported
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
+from mktts.training.codec.model import noise_books
 
 _HEAD = """---
 license: apache-2.0
@@ -34,7 +35,7 @@ python -m mktts say "Good morning." -o morning.wav --checkpoint small --speaker 
 
 Codes: {books} codebooks of {entries} at {rate_hz:g} Hz, {sample_rate_hz:,} samples a second, mono. Weights in
 bfloat16. The codec has no encoder: its codes were made by a fixed analysis, and a CustomVoice never hears a recording.
-
+{noise}
 ## Data
 
 Teacher: the synthesizer flite 2.2 with its voices slt, rms and awb, resampled from 16 to 24 kHz. These are parametric
@@ -106,10 +107,23 @@ def card(checkpoint: Checkpoint, evaluation: Mapping[str, Any] | None) -> str:
         sizes=markdown(sizes),
         books=NUM_CODEBOOKS,
         entries=config.predictor.vocab_size,
+        noise=_noise(checkpoint),
         rate_hz=FRAME_RATE_HZ,
         sample_rate_hz=SAMPLE_RATE_HZ,
     )
     return head + _measured(evaluation) + _TAIL
+
+
+def _noise(checkpoint: Checkpoint) -> str:
+    """What the card says of codebooks that carry noise; nothing where there are none."""
+    tensors = checkpoint.codec_files.map()
+    books = noise_books({name: tensors[name] for name in tensors if name.endswith("embedding_sum")})
+    if not books:
+        return ""
+    return (
+        f"The last {books} codebooks carry noise, of which the decoder makes hiss and breath, and say nothing.\n"
+        "They have to be drawn. Where greedy decoding keeps them the same, a hiss repeats itself every 80 ms.\n"
+    )
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

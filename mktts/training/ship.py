@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mktts.audio import read_audio, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import CODEC_FOLDER, SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.common import read_json, write_json
 from mktts.errors import CheckpointError
-from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, reference
+from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, clip, reference
 from mktts.training.card import card
 
 CARD = "README.md"
@@ -46,8 +49,12 @@ def keep_evidence(
     evaluation: Mapping[str, Any] | None = None,
     curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     listen: Path | None = None,
+    replaces: bool = False,
 ) -> None:
-    """Replaces in `folder` what is given.
+    """Replaces in `folder` what is given; audio becomes FLAC.
+
+    replaces: what is there is of another voice: its clips of the same sentences stay as NAME_previous, its figures as
+    `previous` of the evaluation. Without it, what is there of a voice before stays.
 
     evaluation: of its single sentences, what was heard is left out; its checkpoint is called by the name it now has.
     curves: stage -> lines. listen: a folder of `train evaluate --listen`, of which each speaker keeps one sentence, a
@@ -55,19 +62,51 @@ def keep_evidence(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
-        rows = [{name: row[name] for name in row if name != "heard"} for row in evaluation["utterances"]]
-        settings = {**evaluation["settings"], "checkpoint": SMALL}
-        write_json(folder / EVALUATION, {**evaluation, "settings": settings, "utterances": rows})
+        write_json(folder / EVALUATION, {**_shortened(evaluation), **_previous(folder / EVALUATION, replaces)})
     if curves is not None:
         write_json(folder / CURVES, {stage: thinned(lines) for stage, lines in curves.items()})
     if listen is not None:
-        for old in folder.glob("*.wav"):
-            old.unlink()
         kept = one_each(read_json(listen / INDEX))
+        before = _clips_before(folder, kept, replaces)
+        for old in (*folder.glob("*.wav"), *folder.glob("*.flac")):
+            old.unlink()
         for row in kept:
             for who in ("teacher", "student"):
-                shutil.copyfile(listen / f"{row['name']}_{who}.wav", folder / f"{row['name']}_{who}.wav")
+                pcm, _ = read_audio(clip(listen, row["name"], who))
+                write_audio(folder / f"{row['name']}_{who}.flac", pcm)
+        for name, pcm in before.items():
+            write_audio(folder / f"{name}_previous.flac", pcm)
         write_json(folder / INDEX, kept)
+
+
+def _shortened(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what was heard, and of everyday speech without the single sentences; the checkpoint by its new name."""
+    rows = [{name: row[name] for name in row if name != "heard"} for row in evaluation["utterances"]]
+    settings = {**evaluation["settings"], "checkpoint": SMALL}
+    found = {**evaluation, "settings": settings, "utterances": rows}
+    if "natural" in found:
+        found["natural"] = {name: value for name, value in found["natural"].items() if name != "rows"}
+    return found
+
+
+def _previous(path: Path, replaces: bool) -> dict[str, Any]:
+    """The figures of the voice before, for the evaluation of the new one."""
+    there = read_json(path) if path.is_file() else {}
+    key = "figures" if replaces else "previous"
+    return {"previous": there[key]} if there.get(key) else {}
+
+
+def _clips_before(folder: Path, rows: Sequence[Mapping[str, Any]], replaces: bool) -> dict[str, np.ndarray]:
+    """By name the voice before, float32 (n,), where it says the same sentence by the same speaker."""
+    index = folder / INDEX
+    there = {row["name"]: row for row in (read_json(index) if index.is_file() else [])}
+    found = {}
+    for row in rows:
+        old = there.get(row["name"])
+        path = clip(folder, row["name"], "student" if replaces else "previous")
+        if old and (old["text"], old["speaker"]) == (row["text"], row["speaker"]) and path.is_file():
+            found[row["name"]] = read_audio(path)[0]
+    return found
 
 
 def one_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -98,6 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help="of `train evaluate --output`")
     parser.add_argument("--listen", type=Path, metavar="FOLDER", help="of `train evaluate --listen`")
     parser.add_argument("--curves", type=Path, nargs=2, metavar=("CODEC", "TALKER"), help="curves of both stages")
+    parser.add_argument(
+        "--replaces", action="store_true", help="another voice: clips and figures of the one there stay to compare with"
+    )
     parser.add_argument("--out", type=Path, default=SMALL_FOLDER, help="default: the package's own folder")
     parser.add_argument("--reference", type=Path, help="default: outputs/reference/voice")
 
@@ -109,7 +151,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.curves:
         curves = {stage: read_json(path) for stage, path in zip(("codec", "talker"), arguments.curves, strict=True)}
     _replace(arguments.voice, arguments.out, evaluation)
-    keep_evidence(arguments.reference or reference(), evaluation, curves, arguments.listen)
+    keep_evidence(arguments.reference or reference(), evaluation, curves, arguments.listen, arguments.replaces)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0

@@ -26,6 +26,7 @@ from mktts.agent import intents, user_speech
 from mktts.agent.serve import bind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.websocket import PcmSerializer
+from mktts.cli import main
 from mktts.errors import ServerError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -144,6 +145,73 @@ def test_an_offer_that_is_none_is_refused(url):
     pytest.importorskip("aiortc")
     for body in (b"no json", b"[]", b'{"sdp": 1, "no": 2}'):
         assert httpx.post(f"{url}/agent/offer", content=body).status_code == 400
+
+
+GARBAGE = [
+    "garbage",
+    "",
+    "v=0\r\n",
+    "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n",
+]
+
+
+async def test_garbage_offers_are_refused_and_hold_no_place(checkpoint_cache, monkeypatch):
+    pytest.importorskip("aiortc")
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+    with running_agent(SETTINGS) as url:
+        for sdp in GARBAGE:
+            answer = httpx.post(f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"})
+            assert answer.status_code == 400, sdp
+        async with websockets.connect(socket_of(url)) as socket:
+            assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+
+
+async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cache, monkeypatch):
+    aiortc = pytest.importorskip("aiortc")
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+    monkeypatch.setattr("mktts.agent.sessions.CONNECT_S", 0.5)
+    peer = aiortc.RTCPeerConnection()
+    peer.addTransceiver("audio")
+    peer.createDataChannel("chat")
+    await peer.setLocalDescription(await peer.createOffer())
+    sdp = peer.localDescription.sdp
+    await peer.close()
+    with running_agent(SETTINGS) as url:
+        answer = await asyncio.to_thread(
+            httpx.post, f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"}, timeout=WAIT_S
+        )
+        assert answer.status_code == 200 and answer.json()["type"] == "answer"
+        assert httpx.post(f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"}).status_code == 503
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            async with websockets.connect(socket_of(url)) as socket:
+                with suppress(websockets.ConnectionClosed):
+                    assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+                    break
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--voice", "nosuch"], "nosuch"),
+        (["--language", "klingon"], "klingon"),
+        (["--instruct", "softly"], "instruct"),
+        (["--allow-origin", "*"], "--allow-origin must be like"),
+        (["--port", "70000"], "port must be 0 to 65535"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, capsys, words, message):
+    assert main(["agent", "--checkpoint", "random:tiny", "--port", "0", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.startswith("mktts: ") and "open http" not in said.out
+
+
+def test_a_foreign_name_reads_nothing_of_an_agent_without_a_key(url, locked):
+    for path in ("/agent/config", "/agent/offer"):
+        assert httpx.get(url + path, headers={"Host": "bot.example"}).status_code == 403
+    assert httpx.get(f"{locked}/agent/config?key={KEY}", headers={"Host": "bot.example"}).status_code == 200
 
 
 async def test_one_conversation_too_many_is_told_to_come_back(checkpoint_cache, monkeypatch):

@@ -1,6 +1,6 @@
 """The agent's page in a real Chromium with a fake microphone, against a bot that does what each test says.
 
-`python tests/agent_picture.py FILE.png` takes a picture of the page in a conversation with the real bot.
+`make reference` takes a picture of the page in a conversation with the real bot.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def talk(page, bot):
 
 @needs_node
 def test_resampling_and_the_playback_queue_do_what_they_promise():
-    harness = PAGE.parents[2] / "tests" / "page_harness.mjs"
+    harness = PAGE.parents[2] / "tests" / "agent" / "page_harness.mjs"
     done = subprocess.run(["node", str(harness), str(PAGE)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -74,19 +75,23 @@ class Desk:
 
     def listen(
         self, seed: int = 1, frames: int | None = None, options: StreamOptions = OFF, max_chars: int = 100
-    ) -> tuple[Job, FedScript]:
+    ) -> tuple[Job, Writer]:
         """A stream whose text is fed to the script."""
         work, script = self.together.model.listen(Request(""), max_chars, self.plan(seed, frames, options))
-        return self.opened(work, options.buffer_frames, True), script
+        job = self.opened(work, options.buffer_frames, True)
+        return job, Writer(script, job)
 
     def opened(self, work: Any, buffer_frames: int, paced: bool) -> Job:
-        job = Job(work, buffer_frames, self.inbox, paced=paced, engine="batch")
+        job = Job(buffer_frames, self.inbox, paced=paced)
+        job.begin(work, "batch")
         self.together.take(job)
         return job
 
     def turn(self) -> float:
-        """One turn now."""
+        """One turn now, with the news that has come."""
         self.turns += 1
+        while not self.inbox.empty():
+            self.together.hear(self.inbox.get().job)
         wake_s = self.together.turn(self.now_s, False)
         self.check()
         return wake_s
@@ -109,7 +114,10 @@ class Desk:
         slots = set(together._jobs)
         assert len(together._free) + len(slots) == self.lanes.slots and not slots & set(together._free)
         assert set(board.open.nonzero()[0].tolist()) == slots
-        assert set(together._waiting) <= slots
+        assert set(together._waiting) <= set(together._awake)
+        asleep = set(together._asleep.values())
+        assert not asleep & set(together._awake) and asleep | set(together._awake) == slots
+        assert not board.text_known[list(asleep)].any()
         assert all(
             job.open for job in (*together._jobs.values(), *together._arrived, *together._outside, *together._in_line)
         )
@@ -133,6 +141,22 @@ class Desk:
             and self.pages.free + self.pages.kept == len(self.pages._users) - 1
             and not (self.lanes.codecs or self.lanes.segments or together._running or together._waiting)
         )
+
+
+@dataclass
+class Writer:
+    """Feeds a script as a session does."""
+
+    script: FedScript
+    job: Job
+
+    def feed(self, piece: str) -> None:
+        self.script.feed(piece)
+        self.job.tell()
+
+    def finish(self) -> None:
+        self.script.finish()
+        self.job.tell()
 
 
 def chunks_of(job: Job) -> list[Chunk]:

@@ -84,6 +84,9 @@ class CountingCodec:
     def enter(self, slot: int, primed: int | None) -> None:
         self.heard[slot].fill_(0 if primed is None else primed)
 
+    def silence(self, slots: Tensor) -> None:
+        self.heard.index_fill_(0, slots, 0)
+
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
         lanes = lanes.long()
         heard = self.heard.index_select(0, lanes) + 1

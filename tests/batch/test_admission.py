@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
@@ -53,8 +55,8 @@ class Place:
 def test_listeners_come_in_up_to_what_the_ticks_carry():
     place = Place()
     assert place.fill() == ("queue", "listeners")
-    # By hand: 512 lanes a tick of 4.97 + 11.9 + 0.73 (256 rows) + 1.5 (107 rows) + 0.3 ms, at 12.5 Hz, less 5 %.
-    assert place.inside == pytest.approx(0.95 * 512 / 19.4e-3 / 12.5, rel=0.01)
+    # By hand: 1 024 lanes a tick of 4.97 + 23.8 + 2.9 (1 024 rows) + 3.0 (107 rows) + 0.3 ms, at 12.5 Hz, less 5 %.
+    assert place.inside == pytest.approx(0.95 * 1_024 / 35.0e-3 / 12.5, rel=0.01)
     slower = Place(model=replace(MODEL, lane_s=2 * MODEL.lane_s))
     slower.fill()
     assert 0.5 * place.inside < slower.inside < 0.7 * place.inside
@@ -125,6 +127,55 @@ def test_a_listener_waits_so_long_and_an_unpaced_stream_for_as_long_as_it_takes(
     assert place.door.next(60.0, MODEL) is None and place.door.line == 1
     place.leave()
     assert place.door.next(60.0, MODEL)[0].name == "book"
+
+
+def test_a_stream_that_nobody_listens_to_holds_up_no_listener():
+    place = Place(pages=20)  # 19: a book of 2 000 rows would take 32, one of 1 000 takes 16
+    place.ask(max_rows=600)  # 10
+    assert place.ask(name="book", max_rows=1_000, paced=False) == ("queue", "pages")
+    assert place.ask(name="listener") == ("admit", "")
+    assert place.ask(name="note", paced=False) == ("queue", "pages")  # there is room for it, but not for the book
+    assert place.ask(name="long", max_rows=500, arrived_s=0.0) == ("queue", "pages")
+    request, verdict = place.door.next(0.3, MODEL)
+    assert (request.name, verdict) == ("long", ("refuse", "waited"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_listeners_stand_before_others_and_of_each_kind_the_first_comes_first(data):
+    """Arrivals, departures, cancels and time, in any order; nobody is lost, and nobody leaves the line twice."""
+    place, now_s, waiting, names = Place(slots=4, pages=24, max_wait_s=1.0), 0.0, [], iter(range(1_000))
+    for _ in range(data.draw(st.integers(1, 40))):
+        deed = data.draw(st.sampled_from(["listener", "listener", "book", "leaves", "cancels", "waits"]))
+        if deed in ("listener", "book"):
+            paced, rows = deed == "listener", data.draw(st.sampled_from([100, 300, 1_400]))
+            request = Request(now_s, 32, rows, paced, name=next(names))
+            verdict = place.door.ask(request, MODEL)
+            before = [one for one in waiting if one.paced or not paced]
+            assert (verdict.decision == "admit") == (not before and not place.door.obstacle(request, MODEL))
+            if verdict.decision == "admit":
+                place.enter(request)
+            else:
+                waiting.append(request)
+        elif deed == "leaves" and place.inside:
+            place.leave()
+        elif deed == "cancels" and waiting:
+            place.door.give_up(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))).name)
+        elif deed == "waits":
+            now_s += data.draw(st.floats(0.0, 0.9))
+        while left := place.door.next(now_s, MODEL):
+            request, verdict = left
+            kind = [one for one in waiting if one.paced == request.paced]
+            if verdict.decision == "admit":
+                assert request is kind[0] and (request.paced or not any(one.paced for one in waiting))
+                place.enter(request)
+            else:
+                assert verdict == ("refuse", "waited") and request.paced and now_s - request.arrived_s > 1.0
+            waiting.remove(request)
+        first = next((one for one in waiting if one.paced), waiting[0] if waiting else None)
+        assert first is None or place.door.obstacle(first, MODEL)
+        assert all(now_s - one.arrived_s <= 1.0 for one in waiting if one.paced)
+        assert place.door.line == len(waiting)
 
 
 @pytest.mark.parametrize("wrong", [{"margin": 0.0}, {"margin": 1.1}, {"first_pcm_s": 0.0}, {"max_wait_s": -1.0}])

@@ -76,6 +76,17 @@ def test_a_slot_that_is_taken_again_begins_with_silence(decoder):
     assert not states.histories.any() and not states.positions.any()
 
 
+def test_many_slots_begin_with_silence_at_once_and_no_other_is_touched(decoder):
+    states, state = states_of(decoder, slots=6), decoder.start()
+    decoder.decode(random_codes(3, seed=0), state)
+    for slot in range(5):
+        states.enter(slot, state)
+    before = states.histories[2].clone()
+    states.silence(torch.tensor([0, 1, 3]))
+    assert not states.histories[[0, 1, 3]].any() and states.positions.tolist() == [0, 0, 3, 0, 3, 0]
+    assert bool(before.any()) and torch.equal(states.histories[2], before) and torch.equal(states.histories[4], before)
+
+
 def test_slots_that_are_nobodys_and_states_of_others_are_refused(decoder):
     states = states_of(decoder)
     for slot in (-1, 3, 4):

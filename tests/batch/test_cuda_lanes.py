@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS, sounds: bool =
     device = torch.device("cuda")
     return CudaLanes(
         checkpoint.config, checkpoint.tensors(), device, torch.float32, slots=slots, positions=256, pages=6 * slots,
-        codec=CountingCodec(slots + 1, device) if sounds else None, primed=len, settings=SETTINGS, graphs=graphs,
+        codec=CountingCodec(slots + 1, device) if sounds else None, settings=SETTINGS, graphs=graphs,
+        primed=SimpleNamespace(of=len),
     )  # fmt: skip
 
 

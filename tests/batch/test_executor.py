@@ -57,7 +57,7 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     second = at.say(seed=2, frames=frames, options=HELD)
     at.run(until_s=0.2)
     door = at.together._door
-    assert at.together._in_line == {second} and door.obstacle(door._line[0], at.lanes.model) == reason
+    assert at.together._in_line == {second} and door.obstacle(door._first(paced=True), at.lanes.model) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)
@@ -225,6 +225,45 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     assert (len(job.codes), job.finish_reason) == (20, "eos") and at.all_free()
 
 
+def test_a_thousand_streams_that_wait_for_text_are_not_looked_at(desk, monkeypatch):
+    """Half of them spoke what they had, the other half has no whole word yet."""
+    at = desk(slots=600, pages=2_000)
+    fed = [at.listen(seed=seed, options=ONE, frames=30) for seed in range(1_000)]
+    for _, script in fed[:500]:
+        script.feed("ab")
+    at.run()
+    assert [len(job.codes) for job, _ in fed] == [2] * 500 + [0] * 500
+    assert (len(at.together._asleep), len(at.together._outside)) == (500, 500)
+    looked: list[str] = []
+    for job, _ in fed:
+        for name in ("input_known", "next_segment", "ready"):
+            monkeypatch.setattr(job.work, name, partial(looked.append, name))
+    monkeypatch.setattr(type(fed[0][0]), "full", lambda job, pending: looked.append("full"))
+    speaker = at.say(seed=7, frames=50, options=OFF)
+    monkeypatch.setattr(speaker, "full", lambda pending: False, raising=False)
+    at.run()
+    assert len(speaker.codes) == 50 and looked == []
+    monkeypatch.undo()
+
+
+def test_a_stream_that_waited_is_looked_at_when_its_text_comes_and_alone(desk):
+    at = desk(slots=20)
+    fed = [at.listen(seed=seed, options=ONE) for seed in range(10)]
+    for _, script in fed[:5]:
+        script.feed("ab")
+    at.run()
+    for job, script in (fed[2], fed[7]):
+        before = len(job.codes)
+        script.feed("cd")
+        at.run()
+        assert len(job.codes) == before + 2
+    assert [len(job.codes) for job, _ in fed] == [2, 2, 4, 2, 2, 0, 0, 2, 0, 0]
+    for job, _ in fed:
+        job.cancel()
+    at.run()
+    assert at.all_free()
+
+
 def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     at = desk(FakeBackend(eos_after=3))
     job, script = at.listen()
@@ -254,8 +293,6 @@ def test_a_slow_reader_costs_no_lanes(desk, schedule, buffer):
             taken += 0 if chunk is None else chunk.frames
             if chunk is not None and slow.open:
                 assert not at.inbox.empty(), "what the reader takes must wake the worker"
-        while not at.inbox.empty():
-            at.inbox.get()
         at.run()
         assert len(slow.codes) - taken <= buffer
     assert taken + sum(chunk.frames for chunk in chunks_of(slow)) == 400
@@ -286,8 +323,6 @@ def test_streams_that_are_ahead_wait_for_their_readers_and_are_woken_by_them(des
         if all(job.over for job in jobs):
             break
         assert not at.inbox.empty(), "nobody would wake the worker"
-        while not at.inbox.empty():
-            at.inbox.get()
     assert taken == [60, 60]
 
 

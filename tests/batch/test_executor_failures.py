@@ -108,7 +108,8 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
     waiting, script = at.listen(seed=2)
     at.turn()
     for job, its_script in ((waiting, script), at.listen(seed=3)):
-        its_script.update = lambda: 1 / 0
+        its_script.script.update = lambda: 1 / 0
+        its_script.feed("a")
         at.run()
         with pytest.raises(ZeroDivisionError):
             job.take()

@@ -177,7 +177,8 @@ def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
 
 
 def test_ticks_keep_to_their_longest_time():
-    limits, model = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2), TickModel.cpu()
+    limits = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2)
+    model = TickModel(constant_s=13e-3, lane_s=3.1e-3, row_s=85e-6, attention_s=55e-6)
     tick = next_tick(board_of(speaking(30)), NOW_S, model, limits)
     assert 8 <= len(tick.lanes) <= 12 and tick.predicted_s <= 0.05
 

@@ -122,3 +122,15 @@ def test_nothing_is_left_behind_when_a_fifth_leaves_early():
 def test_a_run_repeats_itself():
     runs = [simulate(Traffic(200, burst=20), TickSettings.h200(), H200, seconds=2, noise=0.1) for _ in range(2)]
     assert runs[0].ttfc_s == runs[1].ttfc_s and np.array_equal(runs[0].ticks, runs[1].ticks)
+
+
+def test_chunks_of_slow_ticks_grow_slowly_enough():
+    """Two CPU cores near their capacity: frames 5 to 8 as one chunk are not there when frame 4 has been played."""
+    cores = TickModel(constant_s=13e-3, lane_s=2e-3, row_s=85e-6, attention_s=55e-6)
+    traffic, ticks = Traffic(21, prompt_rows=48, seed=1), replace(TickSettings.cpu(), fill_lanes=8)
+    runs = [
+        simulate(traffic, settings, cores, AdmissionSettings.cpu(), 60.0, truth=cores, noise=0.1, slots=32)
+        for settings in (ticks, replace(ticks, chunks=(1, 1, 2, 4)))
+    ]
+    assert [run.underruns for run in runs] == [0, pytest.approx(10, abs=8)]
+    assert runs[0].open_mean(6.0) > 16 and runs[0].ttfc_ms(95) < 400

@@ -19,7 +19,7 @@ def test_a_tick_stands_in_its_block():
     settings = np.stack([packed(Sampling(repetition_penalty=1 + slot), slot) for slot in range(9)])
     pieces = (Piece(7, 64, 2, True), Piece(3, 0, 4, False), Piece(5, 1, 1, True))
     tick = Tick((4, 8), np.array([7, 5, 2], np.int32), 2, pieces=pieces)
-    entering = [Entering(piece, 10_000 * (1 + i), 256) for i, piece in enumerate(pieces)]
+    entering = [Entering(piece, 10_000 * (1 + i) + 256 * np.arange(66)) for i, piece in enumerate(pieces)]
     block = layout.padded(9)
     layout.fill(block, tick, [777], settings, entering)
     parts = layout.parts(torch.from_numpy(block))

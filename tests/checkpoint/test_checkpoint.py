@@ -214,6 +214,11 @@ HEAD = "talker.codec_head.weight"
             id="hardly any text at a time",
         ),
         pytest.param(
+            lambda f: edit_json(f / "generation_config.json", lambda c: c.update(text_front_end="klingon")),
+            ["generation_config.json", "text_front_end", "english", "klingon"],
+            id="a front end that nobody has",
+        ),
+        pytest.param(
             lambda f: (f / "generation_config.json").unlink(), ["generation_config.json"], id="no generation settings"
         ),
     ],
@@ -238,6 +243,12 @@ def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once(broken: Path) -
     assert chars() == (SEGMENT_CHARS, SEGMENT_CHARS)
     assert chars(max_chars_per_segment=100) == (100, 40)  # fed text is cut at 2.5 times that at the latest
     assert chars(max_chars_per_segment=10_000) == (SEGMENT_CHARS, SEGMENT_CHARS)
+
+
+def test_a_checkpoint_may_name_the_front_end_that_reads_its_text(broken: Path) -> None:
+    assert open_checkpoint(broken).text_front_end() is None
+    edit_json(broken / "generation_config.json", lambda c: c.update(text_front_end="english"))
+    assert open_checkpoint(broken).text_front_end() == "english"
 
 
 @pytest.fixture(scope="module")

@@ -249,3 +249,20 @@ def test_wrong_prefixes_are_refused(prefill):
         prefixes.run(prompt.embeds, 5, "key")
     with pytest.raises(CapacityError, match="must not be negative"):
         PrefixCache(prefill, max_bytes=-1)
+
+
+def test_a_voice_that_is_forgotten_takes_its_prefixes_along_and_no_others(prefill):
+    prefixes = PrefixCache(prefill)
+    anna = voice(0)
+    ben = replace(anna, embedding=-anna.embedding)
+    for who in (anna, ben):
+        for language in ("auto", "english"):
+            prompt = builder(BASE).build(Request("Hello.", language, voice=who, layout="streaming"))
+            rows = torch.zeros_like(prompt.embeds, dtype=torch.bfloat16)
+            prefixes.run(rows, prompt.prefix_rows, prompt.prefix_key)
+    assert len(prefixes) == 4
+    held = prefixes.nbytes
+    prefixes.forget(anna)
+    assert len(prefixes) == 2 and prefixes.nbytes == held // 2
+    prefixes.forget(ben)
+    assert len(prefixes) == 0 and prefixes.nbytes == 0

@@ -8,6 +8,7 @@ import torch
 from mktts.checkpoint import Checkpoint
 from mktts.model.fed_prompt import FedPrompt
 from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.text_table import gather, numbers
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 REQUESTS = [
@@ -51,6 +52,18 @@ def test_special_rows_are_made_once(tiny, monkeypatch):
     monkeypatch.setattr(builder, "text_rows", lambda ids: asked.append(list(ids)) or made(ids))
     rows_of(builder, REQUESTS[0])
     assert asked == [builder.tokenizer.encode(REQUESTS[0].text)]  # the text alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_gathered_bit_by_bit_and_ids_beyond_the_table_are_refused(dtype):
+    table = torch.randn(40, 16).to(dtype)
+    table[3, :2] = torch.tensor([torch.nan, -0.0])
+    ids, out = [3, 39, 0, 3], torch.empty(4, 16, dtype=dtype)
+    gather(numbers(table), ids, numbers(out))
+    assert torch.equal(out.view(torch.uint8), table[ids].view(torch.uint8))
+    for wrong in ([0, 40], [-1]):
+        with pytest.raises(IndexError, match="0 to 39"):
+            gather(numbers(table), wrong, numbers(out[: len(wrong)]))
 
 
 @pytest.mark.gpu

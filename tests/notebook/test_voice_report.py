@@ -9,7 +9,7 @@ import shlex
 import numpy as np
 import pytest
 
-from mktts.audio import write_audio
+from mktts.audio import read_audio, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import main, parse
@@ -126,9 +126,42 @@ def test_shipping_writes_a_checkpoint_that_opens_its_card_and_the_evidence(run, 
     assert found.missing == () and found.evaluation == {**EVALUATION, "settings": settings}
     assert [(pair.speaker, pair.text) for pair in found.pairs] == [("slt", "One."), ("rms", "Two."), ("awb", "Three.")]
     assert all(pair.teacher.is_file() and pair.student.is_file() for pair in found.pairs)
-    assert len(list((tmp_path / "reference").glob("*.wav"))) == 6
+    assert len(list((tmp_path / "reference").glob("*.flac"))) == 6 and all(
+        pair.previous is None for pair in found.pairs
+    )
     assert len(found.curves["codec"]) <= ship_module.MAX_POINTS + 1
     assert found.curves["codec"][-1] == CURVES["codec"][-1] and found.curves["talker"] == CURVES["talker"]
+
+
+def test_the_voice_before_stays_to_compare_with(run, tmp_path):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "index.json").write_text(json.dumps(INDEX))
+    figure = {"value": 4.7, "unit": "ratio", "n": 9, "interval_95": [4.0, 5.0], "must": ["at most", 2.0], "met": False}
+    old = {**EVALUATION, "figures": {"natural_wer_ratio": figure}}
+    (reference / "evaluation.json").write_text(json.dumps(old))
+    tone = np.full(2_400, 0.25, np.float32)
+    write_audio(reference / "0_slt_student.wav", tone)
+    new = {**EVALUATION, "figures": {"natural_wer_ratio": {**figure, "value": 1.9, "met": True}}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(new))
+    assert main(["train", "ship", *run, "--replaces"]) == 0
+    for _ in range(2):  # shipped once more, as the same voice: what was before it stays
+        found = evidence(reference)
+        first, *others = found.pairs
+        assert np.allclose(read_audio(first.previous)[0], tone, atol=1e-4)
+        assert list(first.clips()) == ["teacher", "voice before", "voice"] and first.student.suffix == ".flac"
+        assert all(list(pair.clips()) == ["teacher", "voice"] for pair in others)
+        row = quality(found.evaluation)[0]
+        assert (row["before"], row["measured"], row["required"], row["met"]) == (4.7, 1.9, "at most 2", True)
+        assert row["95 % interval"] == "4 to 5" and "everyday speech" in row["figure"]
+        assert main(["train", "ship", *run]) == 0
+
+
+def test_a_figure_stands_for_the_line_of_the_same_thing():
+    figure = {"value": 1.1, "interval_95": None, "must": ["at most", 1.7], "met": True}
+    rows = quality({**EVALUATION, "figures": {"grammar_wer_ratio_free": figure, "other": {"value": 3}}})
+    assert [row["figure"] for row in rows].count("word errors over the teacher's, free dictation") == 0
+    assert len(rows) == 4 and rows[0]["required"] == "at most 1.7" and "95 % interval" not in rows[0]
 
 
 def test_what_cannot_be_shipped_leaves_the_old_voice(run, tmp_path, capsys):

@@ -80,6 +80,18 @@ def test_words_are_not_told_long_before_they_are_heard():
     assert len(late.due(4.0, heard_s=3.0)) > 2 * len(told)
 
 
+def test_a_word_takes_the_time_of_what_is_spoken_for_it():
+    written = {"$1,250": "one thousand two hundred fifty dollars"}
+    times, usual = WordTimes(Pace(), lambda word: written.get(word, word)), WordTimes(Pace())
+    for each in (times, usual):
+        each.feed("Pay $1,250 today.")
+        each.finish()
+    found, flat = times.rest(4.0), usual.rest(4.0)
+    assert [word.text for word, _ in found] == [word.text for word, _ in flat] == ["Pay", "$1,250", "today."]
+    assert found[2][1] == pytest.approx(4.0 * (4 + 39) / (4 + 39 + 7))
+    assert flat[2][1] < 3.0 < found[2][1]
+
+
 def test_text_that_comes_late_is_not_in_the_audio_made_before_it():
     times = WordTimes(Pace())
     times.feed("One two. ")

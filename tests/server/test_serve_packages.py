@@ -19,7 +19,7 @@ def test_every_name_of_the_face_is_there():
 
 def test_the_face_is_imported_without_the_packages():
     done = python_without(
-        PACKAGES, "from mktts.server import Limits, listen, read_key; listen('localhost', 0, Limits())"
+        PACKAGES, "from mktts.server import Limits, listen, read_keys; listen('localhost', 0, Limits())"
     )
     assert (done.returncode, done.stderr) == (0, "")
 

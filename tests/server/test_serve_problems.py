@@ -12,7 +12,7 @@ from mktts.server.problems import from_error
 
 @pytest.mark.parametrize(
     ("error", "status", "code", "again"),
-    [(BusyError("every slot is taken"), 503, "busy", True), (CapacityError("too long"), 422, "text_too_long", False)],
+    [(BusyError("every slot is taken"), 429, "busy", True), (CapacityError("too long"), 422, "text_too_long", False)],
 )
 def test_no_place_is_not_the_callers_mistake(error, status, code, again):
     response = from_error(error).response()

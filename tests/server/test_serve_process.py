@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -24,8 +25,10 @@ from mktts.cli import main
 from mktts.common import python_path
 from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
+from mktts.server.process import Server
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
+from mktts.synth.serving import SWITCH_S, YOUNG_OBJECTS
 
 KEY = "a-key-of-the-tests"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -117,14 +120,36 @@ def test_loopback_needs_no_key(host, monkeypatch, capsys):
         (["--api-key-file", "blank.txt"], "expected a key of printable ASCII"),
         (["--max-streams", "0"], "max_streams must be above 0"),
         (["--port", "TAKEN"], "name another --port"),
+        (["--port", "99999"], "port must be 0 to 65535, got 99999"),
+        (["--port", "-1"], "port must be 0 to 65535, got -1"),
+        (["--max-duration", "inf"], "max_duration_s must be finite, got inf"),
+        (["--max-duration", "nan"], "max_duration_s must be above 0, got nan"),
+        (["--max-duration", "1e9"], "max_duration_s must be at most 86400"),
+        (["--grace", "-1"], "grace_s must be above 0, got -1"),
+        (["--stall", "inf"], "stall_s must be finite"),
+        (["--api-key-file", "."], "expected a file that holds the key"),
+        (["--api-key-file", "two words.txt"], "expected a key of printable ASCII"),
+        (["--allow-origin", "*"], "--allow-origin must be like https://app.example"),
+        (["--allow-origin", "http://localhost:3000/"], "must end after the host and port, as http://localhost:3000,"),
+        (["--allow-origin", "app.example"], "--allow-origin must be like"),
+        (["--allow-host", "https://tts.example"], "--allow-host must be a name"),
         (["--voice", "anna"], "--voice must be NAME=FILE"),
         (["--voice", "anna=absent.safetensors"], "absent.safetensors"),
+        (["--voice-alias", "alloy"], "--voice-alias must be ALIAS=NAME"),
+        (["--voice-alias", "alloy=nobody", "--checkpoint", "random:tiny"], "got 'nobody'"),
+        (["--voice-folder", "blank.txt"], "--voice-folder blank.txt: expected a folder to read and write"),
+        (["--voice-folder", "blank.txt/in"], "expected a folder to read and write"),
+        (["--voice-days", "inf"], "voice_s must be finite"),
+        (["--voice-days", "-1"], "voice_s must be above 0"),
+        (["--reference-folder", "absent"], "--reference-folder absent: expected a folder"),
+        (["--reference-host", "http://files.example"], "--reference-host must be a host's name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "two words.txt").write_text("a-key\ntwo words\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -140,6 +165,25 @@ def test_help_names_the_limits_and_the_key(capsys):
         main(["serve", "--help"])
     text = capsys.readouterr().out
     assert "--api-key-file" in text and "MKTTS_API_KEY" in text and max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(("engine", "many"), [("auto", True), ("batch", True), ("single", False)])
+def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
+    tiny, checkpoint_cache, monkeypatch, engine, many
+):
+    before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    inside = []
+
+    def run(server: Server, sockets: list[socket.socket]) -> None:
+        inside.append((sys.getswitchinterval(), gc.get_threshold()[0], gc.get_freeze_count()))
+        raise ServerError("it fell over")  # however it ends
+
+    monkeypatch.setattr(Server, "run", run)
+    words = ["--device", "cpu", "--checkpoint", "random:tiny", "--engine", engine, "--port", "0"]
+    assert main(["serve", *words]) == 2
+    ((switch_s, objects, frozen),) = inside
+    assert (switch_s == SWITCH_S, objects == YOUNG_OBJECTS, frozen > before[2] + 10_000) == (many, many, many)
+    assert (sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_a_bound_address_is_told_for_both_families():
@@ -201,6 +245,11 @@ def test_cors_answers_are_for_listed_pages_only(unlocked, locked):
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     listed = httpx.options(f"{unlocked.url}/tts/stream", headers={"Origin": "https://app.example", **ask})
     assert listed.headers["Access-Control-Allow-Origin"] == "https://app.example"
+    local = httpx.options(f"{locked.url}/v1/audio/speech", headers={"Origin": "http://localhost:3000", **ask})
+    assert local.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"  # any page on this machine
+    assert "content-type" in local.headers["Access-Control-Allow-Headers"]
+    answer = httpx.get(f"{unlocked.url}/health", headers={"Origin": "http://127.0.0.1:3000"})
+    assert answer.headers["Access-Control-Allow-Origin"] == "http://127.0.0.1:3000"
     for server, origin in ((unlocked, "https://elsewhere.example"), (locked, "https://app.example")):
         answer = httpx.options(f"{server.url}/tts/stream", headers={"Origin": origin, **ask})
         assert "Access-Control-Allow-Origin" not in answer.headers

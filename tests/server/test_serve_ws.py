@@ -206,11 +206,12 @@ def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(se
         ("{", "invalid_json"),
         ('{"type": "sing"}', "invalid_value"),
         ('{"type": "start", "sped": 2}', "invalid_value"),
+        ('{"type": "text", "text": 1}', "invalid_value"),
         ('{"type": "text", "text": "early"}', "not_started"),
         (b"\x00\x01", "not_text"),
         ("[" * 50_000, "invalid_json"),
     ],
-    ids=["no json", "unknown type", "unknown key", "text before start", "binary", "deep"],
+    ids=["no json", "unknown type", "unknown key", "no text", "text before start", "binary", "deep"],
 )
 def test_a_message_that_makes_no_sense_is_told_and_closes_the_connection(server, message, code):
     with connect(server.ws) as socket:
@@ -220,6 +221,14 @@ def test_a_message_that_makes_no_sense_is_told_and_closes_the_connection(server,
         with pytest.raises(ConnectionClosed) as closed:
             read(socket)
         assert closed.value.rcvd.code == 1008
+
+
+@pytest.mark.parametrize("key", ["speaker", "sped"])
+def test_the_wrong_key_of_a_message_is_called_as_it_was_sent(server, key):
+    with connect(server.ws) as socket:
+        send(socket, "start", **{key: 2})
+        error = read(socket)["error"]
+        assert error["param"] == key and error["message"].startswith(f"{key}: ")
 
 
 def test_a_second_start_before_the_end_of_the_first_is_refused_and_nothing_stays_open(server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -228,17 +227,20 @@ def test_a_slow_consumer_does_not_hold_up_another_stream(make):
 
 
 def test_waiting_streams_cost_no_turns(make):
-    """The worker sleeps while the only streams wait for text or for their consumer: it asks no stream again."""
+    """A stream that waits for text is asked nothing while others speak, nor while all wait."""
     asked: list[str] = []
     with make() as synth:
         session = synth.open(seed=1, options=ONE)
+        session.feed("abc")
+        assert [next(session).frames for _ in range(3)] == [1, 1, 1]
         settle(synth)
         work = session._job._work
-        ready = work.ready
-        work.ready = lambda: asked.append("") or ready()
+        for name in ("ready", "input_known"):
+            plain = getattr(work, name)
+            setattr(work, name, partial(lambda plain: asked.append("") or plain(), plain))
+        assert len(list(speak(synth, seed=2, frames=50))) == 50
         settle(synth)
-        before = len(asked)
-        idle = threading.Event()
-        assert not idle.wait(0.05)  # not a synchronisation: a spinning worker would ask thousands of times meanwhile
-        assert len(asked) <= before + 2
+        assert asked == []
+        session.feed("d")
+        assert next(session).frames == 1 and asked
         session.cancel()

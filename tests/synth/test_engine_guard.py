@@ -31,6 +31,7 @@ def test_a_turn_that_raises_ends_its_streams_and_the_next_are_served(make, error
     with make(backend) as synth:
         streams = [speak(synth, seed, frames=1_000) for seed in range(3)]
         session = synth.open()
+        session.feed("abc")
         readers, told = [], []
 
         def read(stream) -> None:

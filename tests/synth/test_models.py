@@ -21,19 +21,21 @@ TORCH = Sampling(rng="torch")
 
 
 @pytest.mark.parametrize(
-    ("models", "open_streams", "sampling", "picked"),
+    ("models", "due", "singly", "sampling", "picked"),
     [
-        (Models(SINGLE, TOGETHER), 0, Sampling(), (SINGLE, "single")),
-        (Models(SINGLE, TOGETHER), 1, Sampling(), (SINGLE, "single")),
-        (Models(SINGLE, TOGETHER), 2, Sampling(), (BATCH, "batch")),
-        (Models(SINGLE, TOGETHER), 1_000, Sampling(), (BATCH, "batch")),
-        (Models(SINGLE, TOGETHER), 1_000, TORCH, (SINGLE, "single")),
-        (Models(SINGLE, None), 1_000, Sampling(), (SINGLE, "single")),
-        (Models(None, TOGETHER), 0, Sampling(), (BATCH, "batch")),
+        (Models(SINGLE, TOGETHER), 0, 0, Sampling(), (SINGLE, "single")),
+        (Models(SINGLE, TOGETHER), 1, 1, Sampling(), (SINGLE, "single")),
+        (Models(SINGLE, TOGETHER), 2, 2, Sampling(), (BATCH, "batch")),
+        (Models(SINGLE, TOGETHER), 1_000, 2, Sampling(), (BATCH, "batch")),
+        (Models(SINGLE, TOGETHER), 1, 7, Sampling(), (SINGLE, "single")),  # six of those rest
+        (Models(SINGLE, TOGETHER), 0, 8, Sampling(), (BATCH, "batch")),  # all of them may go on at once
+        (Models(SINGLE, TOGETHER), 1_000, 9, TORCH, (SINGLE, "single")),
+        (Models(SINGLE, None), 1_000, 1_000, Sampling(), (SINGLE, "single")),
+        (Models(None, TOGETHER), 0, 0, Sampling(), (BATCH, "batch")),
     ],
 )
-def test_who_serves_a_stream(models, open_streams, sampling, picked):
-    assert models.pick(open_streams, sampling) == picked
+def test_who_serves_a_stream(models, due, singly, sampling, picked):
+    assert models.pick(due, singly, sampling) == picked
 
 
 def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
@@ -58,7 +60,7 @@ def test_room_and_letting_go():
     models = Models(SINGLE, TOGETHER)
     assert (models.room, Models(SINGLE, None).room, models.any()) == (7, 1, SINGLE)
     models.let_go()
-    for use in (models.any, lambda: models.pick(0, Sampling())):
+    for use in (models.any, lambda: models.pick(0, 0, Sampling()), lambda: models.check(Sampling())):
         with pytest.raises(EngineError, match="closed"):
             use()
 
@@ -69,9 +71,10 @@ def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
         streams = [speak(synth, seed) for seed in range(4)]
         assert [stream.engine for stream in streams] == ["single", "single", "batch", "batch"]
         session = synth.open(options=ONE, seed=8, max_frames=3)
+        assert session.engine is None
         drawn_by_torch = synth.stream("Hello.", seed=9, max_frames=2, options=ONE, sampling=TORCH)
-        assert (session.engine, drawn_by_torch.engine) == ("batch", "single")
         session.feed("abc")
+        assert (session.engine, drawn_by_torch.engine) == ("batch", "single")
         backend.release()
         codes = [stream.read() is not None and stream.codes for stream in streams]
         assert len(session.read()) and len(drawn_by_torch.read())

@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 from mktts.errors import CheckpointError
-from mktts.training.data import texts
+from mktts.training.data import books, held_out, texts
 from mktts.training.data.corpora import Corpora
 
 WORDS = """a able an and animal barks big bread buy car carrying child's Dublin dog everybody for food garden good he
@@ -33,7 +33,7 @@ Gen1:2 Thou wilt walk, dog of the king, to the garden.
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     words, net, program = (tmp_path / p for p in ("usr/share/dict", "usr/share/wordnet", "usr/bin"))
     for path in (words, net, program):
         path.mkdir(parents=True)
@@ -54,6 +54,8 @@ def folder(tmp_path):
     (net / "data.adv").write_text("")
     (program / "bible").write_text(f"#!/bin/sh\ncat <<'END'\n{VERSES}END\n")
     (program / "bible").chmod(0o755)
+    book = ['He said, "The dog barks." Then 2 dogs came.', "Thou shalt walk in the light."]
+    monkeypatch.setattr(books, "SOURCES", {source: lambda _: iter(book) for source in books.SOURCES})
     return tmp_path
 
 
@@ -73,6 +75,10 @@ def test_prose_comes_in_clauses_and_without_old_words(folder):
         "And the king went into the garden.",
         "And the dog walked with the king yesterday.",
     ]
+
+
+def test_books_come_in_sentences_that_the_word_list_has_without_figures_and_old_words(folder):
+    assert list(Corpora(folder).book("novels")) == ["The dog barks."]
 
 
 def test_words_are_pronounceable(folder):
@@ -97,8 +103,8 @@ def test_the_mixture_is_full_shuffled_by_seed_and_without_repeats(folder, tmp_pa
         assert counts[source] == round(400 * texts.SHARES[source])
     assert sum(texts.SHARES.values()) == pytest.approx(1)
     replies = set(texts.agent_replies())
-    assert Counter(texts.normal(line) for line in lines if line not in replies).most_common(1)[0][1] == 1
-    monkeypatch.setattr(texts, "_held_out", lambda: ((), frozenset(["we were able to walk"])))
+    assert Counter(held_out.normal(line) for line in lines if line not in replies).most_common(1)[0][1] == 1
+    monkeypatch.setattr(held_out, "_sentences", lambda: frozenset(["we were able to walk"]))
     assert "We were able to walk." in lines and "We were able to walk." not in texts.mixed(Corpora(folder), 400, 1)[0]
 
 

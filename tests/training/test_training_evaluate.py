@@ -20,7 +20,7 @@ from mktts.training.codec import sizes as codec_sizes
 from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec, write_codec
 from mktts.training.data.codec_data import vowels
-from mktts.training.judge import evaluate, quality
+from mktts.training.judge import grammar, natural, quality, sections, written
 from mktts.training.judge.mcd import distortion_db, warp
 from mktts.training.judge.speakers import Centroids, embedding, median_f0_hz
 from mktts.training.judge.utterances import Judge, Setup, Spoken, Task, cached, codec_of, measure
@@ -155,7 +155,7 @@ def test_nearest_centroid():
 
 def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     known, unknown = [f"s{i}" for i in range(90)], [("odd one", ["odd"])]
-    tasks = evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
+    tasks = grammar.judging_tasks(known, unknown, ("slt", "rms", "awb"), 30, 120, 7, True)
     judged, centroids = ([t for t in tasks if getattr(t, name)] for name in ("judged", "centroid"))
     assert len(judged) == 30 and len(centroids) == 60 and not {t.text for t in judged} & {t.text for t in centroids}
     assert all(t.greedy for t in judged)
@@ -163,12 +163,12 @@ def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
     assert len({(t.text, t.speaker) for t in spoken}) == len({t.seed for t in spoken}) == 120
     assert {sum(t.speaker == s for t in judged) for s in ("slt", "rms", "awb")} == {10}
     with pytest.raises(MetricsError, match="1 to 30"):
-        evaluate.judging_tasks(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
+        grammar.judging_tasks(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
 
 
 @needs("pocketsphinx")
 def test_words_out_of_the_dictionary_are_named():
-    known, unknown = evaluate.sorted_out(["The dog barks.", "A zzyzxq barks.", "Yes."])
+    known, unknown = grammar.sorted_out(["The dog barks.", "A zzyzxq barks.", "Yes."])
     assert sorted(known) == ["The dog barks.", "Yes."] and unknown == [("A zzyzxq barks.", ["zzyzxq"])]
 
 
@@ -229,18 +229,25 @@ def test_the_command_with_worker_processes(untrained, tmp_path, monkeypatch, cap
     program.write_text(STAND_IN.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("FLITE", str(program))
-    monkeypatch.setattr(evaluate, "CENTROID_CLIPS", 2)
-    monkeypatch.setattr(evaluate, "LISTEN_SENTENCES", 1)
-    monkeypatch.setattr(evaluate, "held_out", lambda: ["Yes.", "No.", "Go.", "Stop.", "Run.", "It."])
+    monkeypatch.setattr(grammar, "CENTROID_CLIPS", 2)
+    monkeypatch.setattr(grammar, "LISTEN_SENTENCES", 1)
+    monkeypatch.setattr(sections, "held_out", lambda: ["Yes.", "No.", "Go.", "Stop.", "Run.", "It."])
+    monkeypatch.setattr(natural, "natural", lambda: ["A dog.", "Stop it."])
+    monkeypatch.setattr(written, "items", lambda: written.read_items("Run 2.\trun two"))
     (tmp_path / "codec.json").write_text('{"distortion_db": 3.5}')
     given = f"train evaluate --checkpoint {untrained} --output {tmp_path}/record.json --sentences 2 --eos 3"
     given += f" --speed 2 --workers 2 --speakers slt,rms --teacher-cache {tmp_path}/cache --listen {tmp_path}/wav"
-    given += f" --codec-figures {tmp_path}/codec.json"
+    given += f" --codec-figures {tmp_path}/codec.json --keep {tmp_path}/keep --forms 1"
+    given += " --only natural,forms,numbers,grammar,speed"
     assert main(given.split()) == 0
     document = json.loads((tmp_path / "record.json").read_text())
-    rows = document.pop("utterances")
+    rows, natural_rows = document.pop("utterances"), document["natural"].pop("rows")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
     assert [row["seed"] for row in rows] == [0, 1] and document["end"]["utterances"] == 3
+    assert len(natural_rows) == 4 and document["natural"]["sentences"] == 2 and document["natural"]["words"] == 8
+    assert document["sound"]["teacher"]["lead_ms"]["n"] == 4 and document["written"]["ear"]["n"] == 1
+    assert {"rtf", "buzz_20ms", "natural_wer_teacher", "numbers_right", "ends_missed"} <= set(document["figures"])
+    assert set(document["measured"]) == {"natural", "forms", "numbers", "grammar", "speed"}
     assert document["speed"]["rtf"]["n"] == 2 and document["speed"]["threads"] == 1
     assert document["environment"]["torch"] == torch.__version__ and document["codec_figures"]["distortion_db"] == 3.5
     pitch = document["speakers"]["median_f0_hz"]

@@ -28,11 +28,13 @@ from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 from mktts.synth.upstream import generate_codes, load_upstream
 from mktts.training.codec import sizes as codec_sizes
+from mktts.training.data.forms import FORMS
 from mktts.training.data.talker_data import NO_TARGET, Clips, Following, Sequences, held_out
 from mktts.training.talker import sizes
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
 from mktts.training.talker.model import TalkerModel
-from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, open_data, train
+from mktts.training.talker.train import open_data, train
+from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
 
 TEXTS = [
     f"{who} {does} the {colour} {thing}."
@@ -156,9 +158,21 @@ def test_batches_have_few_shapes_and_every_clip_once(prepared):
     config, tokenizer = ModelConfig.load(prepared), TextTokenizer.load(prepared)
     data = Sequences(synthetic_clips(TEXTS * 20), config, tokenizer, "cpu")
     dealt = data.epoch(np.arange(120), 200, np.random.default_rng(0))
-    assert sorted(np.concatenate(dealt)) == list(range(120))
-    shapes = {data.batch(clips, np.random.default_rng(0)).text.shape for clips in dealt}
-    assert all(rows * longest <= 200 for rows, longest in shapes) and len(shapes) <= 4
+    assert set(np.concatenate(dealt)[:, 0]) == set(range(120)) and len(set(np.concatenate(dealt)[:, 1])) > 3
+    shapes = {data.batch(clips, np.random.default_rng(0), whole=True).text.shape for clips in dealt}
+    assert all(rows * longest <= 200 for rows, longest in shapes)
+    assert len(shapes) == len({longest for _, longest in shapes}), "one number of clips for each length"
+
+
+def test_a_text_is_learnt_in_its_written_forms(prepared):
+    config, tokenizer = ModelConfig.load(prepared), TextTokenizer.load(prepared)
+    data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
+    for form, (write, _) in enumerate(FORMS):
+        words, control = data.rows(2, True, False, form)
+        said = tokenizer.encode(write(TEXTS[2]))
+        first = words.index(config.text_ids.tts_bos) + 1
+        assert words[first : first + len(said) + 1] == [*said, config.text_ids.tts_eos]
+        assert control.count(-1) == data.frames[2] + 3  # the role's three rows
 
 
 def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path):
@@ -254,7 +268,7 @@ def test_shards_that_come_meanwhile_join_at_the_next_epoch(tmp_path):
     assert trainer.data.clips.texts == both.texts and torch.equal(trainer.data.codes, both.codes)
     assert np.array_equal(trainer.data.clips.starts, both.starts) and np.array_equal(data.frames, np.diff(both.starts))
     assert sorted(trainer.training) == sorted([*trainer.training[:alone], *trainer.training[:alone] + len(clips.texts)])
-    assert set(np.concatenate(trainer.batches)) == set(trainer.training)
+    assert set(np.concatenate(trainer.batches)[:, 0]) == set(trainer.training)
     assert len(following().texts) == 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.training.data import teacher
+from mktts.training.data import flite, teacher
 from mktts.training.data.codec_data import read_shard
 
 STAND_IN = """#!{python}
@@ -38,18 +40,39 @@ def test_a_tone_keeps_its_frequency_phase_and_level(hz):
     assert np.abs(teacher.resampled(source)[inner] - wanted[inner]).max() < 1e-3
 
 
-def test_silence_at_the_ends_is_cut_to_80_ms():
-    pcm = np.zeros(48_000, np.float32)
+def test_silence_at_the_ends_is_cut_and_begins_from_nothing():
+    pcm = np.full(48_000, 1e-3, np.float32)
     pcm[20_000:30_000] = 0.3
-    assert len(teacher.trimmed(pcm)) == 10_000 + 2 * 1920
+    cut = teacher.trimmed(pcm)
+    assert len(cut) == 10_000 + 1440 + 1920 and cut[1439] == np.float32(1e-3) and cut[1440] == np.float32(0.3)
+    assert cut[0] == cut[-1] == 0 and np.abs(np.diff(cut[:1400])).max() < 1e-5  # no click
+    assert pcm[20_000 - 1440] == np.float32(1e-3), "the given audio stays as it is"
     with pytest.raises(AudioError):
         teacher.trimmed(np.zeros(100, np.float32))
 
 
 def test_speaks_through_the_program(program):
-    assert abs(len(teacher.speak("hello", "slt")) - (12_000 + 2 * 1920)) < 60
+    assert abs(len(teacher.speak("hello", "slt")) - (12_000 + 1440 + 1920)) < 60
     with pytest.raises(VoiceError):
         teacher.speak("hello", "nobody")
+
+
+def test_speakers_have_one_loudness(program):
+    peaks = {who: np.abs(teacher.speak("hello", who)).max() for who in teacher.SPEAKERS}  # the program's are all alike
+    for who, gain_db in teacher.GAINS_DB.items():
+        assert 20 * np.log10(peaks[who] / peaks["rms"]) == pytest.approx(gain_db - teacher.GAINS_DB["rms"], abs=1e-3)
+
+
+@pytest.mark.skipif(flite._library() is None, reason="needs flite's libraries (Debian: libflite1)")
+def test_the_libraries_say_what_the_program_says_in_any_order(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLITE", raising=False)
+    found = [flite.spoken(text, "rms") for text in ("One of them.", "And two.", "One of them.")]
+    np.testing.assert_array_equal(found[0], found[2])
+    if program := shutil.which("flite_cmu_us_rms"):
+        (tmp_path / "flite").write_text(f'#!/bin/sh\nshift\nexec {program} "$@"\n')
+        (tmp_path / "flite").chmod(0o755)
+        monkeypatch.setenv("FLITE", str(tmp_path / "flite"))
+        np.testing.assert_array_equal(flite.spoken("And two.", "rms"), found[1])
 
 
 def test_without_the_program_says_so(monkeypatch):

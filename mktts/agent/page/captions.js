@@ -16,8 +16,9 @@ export function captions(list) {
 
   function mark(item, { unheard }) {
     item.classList.add("cut");
+    item.append(" "); // for who copies the text, or has it read out
     if (unheard) item.append(Object.assign(document.createElement("s"), { textContent: unheard, title: "not heard" }));
-    item.append(Object.assign(document.createElement("span"), { className: "mark", textContent: "interrupted" }));
+    item.append(" ", Object.assign(document.createElement("span"), { className: "mark", textContent: "interrupted" }));
   }
 
   return {

@@ -12,6 +12,8 @@ const times = latency($("tiles"), $("turns"));
 const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
 const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
+const MIND_MS = 15_000; // after which a mind that is still thinking is told of
+const BY_THE_BROWSER = ["played", "queued", "dropped", "lead", "underruns"]; // over WebRTC: not ours to know
 const PEAK_FLOOR_DB = -50; // of the level meters
 
 let config = null;
@@ -40,6 +42,8 @@ function controls(running) {
   $("start").disabled = running || !config || Boolean(outOfReach());
   $("mute").disabled = $("stop").disabled = !running;
   $("transport").disabled = running;
+  // a button that is disabled loses the focus to the page: whoever uses a keyboard goes on beside it
+  if (document.activeElement === document.body) $(running ? "stop" : "start").focus({ preventScroll: true });
 }
 
 function level(meter, peak) {
@@ -60,6 +64,11 @@ function showConfig({ ears, mind, voice, random_weights, hints, transports }) {
 // ---- what the bot says beside its audio
 
 function onState({ user, bot }) {
+  if (bot !== "thinking") clearTimeout(talk.thinking);
+  else if (talk.bot !== "thinking") {
+    talk.thinking = setTimeout(() => problem(`The mind has not answered for ${MIND_MS / 1000} s.`), MIND_MS);
+  }
+  talk.bot = bot;
   if (user === "speaking") talk.pageDelay_ms = null;
   if (talk.muted) status("muted", bot === "speaking" ? "Muted; the bot is speaking" : "Muted");
   else if (user === "speaking") status("user", "Hearing you");
@@ -121,6 +130,9 @@ async function start() {
   problem("");
   lines.clear();
   times.clear();
+  if ($("transport").value === "webrtc") {
+    for (const name of BY_THE_BROWSER) if ($(name)) $(name).textContent = "–";
+  }
   status("connecting", "Asking for the microphone");
   try {
     mine.speaker = await openSpeaker(config.output_rate_hz, onPlayback); // while the click still counts as a gesture
@@ -152,7 +164,8 @@ function connect(mine) {
   return openSocket(address("agent"), events);
 }
 
-function close({ link, microphone, speaker }) {
+function close({ link, microphone, speaker, thinking }) {
+  clearTimeout(thinking);
   for (const part of [link, microphone, speaker]) part?.close();
 }
 
@@ -179,12 +192,12 @@ function mute(muted) {
 }
 
 async function load() {
+  if (outOfReach()) return problem(outOfReach()); // nor would the server answer to a name that is not its own
   try {
     const response = await fetch(address("agent/config"));
     if (!response.ok) throw new Error(REFUSALS[response.status] || `it answers HTTP ${response.status}`);
     config = await response.json();
     showConfig(config);
-    problem(outOfReach());
     controls(false);
   } catch (error) {
     problem(`The bot cannot be used: ${error.message}.`);

@@ -45,11 +45,10 @@ class Parts(NamedTuple):
 
 
 class Entering(NamedTuple):
-    """A piece of a prompt that enters, the address of the prompt's first row, and the bytes from row to row."""
+    """A piece of a prompt that enters, and the addresses (L,) int64 of all rows of the prompt."""
 
     piece: Piece
-    address: int
-    stride: int
+    addresses: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,13 @@ class BlockLayout:
         parts.fresh[new:count] = 0
         parts.text[new:count] = text
         at = lane = 0
-        for piece, address, stride in entering:
-            end = at + piece.rows
-            positions = np.arange(piece.start, piece.start + piece.rows)
+        for piece, addresses in entering:
+            end, behind = at + piece.rows, piece.start + piece.rows
             parts.row_slots[at:end] = piece.slot
-            parts.row_positions[at:end] = positions
-            parts.row_addresses[at:end] = address + stride * positions
+            parts.row_positions[at:end] = np.arange(piece.start, behind)
+            parts.row_addresses[at:end] = addresses[piece.start : behind]
             if piece.last:
-                parts.ends[lane] = piece.start + piece.rows
+                parts.ends[lane] = behind
                 parts.selected[lane] = self.lanes + end - 1
                 lane += 1
             at = end

@@ -88,6 +88,11 @@ class CudaCodec:
         self._states.enter(slot, primed)
 
     @torch.inference_mode()
+    def silence(self, slots: Tensor) -> None:
+        """As `enter` with None, for many slots (n,) int64 that exist, on the device."""
+        self._states.silence(slots)
+
+    @torch.inference_mode()
     def compile(self, counts: Iterable[int], threads: int = 8) -> None:
         """Compiles the kernels of `decode` for these numbers of lanes, and takes its working memory. Runs nothing.
 

@@ -56,9 +56,8 @@ class RingStates:
         """See `CudaCodec.enter`."""
         if not 0 <= slot < self.nobody:
             raise CodecError(f"slots are 0 to {self.nobody - 1}, got {slot}")
-        if primed is None:  # a ring is read up to the position only
-            self.histories[slot].zero_()
-            self.positions[slot].zero_()
+        if primed is None:
+            self.silence(torch.tensor([slot], device=self.device))
             return
         if primed.layout != self._layout or primed.flat.device.type != self.device.type:
             raise CodecError("the state belongs to another decoder: use one of the decoder that the weights are of")
@@ -75,6 +74,11 @@ class RingStates:
         for ring, kept in ((self.keys[slot], primed.keys), (self.values[slot], primed.values)):
             ring[:, :, first : first + front].copy_(kept[:, :, :front])
             ring[:, :, : cached - front].copy_(kept[:, :, front:])
+
+    def silence(self, slots: Tensor) -> None:
+        """See `CudaCodec.silence`."""
+        self.histories.index_fill_(0, slots, 0)
+        self.positions.index_fill_(0, slots, 0)  # a ring is read up to the position only
 
     def pieces(self, lanes: int) -> Tensor:
         """The table of `mktts.batch.cuda.kernels.codec_rows.move` for `lanes` lanes, in units of UNIT values."""

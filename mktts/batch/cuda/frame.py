@@ -43,6 +43,9 @@ class SlotCodec(Protocol):
     def enter(self, slot: int, primed: CodecState | None) -> None:
         """The slot begins with silence, or goes on from `primed`. Queued on the current CUDA stream."""
 
+    def silence(self, slots: Tensor) -> None:
+        """The slots (n,) int64, on the device, begin with silence. Queued on the current CUDA stream."""
+
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
         """codes (B, 16) int32 of slots `lanes` (B,) int32 -> pcm (B, 1920) float32 in [-1, 1]."""
 

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,37 +23,26 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.paged import PagedMemory
 from mktts.batch.cuda.products import products_for
 from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.stage import Stage
+from mktts.batch.cuda.stage import Stage, uploaded
 from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
 from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
+from mktts.batch.prompt_rows import PromptRows
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
 from mktts.codec.graphs import Precision
-from mktts.codec.state import CodecState
+from mktts.codec.primed import Primed
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import ModelConfig
 
-_LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPT_ROWS = {768: (0, 256, 1024), 1024: (0, 256, 1024)}
-_USUAL_ROWS = (0, 64, 256, 1024)
 _MOST_WAITING = 2  # launched ticks
 _THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
-
-
-def tick_settings(streams: int = _LANES[-1]) -> TickSettings:
-    """Ticks in buckets of `_LANES` lanes, as many as so many streams can fill, and 0 to 1024 prompt rows."""
-    sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
-    buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS.get(lanes, _USUAL_ROWS))
-    preset = TickSettings.h200()
-    idle_lanes = min(preset.idle_lanes, sizes[-1])
-    return replace(preset, buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle_lanes)
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class CudaLanes:
         positions: int,
         pages: int,
         codec: SlotCodec | None = None,
-        primed: Callable[[Tensor], CodecState] | None = None,
+        primed: Primed | None = None,
         embeddings: list[Tensor] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,
@@ -94,14 +83,14 @@ class CudaLanes:
         """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
         page 0; see `device.memory.LaneMemory` for what all that takes.
 
-        codec: of slots + 1 slots; None: PCM is silence. primed: the codec's state after codes (R, 16). embeddings: the
+        codec: of slots + 1 slots; None: PCM is silence. primed: codec states after a reference. embeddings: the
         codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
         `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
         deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
         Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
-        self.settings, self.model = settings or tick_settings(), TickModel.h200()
+        self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
@@ -127,10 +116,11 @@ class CudaLanes:
         self._pool = torch.cuda.graph_pool_handle() if cuda and graphs else None
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._settings = np.zeros((slots, SETTINGS), np.int32)
-        self._prompts: dict[int, Tensor] = {}
+        self._prompts: dict[int, PromptRows] = {}
         self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
+        self._silent: set[int] = set()  # slots whose codec begins anew before the next tick
         self._after_caller()
 
     # ---- buckets
@@ -170,24 +160,36 @@ class CudaLanes:
         """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
-        if reference is not None and self._primed is None:
+        if reference is None:
+            self._silent.add(slot)  # those of many arrivals are cleared together
+            return
+        if self._primed is None:
             raise EngineError("these lanes cannot hear a reference: make them with primed=")
-        state = None if reference is None else self._primed(reference)
+        state = self._primed.of(reference)
+        self._silent.discard(slot)
         self._after_caller()
         with torch.cuda.stream(self._stream):
             self._codec.enter(slot, state)
         self._kept += [reference, state]
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+    def forget(self, reference: Tensor) -> None:
+        """See Lanes."""
+        if self._primed is not None:
+            self._primed.forget(reference)
+
+    def begin(
+        self, slot: int, prompt: Tensor | PromptRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
+    ) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         width, most = self.config.talker.hidden_size, self._memory.positions
-        if prompt.dim() != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
+        if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         if sampling.rng != "philox":
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(seed))
-        self._prompts[slot] = prompt.to(self.device, self.dtype).contiguous()
-        self._after_caller()
+        if isinstance(prompt, Tensor):
+            prompt = PromptRows.of(prompt.to(self.device, self.dtype).contiguous())
+        self._prompts[slot] = prompt
         self._memory.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -219,6 +221,7 @@ class CudaLanes:
         with torch.cuda.stream(self._stream):
             stage.begin(self._waiting[-1] if self._waiting else None)
             self._memory.push()
+            self._clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             self._replays.get(tick.bucket, bucket.frame.run)()
             space = bucket.frame.space
@@ -237,7 +240,7 @@ class CudaLanes:
         self._stages.append(self._waiting.popleft())
         return made
 
-    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[Tensor]]:
+    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[PromptRows]]:
         """Where the rows of the tick's pieces lie, and the prompts that they are of."""
         entering, prompts = [], []
         for piece in tick.pieces:
@@ -246,7 +249,7 @@ class CudaLanes:
             if prompt is None or piece.rows < 1 or end > len(prompt) or piece.last != (end == len(prompt)):
                 of = "no prompt" if prompt is None else f"a prompt of {len(prompt)} rows"
                 raise EngineError(f"{piece} does not fit slot {piece.slot}, which has {of} to enter")
-            entering.append(Entering(piece, prompt.data_ptr(), prompt.stride(0) * prompt.element_size()))
+            entering.append(Entering(piece, prompt.addresses))
             prompts.append(prompt)
         new = [piece.slot for piece in tick.pieces if piece.last]
         if (
@@ -267,15 +270,26 @@ class CudaLanes:
             raise PromptError(f"expected {len(tick.lanes)} rows, None for the first {new} of them, got {len(rows)}")
         index = self._block.get_device()
         addresses, made = [], []
+        checked = None  # most rows are one and the same, the one behind a text's end
         for lane, row in enumerate(rows[new:], new):
+            if row is checked:
+                addresses.append(addresses[-1])
+                continue
             if row is None or row.numel() != width:
                 found = None if row is None else tuple(row.shape)
                 raise PromptError(f"slot {tick.lanes[lane]}: a text row must be ({width},), got {found}")
+            checked = row
             if row.dtype is not dtype or row.get_device() != index or not row.is_contiguous():
                 row = row.to(self.device, dtype).contiguous()
                 made.append(row)
             addresses.append(row.data_ptr())
         return addresses, made
+
+    def _clear(self) -> None:
+        """The codec forgets what the slots of new streams held."""
+        if self._silent:
+            self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
+            self._silent.clear()
 
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""

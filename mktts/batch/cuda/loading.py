@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.lanes import CudaLanes, tick_settings
+from mktts.batch.cuda.lanes import CudaLanes
 from mktts.batch.cuda.sizes import LaneMemory
 from mktts.batch.cuda.weights import EMBEDDINGS
 from mktts.batch.pages import PAGE_ROWS
+from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
@@ -75,7 +76,7 @@ def cuda_lanes(
         codec=codec,
         primed=_Primed(plain),
         embeddings=tables,
-        settings=tick_settings(slots),
+        settings=TickSettings.h200(slots),
         deterministic=deterministic is not False,
     )
     lanes.prepare()
@@ -109,7 +110,6 @@ def bare_lanes(
         positions=rows,
         pages=pages,
         codec=None if codec is None else CudaCodec(decoder, slots + 1, codec),
-        settings=tick_settings(),
         deterministic=deterministic,
     )
 
@@ -121,14 +121,21 @@ class _Primed:
         self._plain = plain
         self._states: PrimedStates | None = None
 
-    def __call__(self, reference: Tensor) -> CodecState:
+    def of(self, reference: Tensor) -> CodecState:
+        """As `PrimedStates.of`."""
         if self._states is None:
             self._states = PrimedStates(self._plain())
         return self._states.of(reference)
 
+    def forget(self, reference: Tensor) -> None:
+        """As `PrimedStates.forget`."""
+        if self._states is not None:
+            self._states.forget(reference)
+
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Of talker and predictor; the text table stays in its file."""
+    """Of talker and predictor. The text table stays in its file; its rows as prompts have them are one of ours."""
     tensors = checkpoint.tensors()
     names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
-    return sum(tensors[name].numel() for name in names) * dtype.itemsize
+    texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size
+    return (sum(tensors[name].numel() for name in names) + texts) * dtype.itemsize

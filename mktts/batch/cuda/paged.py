@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mktts.batch.cuda.kernels import pages as kernels
 from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.stage import uploaded
 from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
 from mktts.spec import StackConfig
@@ -61,7 +61,7 @@ class PagedMemory:
             launch(
                 kernels.copy_rows,
                 (len(wave), layers * heads * two),
-                self._upload(np.array(wave, np.int32)),
+                uploaded(np.array(wave, np.int32), self._device),
                 self.memory,
                 D=width,
                 PAGE=rows,
@@ -74,13 +74,9 @@ class PagedMemory:
             launch(
                 kernels.set_table,
                 (len(changed),),
-                self._upload(rows),
+                uploaded(rows, self._device),
                 self.table,
                 columns,
                 COLUMNS=1 << (columns - 1).bit_length(),
                 num_warps=1,
             )
-
-    def _upload(self, rows: np.ndarray) -> Tensor:
-        found = torch.from_numpy(rows)
-        return found.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else found

@@ -13,6 +13,12 @@ from mktts.batch.lanes import Made
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 
+def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device, which is queued on the current CUDA stream: the host does not wait for it."""
+    found = torch.from_numpy(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
 class Stage:
     """One tick at a time: `begin`, then the tick's work, then `end`, all on one CUDA stream; later `collect`.
 

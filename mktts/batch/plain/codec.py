@@ -6,17 +6,20 @@ sixteen. Streams may be at different positions; what one gives does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.codec_lanes import Conv, Last, Workspace, lane_layers, transformer_row
+from mktts.batch.plain.codec_lanes import Conv, Workspace, lane_layers
+from mktts.batch.plain.codec_transformer import LaneTransformer
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.state import CodecState
 from mktts.errors import CapacityError, CodecError
 from mktts.spec import NUM_CODEBOOKS
+
+_State = tuple[Tensor, Tensor, list[Tensor], Tensor]  # see `CodecLanes._views`
 
 _SLOTS_AT_A_TIME = 8  # that memory is taken for
 _LANES_AT_A_TIME = 16  # beyond, an operator gains nothing and its results leave the cache
@@ -35,11 +38,13 @@ class CodecLanes:
         self._decoder = decoder
         self._silence = _words(decoder.start())
         self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
+        self._memory = self._rows  # of those that a tick decodes
+        self._states: dict[int, _State] = {}  # by lanes
         self._free: list[int] = []  # slots of `_rows` that nobody has; the last one goes first
         work = Workspace()
         self._pre_conv = Conv(decoder.pre_conv, work)
-        self._stages = list(lane_layers(decoder.stages, work))
-        self._last = Last(decoder.last_snake, decoder.last_conv, work)
+        self._transformer = LaneTransformer(decoder.transformer)
+        self._layers = list(lane_layers(decoder, work))
 
     @property
     def open_slots(self) -> int:
@@ -77,24 +82,34 @@ class CodecLanes:
         codes = codes.to(self.device, torch.int64)
         pcm = []
         for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
-            rows = self._rows.index_select(0, some)
-            pcm.append(self._advance(their_codes, rows))
+            rows, state = self._gathered(len(some))
+            torch.index_select(self._rows, 0, some, out=rows)
+            pcm.append(self._advance(their_codes, state))
             self._rows.index_copy_(0, some, rows)
         return torch.cat(pcm)
 
-    def _advance(self, codes: Tensor, rows: Tensor) -> Tensor:
-        """`codes` (B, 16) int64 on the device; `rows` (B, words) the lanes' states, updated in place."""
-        decoder = self._decoder
-        keys, values, history, position = self._views(rows)
+    def _advance(self, codes: Tensor, state: _State) -> Tensor:
+        """`codes` (B, 16) int64 on the device; `state`: the lanes', updated in place."""
+        decoder, (keys, values, histories, position) = self._decoder, state
+        history = iter(histories)
         x = F.embedding(codes + decoder.first_row, decoder.books)  # (B, 16, codebook_dim / 2)
         x = decoder.book_out[0](x[:, 0]) + decoder.book_out[1](x[:, 1:].sum(1))
         x = self._pre_conv(x[:, None], history)[:, 0]
-        x = transformer_row(decoder.transformer, x, keys, values, position)[:, None]
-        for stage in self._stages:
-            x = stage(x, history)
-        return self._last(x, history).float().clamp_(-1.0, 1.0)
+        x = self._transformer(x, keys, values, position)[:, None]
+        for layer in self._layers:
+            x = layer(x, history)
+        return x.float().clamp_(-1.0, 1.0)
 
-    def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Iterator[Tensor], Tensor]:
+    def _gathered(self, lanes: int) -> tuple[Tensor, _State]:
+        """Memory for the states of so many lanes, (B, words), and its views: made once, as they cost what work does."""
+        if len(self._memory) < lanes:
+            self._memory = self._rows.new_empty(lanes, self._rows.shape[1])
+            self._states.clear()
+        if lanes not in self._states:
+            self._states[lanes] = self._views(self._memory[:lanes])
+        return self._memory[:lanes], self._states[lanes]
+
+    def _views(self, rows: Tensor) -> _State:
         """Keys, values (B, layers, heads, window - 1, head_dim), histories (B, P, C) and position (B, 1) in `rows`."""
         layout, rows = self._decoder.layout, rows.view(torch.uint8)
         shapes = (layout.cache, layout.cache, *layout.history, (1,))
@@ -102,7 +117,7 @@ class CodecLanes:
             rows[:, start : start + count * dtype.itemsize].view(dtype).unflatten(1, shape)
             for (start, count, dtype), shape in zip(layout.places(), shapes, strict=True)
         )
-        return keys, values, iter(history), position
+        return keys, values, history, position
 
     def _grow(self) -> None:
         slots = len(self._rows)

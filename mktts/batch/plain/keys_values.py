@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.lane_stack import LaneStack
+from mktts.batch.plain.lane_stack import LaneStack, Room
 
 CHUNK_POSITIONS = 64  # that a stream's memory grows by
 
@@ -64,30 +64,29 @@ def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: 
     places = [stream.places() for stream in streams[:speaking]]
     ends = list(accumulate(counts))
     prompts = list(zip(streams, counts, ends, strict=True))[speaking:]
+    room = stack.room(len(x))
     for index, layer in enumerate(stack.layers):
-        queries, rest = stack.split(stack.heads(layer, x, rotary))
-        attended = _newest_rows(stack, queries, rest, [place[index] for place in places])
+        stack.heads(layer, x, rotary, room)
+        attended = _newest_rows(stack, room, [place[index] for place in places])
         for stream, count, end in prompts:
-            keys_values = stream.memory[index][:, :, :count]
-            keys_values.copy_(rest[end - count : end].permute(1, 2, 0, 3))
-            attended.append(stack.attend_causally(queries[None, end - count : end], *keys_values[:, None])[0])
+            heads = room.heads[end - count : end]
+            stream.memory[index][:, :, :count] = heads[:, :, -2:].permute(2, 1, 0, 3)
+            attended.append(stack.attend_causally(heads[None])[0])
         joined = torch.cat(attended)
-        x = stack.finish(layer, x, joined.expand(2, -1) if lone else joined)
+        x = stack.finish(layer, x, joined.expand(2, -1) if lone else joined, room)
     for stream, count in zip(streams, counts, strict=True):
         stream.length += count
     return stack.final(x[torch.tensor(ends, device=stack.device) - 1])
 
 
-def _newest_rows(stack: LaneStack, queries: Tensor, rest: Tensor, places: Sequence[_Place]) -> list[Tensor]:
-    """Attention of one row a stream: queries (R, A, D), keys and values (R, 2, K, D) -> (1, A D) each.
+def _newest_rows(stack: LaneStack, room: Room, places: Sequence[_Place]) -> list[Tensor]:
+    """Attention of one row a stream -> (1, K G D) each. Heads that share keys are rows of one head.
 
     One call a stream, of its own length. One call for all would copy their keys together, padded to the longest: more
     bytes than the calls cost, and a stream's sums would depend on the others' lengths.
     """
-    rows = len(places)
-    queries = queries[:rows].unflatten(1, (-1, stack.group))[:, None]  # heads that share keys are rows of one head
     attended = []
-    for query, newest, (place, keys, values) in zip(queries.unbind(), rest[:rows].unbind(), places, strict=True):
+    for query, newest, (place, keys, values) in zip(room.single, room.newest, places, strict=False):
         place.copy_(newest)
         attended.append(F.scaled_dot_product_attention(query, keys, values, scale=stack.scale).flatten(1))
     return attended

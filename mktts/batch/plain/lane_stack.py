@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +23,70 @@ Rotary = tuple[Tensor, ...]  # see `LaneStack.rotary`
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One layer; H hidden, I intermediate, D head_dim, A query heads, K key and value heads."""
+    """One layer; H hidden, I intermediate, D head_dim, K key and value heads, each with G query heads.
 
-    qkv: Tensor  # (H, (A + 2 K) D)
-    head_norm: Tensor  # (A + K, D)
-    o: Tensor  # (A D, H)
+    Heads are ordered by key head: its G query heads, itself, its value head. So a row's keys, values and queries are
+    each a view whose rows and heads are one dimension.
+    """
+
+    qkv: Tensor  # (H, K (G + 2) D)
+    head_norm: Tensor  # (K, G + 1, D)
+    o: Tensor  # (K G D, H)
     gate_up: Tensor  # (H, 2 I)
     down: Tensor  # (I, H)
     input_norm: Tensor | None  # (H,); None where it is in `qkv`
     post_norm: Tensor | None  # (H,); None where it is in `gate_up`
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one layer makes of rows (R, H): memory, and its views, each made once, as they cost what operators do.
+
+    heads: (R, K, G + 2, D). unit: (R, K, G + 1, D). gated: (R, 2 I). The last two are only between two operators.
+    """
+
+    heads: Tensor
+    unit: Tensor
+    gated: Tensor
+
+    def first(self, rows: int, heads: Tensor | None = None) -> Room:
+        """That of so many rows, in the same memory, but for `heads` where they are given."""
+        return Room((self.heads if heads is None else heads)[:rows], self.unit[:rows], self.gated[:rows])
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """`heads` as (R, K (G + 2) D)."""
+        return self.heads.flatten(1)
+
+    @cached_property
+    def turned(self) -> Tensor:
+        """Of `heads`, those that are normed and rotated: queries and keys, (R, K, G + 1, D)."""
+        return self.heads[:, :, :-1]
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """`unit` and `turned` as complex numbers, (R, K, G + 1, D / 2) each."""
+        return _pairs(self.unit), _pairs(self.turned)
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """(R K, G, D)."""
+        return self.heads[:, :, :-2].flatten(0, 1)
+
+    @cached_property
+    def single(self) -> tuple[Tensor, ...]:
+        """Queries of each row: (1, K, G, D)."""
+        return self.heads[:, None, :, :-2].unbind()
+
+    @cached_property
+    def newest(self) -> tuple[Tensor, ...]:
+        """Keys and values of each row: (2, K, D)."""
+        return self.heads[:, :, -2:].transpose(1, 2).unbind()
+
+    @cached_property
+    def gate_and_up(self) -> tuple[Tensor, ...]:
+        """(R, I) each."""
+        return self.gated.chunk(2, -1)
 
 
 class LaneStack:
@@ -56,46 +112,47 @@ class LaneStack:
 
     def rotary(self, positions: Tensor) -> Rotary:
         """What `heads` rotates rows at `positions` (R,) by. Angles are fp32, as in the oracle."""
-        angle = positions.float()[:, None] * self._frequency
+        angle = positions.float()[:, None, None, None] * self._frequency
         if self.folded:
-            return (torch.complex(angle.cos(), angle.sin())[:, None],)  # (R, 1, D / 2)
-        angle = torch.cat((angle, angle), -1)[:, None]
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)  # (R, 1, D) each
+            return (torch.complex(angle.cos(), angle.sin()),)  # (R, 1, 1, D / 2)
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)  # (R, 1, 1, D) each
 
-    def heads(self, layer: PackedLayer, x: Tensor, rotary: Rotary) -> Tensor:
-        """Rows `x` (R, H) -> (R, A + 2 K, D): queries and keys, normed and rotated, and values."""
-        c = self.config
-        both = c.num_attention_heads + c.num_key_value_heads
-        heads = (self._normed(x, layer.input_norm) @ layer.qkv).view(len(x), -1, c.head_dim)
-        turned = heads[:, :both]
+    def room(self, rows: int) -> Room:
+        """For so many rows."""
+        c, of = self.config, self.norm
+        heads, unit = (of.new_empty(rows, c.num_key_value_heads, self.group + more, c.head_dim) for more in (2, 1))
+        return Room(heads, unit, of.new_empty(rows, 2 * c.intermediate_size))
+
+    def heads(self, layer: PackedLayer, x: Tensor, rotary: Rotary, room: Room) -> None:
+        """Of rows `x` (R, H), makes `room.heads`: queries and keys, normed and rotated, and values."""
+        torch.mm(self._normed(x, layer.input_norm), layer.qkv, out=room.flat)
+        turned = room.turned
         if self.folded:
-            unit = self._unit(turned).mul_(layer.head_norm)
-            torch.mul(_pairs(unit), rotary[0], out=_pairs(turned))
+            torch.div(turned, self._length(turned), out=room.unit).mul_(layer.head_norm)
+            unit, rotated = room.pairs
+            torch.mul(unit, rotary[0], out=rotated)
         else:
-            turned.copy_(rotate(rms_norm(turned, layer.head_norm, c.rms_norm_eps), *rotary))
-        return heads
+            turned.copy_(rotate(rms_norm(turned, layer.head_norm, self.config.rms_norm_eps), *rotary))
 
-    def finish(self, layer: PackedLayer, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: rows `x` (R, H), overwritten, and their attention's output (R, A D) -> (R, H)."""
+    def finish(self, layer: PackedLayer, x: Tensor, attended: Tensor, room: Room) -> Tensor:
+        """The rest of the layer: rows `x` (R, H), overwritten, and their attention's output (R, K G D) -> (R, H)."""
         x = self._plus(x, attended, layer.o)
-        gate, up = (self._normed(x, layer.post_norm) @ layer.gate_up).chunk(2, -1)
+        torch.mm(self._normed(x, layer.post_norm), layer.gate_up, out=room.gated)
+        gate, up = room.gate_and_up
         return self._plus(x, F.silu(gate, inplace=True).mul_(up), layer.down)
 
     def final(self, x: Tensor) -> Tensor:
         """The final norm of rows (R, H)."""
         return self._unit(x).mul_(self.norm) if self.folded else rms_norm(x, self.norm, self.config.rms_norm_eps)
 
-    def split(self, heads: Tensor) -> tuple[Tensor, Tensor]:
-        """`heads` -> queries (R, A, D), and keys and values (R, 2, K, D)."""
-        c = self.config
-        queries, rest = heads.split((c.num_attention_heads, 2 * c.num_key_value_heads), 1)
-        return queries, rest.unflatten(1, (2, -1))
-
-    def attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows that attend to themselves and those before: (B, R, A, D), (B, K, R, D) twice -> (B, R, A D)."""
+    def attend_causally(self, heads: Tensor) -> Tensor:
+        """Rows that attend to themselves and those before: (B, R, K, G + 2, D) -> (B, R, K G D)."""
+        heads = heads.permute(0, 2, 3, 1, 4)  # (B, K, G + 2, R, D)
         attended = F.scaled_dot_product_attention(
-            queries.transpose(1, 2), keys, values, is_causal=True, scale=self.scale, enable_gqa=True
-        )
+            heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1],
+            is_causal=True, scale=self.scale, enable_gqa=True,
+        )  # fmt: skip
         return attended.transpose(1, 2).flatten(2)
 
     def _plus(self, x: Tensor, h: Tensor, weight: Tensor) -> Tensor:
@@ -106,25 +163,26 @@ class LaneStack:
 
     def _unit(self, x: Tensor) -> Tensor:
         """RMSNorm but for a factor of 1 / sqrt(n) over the last dimension: three operators, composed it is six."""
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
+        return x / self._length(x)
+
+    def _length(self, x: Tensor) -> Tensor:
+        return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
 
     def _packed(self, w: LayerWeights) -> PackedLayer:
         c = self.config
-        qkv, gate_up = torch.cat((w.q, w.k, w.v)), torch.cat((w.gate, w.up))
-        both = c.num_attention_heads + c.num_key_value_heads
-        norms = [w.q_norm] * c.num_attention_heads + [w.k_norm] * c.num_key_value_heads
-        head_norm = torch.stack(norms)
+        kinds, gate_up = (c.num_key_value_heads, -1, c.head_dim), torch.cat((w.gate, w.up))
+        by_head = torch.cat([part.view(*kinds, c.hidden_size) for part in (w.q, w.k, w.v)], 1)  # (K, G + 2, D, H)
+        head_norm = torch.stack([*[w.q_norm] * self.group, w.k_norm])
         if self.folded:
             length = math.sqrt(c.hidden_size)
-            qkv, gate_up = qkv * (w.input_norm * length), gate_up * (w.post_norm * length)
-            by_head = qkv.view(-1, c.head_dim, c.hidden_size)
-            by_head[:both] = _interleaved(by_head[:both], 1)
+            by_head, gate_up = by_head * (w.input_norm * length), gate_up * (w.post_norm * length)
+            by_head[:, :-1] = _interleaved(by_head[:, :-1], 2)
             head_norm = _interleaved(head_norm, 1)
             # the length of a head, and in queries the 1 / length that attention scales scores by
-            head_norm[c.num_attention_heads :] *= math.sqrt(c.head_dim)
+            head_norm[-1] *= math.sqrt(c.head_dim)
         return PackedLayer(
-            qkv=qkv.t().contiguous(),
-            head_norm=head_norm.contiguous(),
+            qkv=by_head.flatten(0, 2).t().contiguous(),
+            head_norm=head_norm.repeat(c.num_key_value_heads, 1, 1),
             o=w.o.t().contiguous(),
             gate_up=gate_up.t().contiguous(),
             down=w.down.t().contiguous(),

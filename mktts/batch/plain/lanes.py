@@ -64,6 +64,10 @@ class TorchLanes:
         """See Lanes."""
         self._codec_slot[slot] = self._codec.start(None if reference is None else self._primed.of(reference))
 
+    def forget(self, reference: Tensor) -> None:
+        """See Lanes."""
+        self._primed.forget(reference)
+
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
         """See Lanes."""
         if not prompt.isfinite().all():

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.lane_stack import LaneStack, Rotary
+from mktts.batch.plain.lane_stack import LaneStack, Room, Rotary
 from mktts.spec import NUM_CODEBOOKS
 
-_Place = tuple[Tensor, Tensor, Tensor]  # where a position's keys and values go, all keys so far, all values so far
+_Place = tuple[Room, Tensor, Tensor]  # of a position; all keys so far, transposed, and all values so far
 
 
 class LanePredictor:
@@ -30,9 +30,8 @@ class LanePredictor:
         differ.
         """
         self._stack, self._tables, self._heads, self._projection = stack, tables, heads, projection
-        c = stack.config
-        self._shape = c.num_key_value_heads, NUM_CODEBOOKS, c.head_dim
-        self._cache = torch.empty(c.num_hidden_layers, 2, 0, *self._shape, dtype=stack.dtype, device=stack.device)
+        self._room = stack.room(0)  # of positions 0 and 1 together
+        self._memory: list[Tensor] = []  # of each layer's heads: (16, B, K, G + 2, D)
         self._views: dict[int, list[list[_Place]]] = {}  # by lanes: [position][layer]
         positions = torch.arange(NUM_CODEBOOKS, device=stack.device)
         self._rotary = [stack.rotary(position) for position in positions.split(1)]
@@ -47,7 +46,7 @@ class LanePredictor:
         x = torch.stack((hidden, self._tables[0].index_select(0, code0)), 1)
         for book in range(1, NUM_CODEBOOKS):
             if book == 1:
-                y = self._first(self._projected(x.flatten(0, 1)))
+                y = self._first(self._projected(x.flatten(0, 1)), places)
             else:
                 y = self._next(self._projected(x), self._rotary[book], places[book])
             codes.append(draw(book, y @ self._heads[book - 1]))
@@ -57,44 +56,48 @@ class LanePredictor:
     def _projected(self, x: Tensor) -> Tensor:
         return x if self._projection is None else torch.addmm(self._projection[1], x, self._projection[0])
 
-    def _first(self, x: Tensor) -> Tensor:
+    def _first(self, x: Tensor, places: Sequence[Sequence[_Place]]) -> Tensor:
         """Positions 0 and 1, rows (2 B, H) in the order lane, position -> (B, H) of position 1, normed."""
         stack, lanes = self._stack, len(x) // 2
-        rotary = tuple(torch.cat(parts).repeat(lanes, 1, 1) for parts in zip(*self._rotary[:2], strict=True))
+        rotary = tuple(torch.cat(parts).repeat(lanes, 1, 1, 1) for parts in zip(*self._rotary[:2], strict=True))
+        room = self._room.first(2 * lanes)
+        heads = room.heads.unflatten(0, (lanes, 2))
         for index, layer in enumerate(stack.layers):
-            queries, rest = stack.split(stack.heads(layer, x, rotary))
-            keys_values = rest.unflatten(0, (lanes, 2)).permute(2, 0, 3, 1, 4)  # (2, B, K, 2 positions, D)
-            self._cache[index][:, :lanes, :, :2] = keys_values
-            attended = stack.attend_causally(queries.unflatten(0, (lanes, 2)), *keys_values)
-            x = stack.finish(layer, x, attended.flatten(0, 1))
+            stack.heads(layer, x, rotary, room)
+            for position in (0, 1):
+                places[position][index][0].heads.copy_(heads[:, position])
+            x = stack.finish(layer, x, stack.attend_causally(heads).flatten(0, 1), room)
         return stack.final(x.view(lanes, 2, -1)[:, 1])
 
     def _next(self, x: Tensor, rotary: Rotary, places: Sequence[_Place]) -> Tensor:
         """One position, rows (B, H) -> (B, H), normed."""
         stack = self._stack
-        for layer, (place, keys, values) in zip(stack.layers, places, strict=True):
-            queries, rest = stack.split(stack.heads(layer, x, rotary))
-            place.copy_(rest.transpose(0, 1))
+        for layer, (room, keys, values) in zip(stack.layers, places, strict=True):
+            stack.heads(layer, x, rotary, room)
             # the heads that share keys are the rows of one small product
-            queries = queries.reshape(len(keys), stack.group, -1)
             if stack.folded:
-                attended = torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values)
+                attended = torch.bmm(torch.bmm(room.queries, keys).softmax(-1), values)
             else:  # which keeps scores in fp32
-                attended = F.scaled_dot_product_attention(queries, keys, values, scale=stack.scale)
-            x = stack.finish(layer, x, attended.view(len(x), -1))
+                attended = F.scaled_dot_product_attention(room.queries, keys.transpose(1, 2), values, scale=stack.scale)
+            x = stack.finish(layer, x, attended.view(len(x), -1), room)
         return stack.final(x)
 
     def _places(self, lanes: int) -> list[list[_Place]]:
-        """The views that every position and layer needs of so many lanes, which there is then room for."""
-        if self._cache.shape[2] < lanes:
-            self._cache = self._cache.new_empty(*self._cache.shape[:2], lanes, *self._shape)
+        """What every position and layer needs of so many lanes, which there is then room for."""
+        if len(self._room.heads) < 2 * lanes:
+            self._room = room = self._stack.room(2 * lanes)
+            shape = NUM_CODEBOOKS, lanes, *room.heads.shape[1:]
+            self._memory = [room.heads.new_empty(shape) for _ in self._stack.layers]
             self._views.clear()
         if lanes not in self._views:
             self._views[lanes] = [
-                [
-                    (both[:, :, :, position], *(part.flatten(0, 1)[:, : position + 1] for part in both))
-                    for both in self._cache[:, :, :lanes]
-                ]
+                [self._place(memory[:, :lanes], position) for memory in self._memory]
                 for position in range(NUM_CODEBOOKS)
             ]
         return self._views[lanes]
+
+    def _place(self, memory: Tensor, position: int) -> _Place:
+        """memory: of a layer's heads, (16, B, K, G + 2, D)."""
+        by_head = memory.flatten(1, 2).transpose(0, 1)[:, : position + 1]  # (B K, positions, G + 2, D)
+        room = self._room.first(memory.shape[1], memory[position])
+        return room, by_head[:, :, -2].transpose(1, 2), by_head[:, :, -1]

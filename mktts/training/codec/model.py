@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,8 +26,10 @@ class Codec(nn.Module):
     def __init__(self, sizes: CodecSizes = VOICE) -> None:
         super().__init__()
         self.sizes = sizes
-        self.analysis = Analysis(sizes.vector)
-        self.quantizer = SplitQuantizer(NUM_CODEBOOKS, sizes.codebook_size, sizes.vector)
+        self.analysis = Analysis(sizes.components)
+        self.quantizer = SplitQuantizer(
+            NUM_CODEBOOKS, sizes.codebook_size, sizes.components, sizes.noise_books, sizes.noise
+        )
         self.decoder = Decoder(decoder_config(sizes))
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -67,6 +70,21 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
             tensors[f"{prefix}vq.layers.{i}._codebook.cluster_usage"] = torch.ones(len(book))
             tensors[f"{prefix}vq.layers.{i}._codebook.embedding_sum"] = book
     return {name: tensor.detach().to("cpu", dtype).clone() for name, tensor in sorted(tensors.items())}
+
+
+def noise_books(tensors: Mapping[str, Tensor]) -> int:
+    """How many of the last codebooks carry noise: they fill other dimensions than the first one. Tensors by Hub name.
+
+    0 for a codec that was not trained here.
+    """
+    first = tensors["decoder.quantizer.rvq_first.vq.layers.0._codebook.embedding_sum"].float().abs().sum(0) > 0
+    count = 0
+    for i in reversed(range(NUM_CODEBOOKS - 1)):
+        entries = tensors[f"decoder.quantizer.rvq_rest.vq.layers.{i}._codebook.embedding_sum"].float()
+        if entries[:, first].any() or not entries.any():
+            break
+        count += 1
+    return count
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:

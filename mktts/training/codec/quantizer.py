@@ -1,6 +1,11 @@
 """Residual vector quantisation, 1 + 15 books: each book quantises what the books before it left over.
 
 As in the released codec, the first book has its own output projection, and the other fifteen share one.
+
+The last books may carry noise instead. A decoder is a function of its codes: while they stay what they are, so do its
+latents, and every breath and hiss becomes one pattern, repeated with each of its steps. Codes that are drawn at random
+give it something to make noise of. Their entries are fixed random vectors in dimensions of their own, and a model that
+predicts codes learns that nothing foretells them.
 """
 
 from __future__ import annotations
@@ -33,38 +38,99 @@ class SplitQuantizer(nn.Module):
     vectors with smaller differences between large and small components (`gain`).
     """
 
-    def __init__(self, books: int, size: int, width: int) -> None:
+    def __init__(self, books: int, size: int, components: int, noise_books: int = 0, noise: int = 0) -> None:
+        """noise_books: the last of all, whose entries fill `noise` dimensions behind the components."""
         super().__init__()
+        self.components, self.noise_books = components, noise_books
+        width = components + noise
         self.first = Chain(1, size, width, 2 * width)
         self.rest = Chain(books - 1, size, width, 2 * width)
-        self.register_buffer("gain", torch.ones(width))
+        self.register_buffer("gain", torch.ones(components))
 
     def forward(self, codes: Tensor) -> Tensor:
         """Codes (B, T, all books) -> (B, outer, T)."""
         return self.first(codes[..., :1]) + self.rest(codes[..., 1:])
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Components (..., width) -> codes (..., all books)."""
+        """Components (..., width) -> codes (..., all books); those of the noise books by `scattered`."""
         left, codes = rows.flatten(0, -2), []
-        for book in torch.cat((self.first.books, self.rest.books)) / self.gain:
+        for book in self._measured() / self.gain:
             codes.append(_nearest(left, book))
             left = left - book[codes[-1]]
-        return torch.stack(codes, -1).unflatten(0, rows.shape[:-1])
+        measured = torch.stack(codes, -1)
+        noise = scattered(measured, self.noise_books, self.first.books.shape[1])
+        return torch.cat((measured, noise), -1).unflatten(0, rows.shape[:-1])
+
+    def redrawn(self, codes: Tensor) -> Tensor:
+        """Codes (..., all books) with those of the noise books drawn anew by torch's generator of their device."""
+        return redrawn(codes, self.noise_books, self.first.books.shape[1])
 
     @torch.no_grad()
     def fit(self, rows: Tensor, generator: torch.Generator) -> list[float]:
-        """Sets all books by k-means on components (N, width) of mean zero; the share of variance left after each."""
+        """Sets all books, by k-means on components (N, width) of mean zero; the share of variance left after each.
+
+        Noise books take no share, and are not in the list.
+        """
         deviation = rows.std(0).clamp(min=1e-6)
         self.gain = (deviation * deviation.mean()).rsqrt()
         left, books, shares = rows - rows.mean(0), [], []
         whole = left.square().mean()
-        for _ in range(1 + len(self.rest.books)):
+        for _ in range(1 + len(self.rest.books) - self.noise_books):
             books.append(k_means(left, self.first.books.shape[1], generator))
             left = left - books[-1][_nearest(left, books[-1])]
             shares.append(float(left.square().mean() / whole))
-        vectors = torch.stack(books) * self.gain
-        self.first.books, self.rest.books = vectors[:1].clone(), vectors[1:].clone()
+        self.set_books(torch.stack(books) * self.gain, generator)
         return shares
+
+    @torch.no_grad()
+    def set_books(self, vectors: Tensor, generator: torch.Generator) -> None:
+        """Takes the measured books' entries (books, size, components); draws those of the noise books.
+
+        The sum of the noise books' entries has a standard deviation of 1 in each of its dimensions; that of the others
+        has about 1 on average.
+        """
+        books = torch.cat((self.first.books, self.rest.books))
+        count = len(books) - self.noise_books
+        books.zero_()
+        books[:count, :, : self.components] = vectors
+        if self.noise_books:
+            drawn = torch.randn(books[count:, :, self.components :].shape, generator=generator)
+            books[count:, :, self.components :] = drawn.to(books) / self.noise_books**0.5
+        self.first.books, self.rest.books = books[:1].clone(), books[1:].clone()
+
+    def _measured(self) -> Tensor:
+        """(books that are measured, size, components)."""
+        books = torch.cat((self.first.books, self.rest.books))
+        return books[: len(books) - self.noise_books, :, : self.components]
+
+
+def scattered(codes: Tensor, count: int, size: int) -> Tensor:
+    """`count` codes below `size` for each row of `codes` (..., books) int64: (..., count).
+
+    They look drawn at random and follow from the row alone, so that encoding repeats itself whatever comes in a batch:
+    the row's polynomial in an odd number and then the finalizer of MurmurHash3 (Appleby 2011), modulo 2^64.
+    """
+    mixed = torch.zeros_like(codes[..., 0])
+    for code in codes.unbind(-1):
+        mixed = mixed * 6364136223846793005 + code + 1442695040888963407  # Knuth's MMIX generator
+    found = []
+    for book in range(count):
+        x = mixed + book * 0x1E3779B97F4A7C15
+        for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):  # 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53 as signed
+            x = (x ^ (x >> 33 & 0x7FFFFFFF)) * factor
+        found.append((x ^ (x >> 33 & 0x7FFFFFFF)) % size)
+    return torch.stack(found, -1) if found else codes[..., :0]
+
+
+def redrawn(codes: Tensor, noise_books: int, size: int) -> Tensor:
+    """Codes (..., books) with the last `noise_books` drawn anew below `size`, by torch's generator of their device.
+
+    What learns from codes should see other noise each time: there is nothing in it to remember.
+    """
+    if not noise_books:
+        return codes
+    noise = torch.randint_like(codes[..., -noise_books:], size)
+    return torch.cat((codes[..., :-noise_books], noise), -1)
 
 
 def k_means(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mktts.checkpoint.random.codec_config import Json, codec_config
 from mktts.spec import NUM_CODEBOOKS, CodecConfig
@@ -13,7 +13,7 @@ class CodecSizes:
     """Widths and depths of the decoder. Strides, kernels and layer kinds are those of the released codec."""
 
     codebook_size: int = 256
-    vector: int = 64  # dimensions of one codebook entry, components of the analysis; the decoder takes twice as many
+    components: int = 64  # of the analysis, dimensions of one codebook entry
     latent: int = 96
     hidden: int = 128  # decoder transformer
     feed_forward: int = 256
@@ -23,6 +23,13 @@ class CodecSizes:
     window: int = 24  # frames; shorter than a training crop, so that no distance is first met at inference
     decoder: int = 192  # channels at 50 Hz, halved by each of the four up-sampling blocks
     filters: int = 2  # channels of an encoder that is neither trained nor written, but upstream builds one
+    noise_books: int = 0  # the last ones: their codes are drawn, not measured
+    noise: int = 0  # dimensions of an entry that only those books fill
+
+    @property
+    def vector(self) -> int:
+        """Dimensions of one codebook entry."""
+        return self.components + self.noise
 
     @property
     def encoded(self) -> int:
@@ -30,8 +37,9 @@ class CodecSizes:
         return 2 * self.vector
 
 
-VOICE = CodecSizes()
-TINY = CodecSizes(32, 8, 16, 16, 32, 2, 8, 1, 6, 32, 2)  # for tests
+VOICE = CodecSizes(noise_books=2, noise=64)
+WIDE = replace(VOICE, latent=128, hidden=192, feed_forward=384, heads=6, layers=3)  # 6 % slower by frame, on a CPU
+TINY = CodecSizes(32, 8, 16, 16, 32, 2, 8, 1, 6, 32, 2, noise_books=2, noise=8)  # for tests
 
 
 def config_json(sizes: CodecSizes) -> Json:

@@ -78,10 +78,14 @@ def padded(clip: np.ndarray) -> np.ndarray:
 class Crops:
     """Audio and codes of two folders in RAM; batches of crops that depend on the seed and the step only."""
 
-    def __init__(self, audio: Path, codes: Path, frames: int, seed: int) -> None:
+    def __init__(
+        self, audio: Path, codes: Path, frames: int, seed: int, onsets: float = 0.0, hours: float = np.inf
+    ) -> None:
         """codes: shards of `mktts.training.data.encode` named like those of `audio`; audio without codes is left out.
 
-        frames: length of a crop. Raises AudioError where all is shorter than one crop, or codes are of other audio.
+        frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch. hours:
+        of audio, whole shards until there are as many. Raises AudioError where all is shorter than one crop, or codes
+        are of other audio.
         """
         pcm, found = [], []
         for path in shard_paths(codes):
@@ -96,10 +100,15 @@ class Crops:
                     f"{path}: expected the codes of the shard of its name in {audio}, found {got}: encode it again"
                 )
             pcm += clips
-        self.pcm, self.codes = np.concatenate(pcm), np.concatenate(found)
-        self.frames, self.seed = frames, seed
+            if sum(map(len, pcm)) >= hours * 3600 * SAMPLE_RATE_HZ:
+                break
+        self.codes = np.concatenate(found)
+        self.frames, self.seed, self.onsets = frames, seed, onsets
+        begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm[:-1])])
+        self._begins = begins[begins + frames < len(self.codes)]
         if len(self.codes) <= frames:
             raise AudioError(f"{codes}: expected more than {frames} frames, as long as a crop, found {len(self.codes)}")
+        self.pcm = np.concatenate(pcm)
 
     @property
     def hours(self) -> float:
@@ -121,7 +130,9 @@ class Crops:
         """
         generator = np.random.default_rng((self.seed, step))
         starts = np.empty(size, np.int64)
-        for i in range(size):
+        first = round(self.onsets * size)
+        starts[:first] = generator.choice(self._begins, first)
+        for i in range(first, size):
             for _ in range(8):
                 starts[i] = generator.integers(len(self.codes) - self.frames)
                 if np.abs(from_pcm16(self._pcm(starts[i])[::16])).max() > _QUIET:

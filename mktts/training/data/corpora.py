@@ -1,8 +1,8 @@
-"""Sentences from freely licensed Debian packages, unpacked with `dpkg -x` into one folder.
+"""Sentences from freely licensed packages, unpacked into one folder (`mktts.training.data.packages`).
 
 wordnet-base: quoted examples and short glosses, in today's English. wamerican: single words. bible-kjv with
-bible-kjv-text: prose. Nothing of them is kept here; a sentence is taken only where each of its words is in wamerican,
-so that names of species, abbreviations and slips of the pen stay outside.
+bible-kjv-text: prose. Books of other packages: `mktts.training.data.books`. A sentence is taken only where each of its
+words is in wamerican, so that names of species, abbreviations and slips of the pen stay outside.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mktts.errors import CheckpointError
+from mktts.training.data import books
 from mktts.training.data.words import article
 
 MAX_WORDS = 24
@@ -35,11 +36,10 @@ _INNOCENT = set(
     "gross guinea hollywood impure jerry mean mickey nasty oath outrage peter popularize pretentious puss queen "
     "secular shaft shrimp slang snatch softness spade swear taco tie tom tool violate".split()
 )
-_ARCHAIC = re.compile(
-    r"\b(thee|thou|thy|thine|thyself|ye|hath|hast|doth|dost|unto|saith|shalt|wilt|art|begat|yea|lo|behold|\w+eth|"
-    r"\w\w+[^r]est)\b",
-    re.I,
-)
+_OLD = "thee|thou|thy|thine|thyself|ye|hath|hast|doth|dost|unto|saith|shalt|wilt|art|begat|yea|lo|behold"
+_ARCHAIC = re.compile(rf"\b({_OLD}|\w+eth|\w\w+[^r]est)\b", re.I)
+# figures, what comes after a quotation, old words
+_NOT_FROM_BOOKS = re.compile(rf"\d|^(said|cried|replied|see)\b|\b({_OLD})\b", re.I)
 _NOUN, _VERB = "noun", "verb"
 _SKIPPED_FILES = {"05", "20"}  # WordNet's lexicographer files of animals and plants: mostly Latin
 _DANGLING = re.compile(r"\b(for|to|of|with|from|at|by|on|in|into|upon|about|or|as|a|an|the)$")
@@ -102,6 +102,13 @@ class Corpora:
             for clause in re.findall(r"[^.;:?!]+[.;:?!]", line.partition(" ")[2]):
                 if len(clause.split()) >= _PROSE_WORDS and not _ARCHAIC.search(clause):
                     yield from self._cleaned(clause.rstrip(";:"))
+
+    def book(self, source: str) -> Iterator[str]:
+        """Sentences of one of `books.SOURCES`, without figures and old words."""
+        for text in books.SOURCES[source](self.folder):
+            for candidate in books.sentences(text):
+                if not _NOT_FROM_BOOKS.search(candidate):
+                    yield from self._cleaned(candidate)
 
     def _cleaned(self, text: str) -> Iterator[str]:
         text = " ".join(text.split()).strip(" ,;:-")

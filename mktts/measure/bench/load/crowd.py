@@ -153,7 +153,7 @@ class _Crowd:
         except Exception as error:
             self._failed(listener, error)
             return
-        listener.engine = getattr(stream, "engine", None) or "single"
+        listener.engine = getattr(stream, "engine", "single")
         self._open[visit.index] = stream
         task = None if visit.kind == "never reads" else self._start(self._listen(visit, listener, stream))
         if visit.leaves_s is not None:
@@ -179,6 +179,7 @@ class _Crowd:
             pass
         except Exception as error:
             self._failed(listener, error)
+        listener.engine = getattr(stream, "engine", "single")  # of a fed text only known since its beginning
         if visit.keeps and not self._closing:
             seen.kept.append((visit, stream.codes, stream.finish_reason))
         self._over(visit, listener)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.bench.load import frames, soak
+from mktts.measure.bench.load import frames, mixed, soak
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.book import figure
 from mktts.measure.bench.load.crowd import attend
@@ -184,6 +184,16 @@ def soaked(subject: Subject, numbers: Numbers) -> Iterator[Result]:
     yield Result([], {}, {"soak": report}, {"listeners": count}, ", ".join(wrong) or None)
 
 
+def both_engines(subject: Subject, numbers: Numbers) -> Iterator[Result]:
+    """What engine="auto" serves with both engines, and their memory: see mktts.measure.bench.load.mixed."""
+    subject.close()  # what it has loaded takes memory
+    count = numbers.listeners[0] if numbers.listeners else None
+    figures, report = mixed.run(subject.settings, subject.checkpoint, subject.said, count)
+    missing = [name for name in mixed.FIGURES if name not in figures]
+    failed = f"no {', '.join(missing)}: nobody came to that engine, or somebody got no PCM" if missing else None
+    yield Result([], figures, {"mixed": report}, {} if count is None else {"listeners": count}, failed)
+
+
 SECTIONS: dict[str, Section] = {
     "listeners": listeners,
     "burst": burst,
@@ -191,6 +201,7 @@ SECTIONS: dict[str, Section] = {
     "frames": frame_times,
     "say_many": say_many,
     "soak": soaked,
+    "mixed": both_engines,
 }
 
 

@@ -100,8 +100,8 @@ class Loaded:
     deterministic: bool
 
 
-def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
-    """Loads and warms up what is measured.
+def load(settings: LoadSettings, checkpoint: Checkpoint, keys_values_bytes: int | None = None) -> Loaded:
+    """Loads and warms up what is measured. keys_values_bytes: of the batch engine; None leaves its default.
 
     The engine's own defaults are asked for by leaving them out, and then read off it. Raises what Synthesizer.load
     raises.
@@ -116,7 +116,7 @@ def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
     given["deterministic"] = settings.deterministic
     if settings.engine is not None:
         given["engine"] = settings.engine
-    asked = {"codec": settings.codec, "max_streams": settings.max_streams}
+    asked = {"codec": settings.codec, "max_streams": settings.max_streams, "memory_bytes": keys_values_bytes}
     given["batch"] = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
     synthesizer = Synthesizer.load(checkpoint, **given)
     synthesizer.warm_up()

@@ -138,10 +138,10 @@ class _Watch:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             device = (total - free) / _MIB
-        return {"device_mib": round(device, 1), "host_mib": round(_resident_mib(), 1)}
+        return {"device_mib": round(device, 1), "host_mib": round(resident_mib(), 1)}
 
 
-def _resident_mib() -> float:
+def resident_mib() -> float:
     """Resident memory of this process now; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB

@@ -1,0 +1,60 @@
+"""PCM: float32 mono in [-1, 1] inside the package, 16 bits outside; how loud it is, and where it begins to be heard."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mktts.errors import AudioError
+from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, SAMPLE_RATE_HZ
+
+_FULL_SCALE = 2**15 - 1
+
+
+def to_pcm16(pcm: np.ndarray) -> bytes:
+    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped.
+
+    Raises AudioError unless `pcm` is one-dimensional, float32 and finite.
+    """
+    return np.rint(np.clip(_checked(pcm), -1, 1) * _FULL_SCALE).astype("<i2").tobytes()
+
+
+def from_pcm16(samples: bytes | np.ndarray) -> np.ndarray:
+    """float32 in [-1, 1), of the same shape, of signed 16-bit samples: int16, or little-endian bytes."""
+    if isinstance(samples, bytes):
+        samples = np.frombuffer(samples, "<i2")
+    return samples.astype(np.float32) / np.float32(2**15)
+
+
+def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> int | None:
+    """Where the first audible window of `pcm` (S,) begins; None where there is none.
+
+    A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
+    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none.
+    """
+    window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
+    windows = pcm[: len(pcm) // window * window].reshape(-1, window)
+    (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))
+    return int(audible[0]) * window if len(audible) else None
+
+
+def peak_dbfs(pcm: np.ndarray) -> float:
+    """Level of the loudest sample in dB of full scale; -inf for silence or no samples."""
+    return _dbfs(np.abs(pcm).max(initial=0.0))
+
+
+def level_dbfs(pcm: np.ndarray) -> float:
+    """Root-mean-square level in dB of full scale; -inf for silence or no samples."""
+    return _dbfs(np.sqrt(np.mean(np.square(pcm, dtype=np.float64)))) if pcm.size else -np.inf
+
+
+def _dbfs(amplitude: float) -> float:
+    return float(20 * np.log10(amplitude)) if amplitude > 0 else -np.inf
+
+
+def _checked(pcm: np.ndarray) -> np.ndarray:
+    if not isinstance(pcm, np.ndarray) or pcm.ndim != 1 or pcm.dtype != np.float32:
+        shape = f"{pcm.dtype} {pcm.shape}" if isinstance(pcm, np.ndarray) else type(pcm).__name__
+        raise AudioError(f"PCM must be a float32 array (samples,), got {shape}")
+    if not np.isfinite(pcm).all():
+        raise AudioError(f"PCM must be finite, found NaN or infinity at sample {int(np.argmin(np.isfinite(pcm)))}")
+    return pcm

@@ -1,0 +1,1 @@
+"""Voices that callers upload: a recording and a statement of consent, kept as a voice for a while."""

@@ -1,0 +1,65 @@
+"""What requests may call the voices: the checkpoint's speakers, saved voices, and names that stand for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import cycle
+
+from mktts.errors import ServerError
+
+DEFAULT = "default"  # whoever speaks where nobody is named
+
+# OpenAI's voices. Clients and user interfaces that were made for them send no other name.
+OPENAI_VOICES = {
+    "alloy": "female",
+    "ash": "male",
+    "ballad": "male",
+    "cedar": "male",
+    "coral": "female",
+    "echo": "male",
+    "fable": "male",
+    "marin": "female",
+    "nova": "female",
+    "onyx": "male",
+    "sage": "female",
+    "shimmer": "female",
+    "verse": "male",
+}
+# As the model card of Qwen3-TTS-12Hz-CustomVoice describes its speakers; the last three are the small voice's.
+_SPEAKERS = {
+    "vivian": "female",
+    "serena": "female",
+    "ono_anna": "female",
+    "sohee": "female",
+    "uncle_fu": "male",
+    "dylan": "male",
+    "eric": "male",
+    "ryan": "male",
+    "aiden": "male",
+    "slt": "female",
+    "rms": "male",
+    "awb": "male",
+}
+
+
+def voice_aliases(
+    names: Iterable[str], dialects: Iterable[str] = (), given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Which of `names` each alias stands for: all of OpenAI's names, and those of `given` over them.
+
+    OpenAI's are dealt out to speakers of the same sex, or to all where that is not known; not to `dialects`, who speak
+    a dialect, unless there is nobody else. Where there are no names, every alias stands for DEFAULT.
+    Raises ServerError for an alias of a voice that there is not, or with the name of one.
+    """
+    names = [name.lower() for name in names]
+    plain = [name for name in names if name not in set(dialects)] or names or [DEFAULT]
+    turns = {sex: cycle([name for name in plain if _SPEAKERS.get(name) == sex] or plain) for sex in ("female", "male")}
+    aliases = {alias: next(turns[sex]) for alias, sex in OPENAI_VOICES.items() if alias not in names}
+    for alias, name in (given or {}).items():
+        if name.lower() not in (*names, DEFAULT):
+            known = ", ".join([*names, DEFAULT])
+            raise ServerError(f"--voice-alias {alias}={name}: expected one of {known}, got {name!r}")
+        if alias.lower() in names:
+            raise ServerError(f"--voice-alias {alias}={name}: there is a voice {alias!r}; take another name")
+        aliases[alias.lower()] = name.lower()
+    return aliases

@@ -1,0 +1,106 @@
+"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks.
+
+The rules run from the particular to the general, each on what those before it left: an address is no number, a date
+no fraction, a price no measure.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mktts.speech.front.addresses import spell_addresses
+from mktts.speech.front.dates import spell_dates, spell_times
+from mktts.speech.front.letters import all_capitals, is_known, spell_dotted, spell_letters, split_mixed
+from mktts.speech.front.measures import spell_measures
+from mktts.speech.front.money import spell_money
+from mktts.speech.front.names import ABBREVIATIONS, BINDERS, ROMANS, spell_labels, spell_names
+from mktts.speech.front.numbers import NUMBER, bare, ordinal
+from mktts.speech.front.signs import plain_characters, plain_marks
+
+_PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
+_SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
+_MONTHS = frozenset(
+    "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat sun may march".split()
+)
+_BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
+_ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
+_HASH = re.compile(r"#\s?(?=\d)")
+_MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
+_SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
+_NUMBER = re.compile(NUMBER)
+_SIGNS = (
+    (re.compile(r"\b([A-Z])([A-Z]?)&([A-Z])\b"), r"\1 \2 and \3"),  # AT&T
+    (re.compile(r"\s*&\s*"), " and "),
+    (re.compile(r"\b([CF])#"), r"\1 sharp"),
+    (re.compile(r"\bw/o\s?", re.IGNORECASE), "without "),
+    (re.compile(r"\bw/\s?", re.IGNORECASE), "with "),
+    (re.compile(r"(?<=[A-Za-z0-9])\s?=\s?"), " equals "),
+    (re.compile(r"(?<=\d)\s?\+\s?(?=\d)"), " plus "),
+    (re.compile(r"(?<=[A-Za-z])\+\+"), " plus plus"),
+    (re.compile(r"(?<=\w)\+"), " plus"),
+    (re.compile(r"\+(?=\d)"), "plus "),
+    (re.compile(r"(?<=\d)\s?:\s?(?=\d)"), " to "),
+    (re.compile(r"~\s?(?=\d)"), "about "),
+    (re.compile(r"(?<=\w)\s?<\s?(?=\d)|<\s?(?=\d)"), " less than "),
+    (re.compile(r"(?<=\w)\s?>\s?(?=\d)|(?<!\S)>\s?(?=\d)"), " more than "),
+    (re.compile(r"(?<=\w)\^2\b"), " squared"),
+    (re.compile(r"(?<=\w)\^3\b"), " cubed"),
+    (re.compile(r"#(?=[A-Za-z])"), "hashtag "),
+    (re.compile(r"(?<!\S)@(?=\w)"), "at "),
+    (re.compile(r"(?<=\w)@(?=\w)|\s@\s"), " at "),
+    (re.compile(r"(?<=[A-Za-z0-9])/(?=[A-Za-z0-9])"), " "),
+    (re.compile(r"%"), " percent"),
+    (re.compile(r"\bo'clock", re.IGNORECASE), "o'clock"),
+)
+
+
+def is_plain(token: str) -> bool:
+    """Whether a word is read as it is written, and says nothing about how its neighbours are read."""
+    found = _PLAIN.fullmatch(token)
+    if not found:
+        return False
+    core = found["core"].lower()
+    if len(core) < 2:
+        return core in ("a", "i")
+    return core not in _BOUND and not is_known(core)
+
+
+def ends_sentence(token: str) -> bool:
+    """Whether a word and its full stop surely end a sentence: no abbreviation does."""
+    found = _SENTENCE_END.fullmatch(token)
+    return bool(found) and found["core"].lower() not in _BOUND
+
+
+def reading(text: str) -> str:
+    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters; perhaps ""."""
+    if not all(map(is_plain, text.split())):
+        text = _rewritten(plain_characters(text))
+    return _one_case(plain_marks(text))
+
+
+def _rewritten(text: str) -> str:
+    shouted = all_capitals(text)
+    text = spell_addresses(text)
+    text = spell_dates(text)
+    text = spell_times(text)
+    text = spell_money(text)
+    text = spell_names(text)
+    text = spell_measures(text)
+    text = spell_dotted(text)
+    text = _HASH.sub("number ", text)
+    text = _ORDINAL.sub(lambda m: ordinal(int(m[1].replace(",", ""))), text)
+    text = spell_labels(text)
+    text = _SPAN.sub(r"\1 to \2", text)
+    text = _MINUS.sub("minus ", text)
+    for pattern, words in _SIGNS:
+        text = pattern.sub(words, text)
+    text = split_mixed(text)
+    text = _NUMBER.sub(lambda m: f" {bare(m[0])} ", text)
+    return spell_letters(text, shouted)
+
+
+def _one_case(text: str) -> str:
+    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
+    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
+    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)

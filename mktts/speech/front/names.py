@@ -1,0 +1,200 @@
+"""Titles, abbreviations, Roman numerals, and the numbers of rooms and flights."""
+
+from __future__ import annotations
+
+import re
+
+from mktts.speech.front.numbers import cardinal, in_pairs, ordinal
+
+_TITLES = {  # before a name
+    "prof": "professor",
+    "sgt": "sergeant",
+    "gen": "general",
+    "lt": "lieutenant",
+    "col": "colonel",
+    "capt": "captain",
+    "cpl": "corporal",
+    "maj": "major",
+    "adm": "admiral",
+    "rev": "reverend",
+    "hon": "honorable",
+    "sen": "senator",
+    "rep": "representative",
+    "gov": "governor",
+    "pres": "president",
+    "fr": "father",
+    "mt": "mount",
+    "ft": "fort",
+}
+_WORDS = ("rep", "hon")  # in lower case no titles
+_ALWAYS = {  # with a full stop or without
+    "mr": "mister",
+    "mrs": "missus",
+    "ms": "miz",
+    "jr": "junior",
+    "vs": "versus",
+    "etc": "et cetera",
+    "ave": "avenue",
+    "blvd": "boulevard",
+}
+_STOPPED = {  # with their full stop
+    "rd": "road",
+    "ln": "lane",
+    "hwy": "highway",
+    "sr": "senior",
+    "inc": "incorporated",
+    "ltd": "limited",
+    "co": "company",
+    "corp": "corporation",
+    "bros": "brothers",
+    "dept": "department",
+    "approx": "approximately",
+    "avg": "average",
+    "tel": "telephone",
+    "univ": "university",
+    "govt": "government",
+    "misc": "miscellaneous",
+    "incl": "including",
+    "v": "versus",
+    "cf": "compare",
+}
+_BEFORE_NUMBER = {
+    "no": "number",
+    "nos": "numbers",
+    "p": "page",
+    "pp": "pages",
+    "ch": "chapter",
+    "vol": "volume",
+    "fig": "figure",
+    "sec": "section",
+    "rt": "route",
+    "est": "established",
+    "apt": "apartment",
+    "ext": "extension",
+    "max": "maximum",
+    "min": "minimum",
+}
+_ENDS_TOO = frozenset({"ave", "blvd", "rd", "etc", "st"})  # what may well be a sentence's last word
+ABBREVIATIONS = frozenset({*_TITLES, *_ALWAYS, *_STOPPED, *_BEFORE_NUMBER, "dr", "st", "e.g", "i.e", "al"})
+_BARE = "|".join(sorted(_ALWAYS, key=len, reverse=True))
+_SAINTS = (
+    "james john paul peter mary louis patrick george andrew francis joseph thomas michael nicholas petersburg helena "
+    "lucia moritz bernard ives albans martin kitts augustine anthony clair elmo stephen matthew luke agnes anne "
+    "barts lawrence vincent croix pancras germain"
+).split()
+_SMALL = r"(?:in|on|at|of|and|or|to|is|was|for|by|with|near|from|are|were|has|had|but)\b"
+_ALWAYS_AT = re.compile(rf"(?<![\w'-])({_BARE})\b(?!')\.?", re.IGNORECASE)
+_TITLE_AT = re.compile(rf"(?<![\w'-])(?<!\d )({'|'.join(_TITLES)})\.(?=\s+[A-Za-z])", re.IGNORECASE)
+_STOPPED_AT = re.compile(rf"(?<![\w'.-])({'|'.join(sorted(_STOPPED, key=len, reverse=True))})\.", re.IGNORECASE)
+_NUMBER_AT = re.compile(rf"(?<![\w'-])({'|'.join(_BEFORE_NUMBER)})\.\s*(?=\d)", re.IGNORECASE)
+_DR = re.compile(r"(?<![\w'-])dr\b\.?", re.IGNORECASE)
+_ST = re.compile(r"(?<![\w'-])st(?:\.|\b(?=\s+[A-Z]))", re.IGNORECASE)
+_LATIN = ((re.compile(r"\be\.\s?g\.,?", re.I), "for example,"), (re.compile(r"\bi\.\s?e\.,?", re.I), "that is,"))
+_AND_OTHERS = re.compile(r"\bet al\.", re.IGNORECASE)
+_NUMBER_OF = re.compile(r"\bno\.(?=\s+of\b)", re.IGNORECASE)
+
+_ROMAN = r"(?=[ivxl])(?:x{0,3}|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
+ROMANS = frozenset("ii iii iv vi vii viii ix xi xii xiii xiv xv xvi xvii xviii xix xx xxi xxii xxiii".split())
+_ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-]|\.\s*[A-Za-z])", re.IGNORECASE)
+_REGNAL = frozenset(
+    "henry louis george edward richard charles james elizabeth mary william philip john paul pius benedict gregory leo "
+    "francis napoleon nicholas alexander catherine peter frederick ferdinand ramses wilhelm harald innocent urban "
+    "clement boniface otto ivan haakon margaret albert leopold victor umberto pedro alfonso carlos joseph franz "
+    "darius xerxes ptolemy cleopatra christian gustav carl".split()
+)
+BINDERS = frozenset(  # before a numeral of one letter
+    "war chapter part act volume book section phase type stage title article grade class scene bowl level".split()
+)
+_LABELS = (
+    "room|flight|route|highway|interstate|bus|train|gate|suite|apartment|apt|unit|boeing|airbus|channel|studio|track|"
+    "locker|platform|terminal|area code|building"
+)
+_LABEL_AT = re.compile(rf"\b({_LABELS})(\.?\s+#?)(\d{{3,}})(?![\d,.]*\d|[/%])", re.IGNORECASE)
+_MODEL_AT = re.compile(r"\b([A-Z]{1,3})-?(\d{3})\b(?![,.]\d)")
+_INTERSTATE = re.compile(r"\bI-(\d{1,3})\b", re.IGNORECASE)
+
+
+def spell_names(text: str) -> str:
+    """`text` with titles, abbreviations, Roman numerals and numbered things in words. Before numbers are read."""
+    if "." in text:
+        for pattern, words in _LATIN:
+            text = pattern.sub(words, text)
+        text = _NUMBER_OF.sub("number", _AND_OTHERS.sub("and others", text))
+        text = _NUMBER_AT.sub(lambda m: _BEFORE_NUMBER[m[1].lower()] + " ", text)
+        text = _TITLE_AT.sub(lambda m: m[0] if m[1] in _WORDS else _TITLES[m[1].lower()], text)
+    text = _ST.sub(_street_or_saint, _DR.sub(_drive_or_doctor, text))
+    text = _ALWAYS_AT.sub(lambda m: _ALWAYS[m[1].lower()] + _kept_stop(m), text)
+    if "." in text:
+        text = _STOPPED_AT.sub(lambda m: m[0] if m[1] == "V" else _STOPPED[m[1].lower()] + _kept_stop(m), text)
+    return _ROMAN_AT.sub(_roman, text)
+
+
+def spell_labels(text: str) -> str:
+    """ "Flight 305", "A320", "I-95"."""
+    text = _INTERSTATE.sub(lambda m: f"I {in_pairs(m[1])}", text)
+    text = _LABEL_AT.sub(lambda m: m[1] + " " + in_pairs(m[3]), text)
+    return _MODEL_AT.sub(lambda m: f"{m[1]} {in_pairs(m[2])}", text)
+
+
+def _kept_stop(match: re.Match[str]) -> str:
+    """The full stop of an abbreviation that ends a sentence: a capital follows that is no small word's."""
+    if not match[0].endswith("."):
+        return ""
+    after = match.string[match.end() :]
+    goes_on = not re.match(r"\s+[A-Z][a-z]", after) or re.match(rf"\s+{_SMALL}", after, re.IGNORECASE)
+    return "" if match[0].rstrip(".").lower() not in _ENDS_TOO or goes_on else "."
+
+
+def _neighbours(match: re.Match[str]) -> tuple[str, str]:
+    before = re.search(r"([\w'-]+)\s+$", match.string[: match.start()])
+    after = re.match(r"\s+([\w'-]+)", match.string[match.end() :])
+    return before[1] if before else "", after[1] if after else ""
+
+
+def _street_or_saint(match: re.Match[str]) -> str:
+    before, after = _neighbours(match)
+    named = before[:1].isupper() or bool(re.search(r"\d(?:st|nd|rd|th)$", before))
+    if after.lower().removesuffix("'s") in _SAINTS or (after[:1].isupper() and not named):
+        return "saint"
+    return "street" + _kept_stop(match) if before else match[0]
+
+
+def _drive_or_doctor(match: re.Match[str]) -> str:
+    before, after = _neighbours(match)
+    place = before[:1].isupper() and before.lower() not in _ALWAYS and not after[:1].isupper()
+    return "doctor" if after and not place else "drive" if before else "doctor"
+
+
+def _roman(match: re.Match[str]) -> str:
+    name, written = match[1], match[2]
+    if not written or not (_is_one(match) if written in "Ii" else _is_roman(name, written)):
+        return match[0]
+    value = _value(written.lower())
+    return f"{name} {'the ' + ordinal(value) if name.lower() in _REGNAL else cardinal(value)}"
+
+
+def _is_roman(name: str, written: str) -> bool:
+    """Whether `written`, which could be a numeral, is one after `name`: always after a king or a chapter."""
+    head = name.lower() in _REGNAL or name.lower() in BINDERS
+    if len(written) == 1:
+        return head and written in "VX" and name != "Malcolm"
+    if head:
+        return True
+    if written.lower() == "xxx" or re.fullmatch(_SMALL + "|an?|this|that|my|your|his|her", name, re.IGNORECASE):
+        return False
+    if written.isupper() and not name.isupper():
+        return name[0].isupper() or len(written) > 2
+    return len(written) > 2 and "l" not in written.lower()
+
+
+def _is_one(match: re.Match[str]) -> bool:
+    """Whether "I" is a numeral: "World War I", "Part I of the book"; but "the book I read"."""
+    if match[1].lower() == "war":
+        return bool(re.search(r"\bworld\s+$", match.string[: match.start()], re.IGNORECASE))
+    after = match.string[match.end() :]
+    return match[1].lower() in BINDERS and match[1][0].isupper() and bool(re.match(r"\s*(?:$|[.,;:)]|of\b)", after))
+
+
+def _value(roman: str) -> int:
+    values = [{"i": 1, "v": 5, "x": 10, "l": 50}[letter] for letter in roman]
+    return sum(-v if any(w > v for w in values[i + 1 :]) else v for i, v in enumerate(values))

@@ -1,0 +1,130 @@
+"""Begins a codec with what a trained one has learnt: from a checkpoint, with noise books, and with other widths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mktts.checkpoint import Checkpoint
+from mktts.errors import CheckpointError
+from mktts.spec import FRAME_RATE_HZ, CodecConfig
+from mktts.training.codec.analysis import features
+from mktts.training.codec.model import Codec, hub_tensors
+from mktts.training.codec.sizes import CodecSizes, decoder_config
+
+_DIRECTIONS = 128  # of the features that the analysis is sought among: twice its components, and well determined
+
+
+def spoken(checkpoint: Checkpoint, lines: Iterable[tuple[str, str]], seconds: float) -> tuple[Tensor, Tensor]:
+    """Features (N, 648) and codes (N, 16) of `seconds` of a checkpoint's own speech; lines: (text, speaker)."""
+    from mktts.synth import Synthesizer
+
+    rows, codes, spoken_s = [], [], 0.0
+    with Synthesizer.load(checkpoint, backend="torch", device="cpu") as synthesizer:
+        for seed, (text, speaker) in enumerate(lines):
+            stream = synthesizer.stream(text, speaker=speaker, seed=seed)
+            pcm = torch.from_numpy(stream.read())
+            rows.append(features(pcm[None])[0])
+            codes.append(stream.codes.long())
+            spoken_s += len(codes[-1]) / FRAME_RATE_HZ
+            if spoken_s >= seconds:
+                break
+    return torch.cat(rows), torch.cat(codes)
+
+
+@torch.no_grad()
+def recovered(checkpoint: Checkpoint, sizes: CodecSizes, rows: Tensor, codes: Tensor) -> Codec:
+    """The codec of a checkpoint that was trained here, with the analysis that its files leave out.
+
+    rows (N, 648), codes (N, 16): what it says, and the codes it said it from. What the codes stand for is known, so the
+    analysis is the linear map that finds it in the features, by least squares among their principal components.
+    sizes: of the checkpoint's codec, without noise. Raises CheckpointError where they are not.
+    """
+    codec = Codec(sizes)
+    tensors = {name: t.float() for name, t in checkpoint.codec_files.map().items() if name.startswith("decoder.")}
+    expected = {name: t.shape for name, t in hub_tensors(codec).items()}
+    if {name: t.shape for name, t in tensors.items()} != expected:
+        raise CheckpointError(f"{checkpoint.folder}: expected the codec of {sizes}, found other tensors")
+    own = "decoder.quantizer."
+    codec.decoder.load_state_dict({n.removeprefix("decoder."): t for n, t in tensors.items() if not n.startswith(own)})
+    for chain, name in ((codec.quantizer.first, "rvq_first"), (codec.quantizer.rest, "rvq_rest")):
+        chain.output_proj.weight.copy_(tensors[f"{own}{name}.output_proj.weight"])
+        for i in range(len(chain.books)):
+            book = f"{own}{name}.vq.layers.{i}._codebook."
+            chain.books[i] = tensors[book + "embedding_sum"] / tensors[book + "cluster_usage"].clamp(min=1e-5)[:, None]
+    books = torch.cat((codec.quantizer.first.books, codec.quantizer.rest.books))
+    vectors = sum(F.embedding(codes[:, i], book) for i, book in enumerate(books))
+    basis, mean = _map(rows, vectors)
+    # `SplitQuantizer.fit`: entries have a deviation of sqrt(d / m) for one of d among the components, whose mean is m,
+    # so components are entries times m times their own deviation; m is what makes the basis' columns as long as 1
+    gain = 1 / vectors.std(0).clamp(min=1e-6)
+    scale = 1 / (basis / gain).norm(dim=0).mean()
+    codec.quantizer.gain = gain / scale
+    codec.analysis.basis = basis / codec.quantizer.gain
+    codec.analysis.mean = mean
+    return codec
+
+
+def _map(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Basis (648, width) and mean (648,) with (rows - mean) @ basis near `vectors` (N, width)."""
+    middle = rows.mean(0)
+    centred = (rows - middle).double()
+    _, directions = torch.linalg.eigh(centred.T @ centred)
+    directions = directions[:, -min(_DIRECTIONS, len(rows) // 4) :]
+    goal = vectors.double()
+    found = torch.linalg.lstsq(centred @ directions, goal - goal.mean(0)).solution
+    basis = directions @ found
+    return basis.float(), (middle - goal.mean(0) @ torch.linalg.pinv(basis)).float()
+
+
+def sizes_of(config: CodecConfig) -> CodecSizes:
+    """The sizes, without noise, of a codec that was trained here. Raises CheckpointError for another one."""
+    decoder = CodecSizes(
+        codebook_size=config.codebook_size,
+        components=config.codebook_dim // 2,
+        latent=config.latent_dim,
+        hidden=config.hidden_size,
+        feed_forward=config.intermediate_size,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        layers=config.num_hidden_layers,
+        window=config.sliding_window,
+        decoder=config.decoder_dim,
+    )
+    found = decoder_config(decoder)
+    other = [field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)]
+    if other:
+        raise CheckpointError(f"expected a codec that was trained here, found another {', '.join(other)}")
+    return decoder
+
+
+@torch.no_grad()
+def grown(old: Codec, sizes: CodecSizes, seed: int = 0) -> Codec:
+    """A codec of `sizes` with the analysis, the measured books and the weights of `old`.
+
+    A tensor that is larger now holds the old one in its first rows and columns. The rest is as at the start of a
+    training: noise must be heard at once, for where it is silent nothing pulls at it, but faintly, or words suffer.
+    Raises CheckpointError where `sizes` has less of anything but measured books, or another analysis.
+    """
+    torch.manual_seed(seed)
+    new = Codec(sizes)
+    if sizes.components != old.sizes.components or sizes.codebook_size != old.sizes.codebook_size:
+        raise CheckpointError(f"expected a codec of the components and codebook size of {sizes}, found {old.sizes}")
+    new.analysis.load_state_dict(old.analysis.state_dict())
+    new.quantizer.gain.copy_(old.quantizer.gain)
+    books = torch.cat((old.quantizer.first.books, old.quantizer.rest.books))[..., : sizes.components]
+    new.quantizer.set_books(books[: len(books) - sizes.noise_books], torch.Generator().manual_seed(seed))
+    targets = dict(new.named_parameters())
+    for name, part in old.named_parameters():
+        target = targets.get(name)
+        if target is None or any(a > b for a, b in zip(part.shape, target.shape, strict=True)):
+            found = None if target is None else tuple(target.shape)
+            raise CheckpointError(f"{name}: expected room for {tuple(part.shape)} in the new sizes, found {found}")
+        if name.startswith("quantizer."):
+            target[: len(part), part.shape[1] :] = 0  # noise comes in through channels of its own
+        target[tuple(slice(n) for n in part.shape)] = part
+    return new

@@ -1,0 +1,77 @@
+"""A conversation with the real agent through its page, in Chromium with recorded user speech as its microphone.
+
+    PYTHONPATH=tests python tests/agent/agent_picture.py outputs/reference/agent_page.png
+
+takes a picture of the page after it, with the package's default voice. Without a Chromium on the machine it says so and
+leaves the file as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import wave
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+from chromium import Tab, binary, chromium
+from loguru import logger
+from running import running_agent
+
+from mktts.agent import user_speech
+from mktts.agent.settings import AgentSettings
+
+# seconds of silence, then what the user says; "stop please" comes while the story is told
+SPOKEN = ((4.5, "what time is it"), (6.0, "tell me a story"), (4.5, "stop please"))
+SILENCE_AFTER_S = 20.0
+CHROMIUM_RATE_HZ = 48_000  # what Chromium's fake microphone takes
+
+
+def write_microphone(path: Path) -> Path:
+    """The user's side, with a little noise instead of digital silence, as a microphone has it."""
+    noise = np.random.default_rng(0)
+    pieces = []
+    for gap_s, text in (*SPOKEN, (SILENCE_AFTER_S, None)):
+        pieces.append(noise.integers(-8, 9, round(gap_s * user_speech.USER_RATE_HZ)).astype("<i2"))
+        if text:
+            pieces.append(user_speech.load(text))
+    samples = np.concatenate(pieces)
+    times = np.arange(len(samples) * CHROMIUM_RATE_HZ // user_speech.USER_RATE_HZ)
+    faster = np.interp(times * user_speech.USER_RATE_HZ / CHROMIUM_RATE_HZ, np.arange(len(samples)), samples)
+    with wave.open(str(path), "wb") as out:
+        out.setparams((1, 2, CHROMIUM_RATE_HZ, 0, "NONE", ""))
+        out.writeframes(np.rint(faster).astype("<i2").tobytes())
+    return path
+
+
+@contextlib.asynccontextmanager
+async def visit(folder: Path, url: str) -> AsyncIterator[Tab]:
+    """The page at `url` once the story has been interrupted and the bot has said its last; files go to `folder`."""
+    microphone = write_microphone(folder / "user.wav")
+    with chromium(folder, microphone, repeat=False) as browser:
+        async with browser.tab(url) as page:
+            await page.click("#start")
+            # The user speaks by the clock, whatever the bot does; only the order of things is waited for.
+            await page.until(
+                f"document.querySelector('#captions').textContent.includes('You{SPOKEN[-1][1]}')", wait_s=60
+            )
+            await page.until("document.querySelector('#captions li:last-child.bot:not(.cut):not(.open)')")
+            await page.until("document.querySelector('#bot').value === 0")
+            yield page
+
+
+async def _picture(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
+        async with visit(Path(folder), url) as page:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            await page.picture(path)
+
+
+if __name__ == "__main__":
+    logger.remove()
+    if binary() is None:
+        sys.exit(print(f"no Chromium on this machine: {sys.argv[1]} is left as it is"))
+    asyncio.run(_picture(Path(sys.argv[1])))

@@ -1,0 +1,150 @@
+"""What is encoded while it is made: decoded by FFmpeg, early, as long as what went in, at the same pitch."""
+
+from __future__ import annotations
+
+import wave
+from io import BytesIO
+
+import numpy as np
+import pytest
+from absent import needs, python_without
+from sounds import decoded, loudest_hz, tone
+
+from mktts.audio import read_audio, to_pcm16, write_audio
+from mktts.audio.encoding import STREAM_FORMATS, encoder_of
+from mktts.errors import AudioError
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+pytestmark = needs("av")
+SECONDS = 2.0
+CODED = ("mp3", "opus", "aac", "flac")
+PADDING_S = {"mp3": 0.1, "opus": 0.001, "aac": 0.1, "flac": 0.0}  # encoders fill their last block
+
+
+def pieces(kind: str, pcm: np.ndarray, samples: int = SAMPLES_PER_FRAME, **how) -> list[bytes]:
+    """What comes out after each `samples` of `pcm`, and at the end."""
+    encoder = encoder_of(kind, **how)
+    fed = [encoder.feed(pcm[start : start + samples]) for start in range(0, len(pcm), samples)]
+    return [*fed, encoder.finish()]
+
+
+@pytest.mark.parametrize("samples", [SAMPLES_PER_FRAME, 777, 48_000], ids=str)
+@pytest.mark.parametrize("kind", CODED)
+def test_what_is_heard_is_what_went_in(kind, samples):
+    pcm = tone(SECONDS)
+    _, heard, rate_hz = decoded(b"".join(pieces(kind, pcm, samples)))
+    assert SECONDS - 1e-3 <= len(heard) / rate_hz <= SECONDS + PADDING_S[kind] + 1e-3
+    middle = heard[rate_hz // 2 : rate_hz // 2 * 3]
+    assert loudest_hz(middle, rate_hz) == pytest.approx(440, abs=2)
+    assert np.sqrt(np.mean(middle**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.06)  # LAME takes 5 % off
+
+
+def test_flac_is_the_same_samples():
+    pcm = tone(SECONDS) + np.float32(0.1) * np.random.default_rng(0).normal(size=48_000).astype(np.float32)
+    _, heard, _ = decoded(b"".join(pieces("flac", pcm)))
+    assert np.rint(heard * 2**15).astype("<i2").tobytes() == to_pcm16(pcm)
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("mp3", 1), ("opus", 1), ("aac", 2), ("flac", 2), ("wav", 1), ("pcm", 1)])
+def test_the_first_sound_comes_out_after_so_many_frames_and_then_it_keeps_up(kind, frames):
+    """Cut off anywhere, what came so far is heard: at most two frames of it still wait."""
+    out = pieces(kind, tone(SECONDS))[:-1]
+    assert all(out[frames - 1 :]) or kind == "flac"  # whose blocks are longer than a frame
+    for made in (frames, frames + 3):
+        head = b"".join(out[:made])
+        if kind != "pcm":
+            _, heard, rate_hz = decoded(head)
+            assert len(heard) / rate_hz >= (made - 2) * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ and len(heard)
+
+
+def test_a_stream_of_mp3_promises_no_length():
+    head = b"".join(pieces("mp3", tone(SECONDS)))[:200]
+    assert head[0] == 0xFF and b"ID3" not in head and b"Xing" not in head and b"Info" not in head
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.4, 0.8, 1.25, 2.0, 3.0, 4.0])
+def test_speed_keeps_the_pitch_and_changes_the_length_to_a_sample(speed):
+    pcm = tone(SECONDS, 220.0)
+    changed = np.frombuffer(b"".join(pieces("pcm", pcm, speed=speed)), "<i2") / 2**15
+    assert len(changed) == round(len(pcm) / speed)
+    middle = changed[len(changed) // 5 : -len(changed) // 5]
+    assert loudest_hz(middle, SAMPLE_RATE_HZ) == pytest.approx(220, abs=4)
+    assert np.sqrt(np.mean(middle**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.1)
+
+
+def test_speed_moves_what_is_heard_to_its_time():
+    """A second of silence, a second of tone: at double speed the tone begins after half a second."""
+    pcm = np.concatenate([np.zeros(SAMPLE_RATE_HZ, np.float32), tone(1.0)])
+    changed = np.frombuffer(b"".join(pieces("pcm", pcm, speed=2.0)), "<i2") / 2**15
+    onset_s = np.argmax(np.abs(changed) > 0.25) / SAMPLE_RATE_HZ
+    assert onset_s == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100, 48_000])
+def test_another_rate_is_that_of_the_file(rate_hz):
+    _, heard, found_hz = decoded(b"".join(pieces("wav", tone(SECONDS), sample_rate_hz=rate_hz)))
+    assert found_hz == rate_hz and len(heard) == round(SECONDS * rate_hz)
+    assert loudest_hz(heard, rate_hz) == pytest.approx(440, abs=2)
+
+
+@pytest.mark.parametrize("kind", STREAM_FORMATS)
+def test_a_whole_one_comes_at_the_end(kind):
+    *before, last = pieces(kind, tone(SECONDS), whole=True)
+    assert not any(before)
+    if kind == "wav":
+        with wave.open(BytesIO(last)) as file:
+            assert file.getnframes() == len(tone(SECONDS))
+    if kind != "pcm":
+        assert len(decoded(last)[1]) / decoded(last)[2] == pytest.approx(SECONDS, abs=0.1)
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+@pytest.mark.parametrize("kind", STREAM_FORMATS)
+def test_no_sound_at_all_is_no_failure(kind, speed):
+    encoder = encoder_of(kind, speed=speed)
+    assert encoder.feed(np.zeros(0, np.float32)) + encoder.finish() is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "message"),
+    [
+        ("ogg", {}, "format must be one of mp3, opus"),
+        ("mp3", {"speed": 0.2}, "speed must be 0.25 to 4"),
+        ("mp3", {"speed": float("nan")}, "speed must be"),
+        ("opus", {"sample_rate_hz": 44_100}, "opus can have sample rates of 8000, 12000"),
+        ("mp3", {"sample_rate_hz": 7_000}, "mp3 can have"),
+    ],
+    ids=str,
+)
+def test_what_there_is_not_is_refused_by_name(kind, how, message):
+    with pytest.raises(AudioError, match=message):
+        encoder_of(kind, **how)
+
+
+@pytest.mark.parametrize("kind", STREAM_FORMATS)
+def test_bad_samples_are_refused(kind):
+    with pytest.raises(AudioError, match="finite"):
+        encoder_of(kind).feed(np.array([np.nan], np.float32))
+
+
+def test_without_pyav_samples_are_still_sent_and_the_rest_names_the_package():
+    code = (
+        "import numpy as np\n"
+        "from mktts.audio.encoding import encoder_of\n"
+        "from mktts.errors import BackendUnavailable\n"
+        "assert encoder_of('wav').feed(np.zeros(9, np.float32)) and encoder_of('pcm')\n"
+        "assert encoder_of('mp3', whole=True)\n"
+        "for call in (lambda: encoder_of('mp3'), lambda: encoder_of('wav', speed=2)):\n"
+        "    try: call()\n"
+        "    except BackendUnavailable as error: print(error)\n"
+    )
+    done = python_without(["av"], code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install av") == 2
+
+
+def test_an_aac_file(tmp_path):
+    path = write_audio(tmp_path / "a.aac", tone(SECONDS))
+    name, heard, rate_hz = decoded(path.read_bytes())
+    assert (name, rate_hz) == ("aac", SAMPLE_RATE_HZ) and len(heard) / rate_hz == pytest.approx(SECONDS, abs=0.1)
+    assert len(read_audio(write_audio(tmp_path / "a.opus", tone(SECONDS)))[0])  # whole files are libsndfile's

@@ -1,0 +1,213 @@
+"""Written English as it is spoken, against lists of what an American reads, and in pieces against the whole."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mktts.checkpoint.open import FRONT_ENDS as NAMED
+from mktts.errors import OptionsError, TextError
+from mktts.speech.front import FRONT_ENDS, FrontEnd, spoken
+from mktts.speech.front.numbers import bare, cardinal, in_pairs, ordinal, year
+
+SEEN = files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8")
+UNSEEN = Path(__file__).with_name("written_unseen.tsv").read_text(encoding="utf-8")
+SENTENCES = [line.partition("\t")[0] for line in (SEEN + UNSEEN).splitlines()]
+PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
+MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
+PIECES = st.lists(
+    st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5)), max_size=14
+)
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
+
+
+def misread(table: str) -> list[tuple[str, str]]:
+    """(written, spoken) where `spoken` is none of the readings that the table allows."""
+    rows = [line.split("\t") for line in table.splitlines()]
+    return [(text, spoken(text)) for text, right in rows if words(spoken(text)) not in map(words, right.split("|"))]
+
+
+def title(text: str) -> str:
+    return re.sub(r"(?<![\w'])[a-z]", lambda match: match[0].upper(), text)
+
+
+def test_sixty_written_numbers_prices_times_dates_and_titles_are_read_right():
+    assert len(SEEN.splitlines()) == 60
+    assert misread(SEEN) == []
+
+
+def test_forty_that_the_rules_were_not_made_with():
+    assert len(UNSEEN.splitlines()) == 40
+    assert misread(UNSEEN) == []
+
+
+@pytest.mark.parametrize("form", [str.upper, str.lower, title, lambda text: text.rstrip(".")])
+def test_case_and_the_final_mark_change_no_word(form):
+    different = {text for text in PLAIN[::5] + SENTENCES if words(spoken(form(text))) != words(spoken(text))}
+    assert different <= ({"The population is 8.3M."} if form is str.lower else set())  # 8.3m is a length
+
+
+@pytest.mark.parametrize("text", PLAIN[::25])
+def test_a_plain_sentence_keeps_its_words_and_marks(text):
+    assert spoken(text).lower() == text.lower()
+
+
+@given(PIECES, st.lists(st.integers(0, 60), max_size=6))
+@example(["$1", "2.50"], [2])
+@example(["a 5", " km"], [3])
+def test_pieces_give_what_the_whole_gives(parts, cuts):
+    text = " ".join(parts)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    feed = FrontEnd("english").feed()
+    try:
+        whole = spoken(text)
+    except TextError:
+        whole = None
+    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    if whole is None:
+        with pytest.raises(TextError):
+            feed.finish()
+    else:
+        assert said + feed.finish() == whole
+
+
+@given(st.text(max_size=60))
+def test_what_is_spoken_has_letters_and_plain_marks_only(text):
+    try:
+        said = spoken(text)
+    except TextError:
+        return
+    assert re.fullmatch(r"[A-Za-z][A-Za-z ,;:.!?'-]*[.!?]", said), said
+    assert "  " not in said
+
+
+def test_a_plain_word_is_handed_on_when_the_next_one_is_complete():
+    feed = FrontEnd("english").feed()
+    assert [feed.push(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
+    assert feed.finish() == " down today."
+
+
+def test_a_number_waits_for_its_unit_and_a_title_for_its_name():
+    feed = FrontEnd("english").feed()
+    assert feed.push("It costs $1") == "It"
+    assert feed.push("2.50 or ") == ""
+    assert feed.push("more. Dr") == " costs twelve dollars and fifty cents or more."
+    assert feed.push(". Who") == ""
+    assert feed.finish() == " Doctor who."
+
+
+def test_little_is_held_back_however_long_the_text_has_no_plain_words():
+    feed = FrontEnd("english").feed()
+    given_out = [len(feed.push(f"{n} KM, ")) > 0 for n in range(1, 400)]
+    longest = max(len(run) for run in re.findall("0+", "".join(str(int(out)) for out in given_out)))
+    assert longest < 60
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("你好，世界。", ["CJK", "你好", "english"]),
+        ("Say Привет now", ["CYRILLIC", "Привет"]),
+        ("καλημέρα", ["GREEK"]),
+        ("٣", ["ARABIC-INDIC"]),
+        ("?!...", ["letter or a digit"]),
+        ("😀 — 🎉", ["letter or a digit"]),
+        ("€ & %", ["letter or a digit"]),
+    ],
+)
+def test_what_an_english_voice_cannot_say_is_refused(text, named):
+    with pytest.raises(TextError) as caught:
+        spoken(text)
+    assert all(word in str(caught.value) for word in named)
+
+
+def test_a_refused_piece_is_not_taken():
+    feed = FrontEnd("english").feed()
+    feed.push("Good ")
+    with pytest.raises(TextError):
+        feed.push("你好")
+    assert feed.push("day") + feed.finish() == "Good day."
+
+
+def test_signs_accents_and_compatible_letters_of_the_script_are_read():
+    assert spoken("Ａ café — π is 3.14…") == "A cafe, pi is three point one four."
+
+
+def test_other_languages_pass_as_they_stand_unless_their_script_differs():
+    assert spoken("Das kostet 12 €", "german") == "Das kostet 12 €"
+    assert spoken("Это 5 км", "russian") == "Это 5 км"
+    with pytest.raises(TextError, match="CYRILLIC"):
+        spoken("Это 5 км", "german")
+    with pytest.raises(TextError, match="letter or a digit"):
+        spoken("?!", "german")
+
+
+def test_auto_means_the_only_language_and_with_several_reads_nothing():
+    assert FrontEnd("english", ("english",)).read("5 km") == "Five kilometers."
+    several = FrontEnd("english", ("chinese", "english"))
+    assert several.read("5 km 你好") == "5 km 你好"
+    assert several.read("5 km", "english") == "Five kilometers."
+    with pytest.raises(TextError, match="CYRILLIC"):
+        several.read("км")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("THE CAT SAT. THE SUN SHONE.", "The cat sat. The sun shone."),
+        ("NASA sat. I met Max. That is apt.", "Nasa sat. I met max. That is apt."),
+        ("One more rep. Then the book I read", "One more rep. Then the book I read."),
+        ("Mary V. Jones and Charles V", "Mary V. Jones and charles the fifth."),
+        ("They march 3 miles. We met on March 3.", "They march three miles. We met on march third."),
+        ("Help ME! Give US a break. GIVE US A BREAK.", "Help me! Give U S a break. Give us a break."),
+        ("It is a mix. He had the IV drip.", "It is a mix. He had the I V drip."),
+        ("On Sat. 5 May at 9 a.m. Then we go", "On saturday may fifth at nine A M. Then we go."),
+        ("He lost 5 in a row", "He lost five in a row."),
+        ("The 5G phone, 4K video, a 3D film", "The five G phone, four K video, a three D film."),
+    ],
+)
+def test_words_that_look_like_short_forms(text, said):
+    assert spoken(text) == said
+
+
+def test_lines_of_a_list_are_sentences():
+    assert spoken("You need:\n- 2 eggs\n- milk\n\n1. Mix them") == "You need. Two eggs. Milk. One. Mix them."
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (cardinal, 1_002_305, "one million two thousand three hundred five"),
+        (ordinal, 112, "one hundred twelfth"),
+        (year, 1905, "nineteen oh five"),
+        (year, 2005, "two thousand five"),
+        (in_pairs, "305", "three oh five"),
+        (in_pairs, "1200", "twelve hundred"),
+        (bare, "007", "oh oh seven"),
+        (bare, "10,500", "ten thousand five hundred"),
+        (bare, "0.05", "zero point zero five"),
+    ],
+)
+def test_numbers(function, given, words):
+    assert function(given) == words
+
+
+def test_front_ends_are_named_once_for_checkpoints_and_here():
+    assert FRONT_ENDS == NAMED
+    with pytest.raises(OptionsError, match="klingon"):
+        FrontEnd("klingon")
+
+
+def test_the_package_of_numbers_is_imported_only_where_a_checkpoint_reads_by_it():
+    code = "import sys, mktts.synth, mktts.speech.front; sys.exit('num2words' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,201 @@
+"""All that one stream can be asked for, of many at once on the batch engine of a CPU: what each gives, and how it ends.
+
+The truth is the oracle's: one stream after the other, by plain operators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mktts.batch.settings import BatchSettings
+from mktts.errors import BusyError, CapacityError, EngineError, PromptError
+from mktts.model.sampling import Choice, Sampling
+from mktts.model.voice import Voice
+from mktts.spec import NUM_CODEBOOKS
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
+from mktts.synth import Synthesizer
+
+OFF = StreamOptions(guard=Guard.off())
+PCM_LIMIT = 1e-5  # rounding of the codec's sums
+TEXT = "One sentence to say. And a second one, a little longer. Then the last."
+
+
+def voice(seed: int, reference_frames: int = 0) -> Voice:
+    """With frames of a reference, one that is continued in context."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(64, (reference_frames, NUM_CODEBOOKS), generator=draw) if reference_frames else None
+    return Voice(torch.randn(64, generator=draw), codes, "Reference speech." if reference_frames else None, "0b6")
+
+
+def sampling(talker: dict[str, Any], predictor: dict[str, Any], penalty: float) -> Sampling:
+    return Sampling(Choice(**talker), Choice(**predictor), penalty)
+
+
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling().greedy()},
+    {"sampling": sampling({"top_k": 5}, {"top_p": 0.8}, 1.3)},
+    {"sampling": sampling({"temperature": 0.4, "top_p": 0.9}, {"do_sample": False}, 1.0)},
+    {"max_frames": 1},
+    {"options": replace(OFF, max_chars_per_segment=25)},
+    {"options": replace(OFF, trim_lead=True, schedule=(3,))},
+    {"options": StreamOptions(guard=Guard(frames_per_text_token=0.2, slack_frames=3)), "max_frames": None},
+    {"layout": "streaming"},
+]
+OF_A_TYPE: dict[str, list[dict[str, Any]]] = {
+    "tiny": [*PLAIN, {"language": "english"}],
+    "tiny_projected": [{}, {"instruct": "Whisper it."}, {"instruct": "Shout it, as loud as you can.", "seed": 4}],
+    "tiny_design": [{"instruct": "An old man."}, {"instruct": "A young woman, far away."}, {}],
+    "tiny_base": [{"voice": voice(1)}, {"voice": voice(2)}, {"voice": voice(3, 9)}, {"voice": voice(4, 70)}],
+}
+
+
+def opened(synth: Synthesizer, text: str, **asked: Any) -> Any:
+    """A stream that waits for its place for as long as it takes, however slow the machine is."""
+    return synth._stream_unpaced(text, asked)
+
+
+def heard(stream: Any) -> dict[str, Any]:
+    chunks = list(stream)
+    return {
+        "codes": stream.codes.tolist(),
+        "pcm": np.concatenate([np.zeros(0, np.float32), *(chunk.pcm for chunk in chunks)]),
+        "reason": stream.finish_reason,
+        "engine": stream.engine,
+    }
+
+
+@pytest.mark.parametrize("checkpoint", OF_A_TYPE)
+def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_one(request, checkpoint):
+    kind = request.getfixturevalue(checkpoint)
+    asked = [
+        {"seed": index, "max_frames": 8, "options": OFF, **changes}
+        for index, changes in enumerate(OF_A_TYPE[checkpoint])
+    ]
+    with Synthesizer.load(kind, device="cpu", engine="single") as synth:
+        wanted = [heard(opened(synth, TEXT, **one)) for one in asked]
+    with Synthesizer.load(kind, device="cpu", engine="batch") as synth:
+        streams = [opened(synth, TEXT, **one) for one in asked]
+        found = [heard(stream) for stream in streams]
+    for one, other in zip(wanted, found, strict=True):
+        assert (one["codes"], one["reason"]) == (other["codes"], other["reason"])
+        assert len(one["pcm"]) == len(other["pcm"]) and np.abs(one["pcm"] - other["pcm"]).max() < PCM_LIMIT
+        assert (one["engine"], other["engine"]) == ("single", "batch")
+    assert len({str(one["codes"]) for one in wanted}) == len(wanted)  # they can be told apart
+    reasons = {one["reason"] for one in wanted}
+    assert "max_frames" in reasons and (checkpoint != "tiny" or "runaway" in reasons)
+
+
+@pytest.fixture(scope="module")
+def synth(tiny) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, device="cpu", engine="batch") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny_base, device="cpu", engine="batch") as made:
+        yield made
+
+
+def say(synth: Synthesizer, seed: int, **changes: Any) -> Any:
+    return opened(synth, TEXT, **{"seed": seed, "max_frames": 8, "options": OFF, **changes})
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 3))
+def test_late_text_gives_the_codes_of_the_text_at_once(synth, cuts, seed):
+    whole = synth.open(seed=seed, max_frames=10, options=OFF)
+    whole.feed(TEXT), whole.finish()
+    wanted = heard(whole)
+    session, left = synth.open(seed=seed, max_frames=10, options=OFF), TEXT
+    for cut in cuts:
+        session.feed(left[:cut])
+        left = left[cut:]
+        synth.say("Between.", max_frames=2)  # the worker has had time for what was fed
+    session.feed(left), session.finish()
+    assert heard(session)["codes"] == wanted["codes"]
+
+
+def test_a_voice_that_holds_nan_ends_its_streams_alone(base):
+    good = voice(1)
+    wanted = heard(say(base, 1, voice=good))["codes"]
+    bad = voice(2)
+    bad.embedding[3] = torch.nan  # behind the back of what checks it
+    beside, broken, later = say(base, 1, voice=good), say(base, 2, voice=bad), say(base, 1, voice=good)
+    with pytest.raises((PromptError, EngineError), match="not finite|holds NaN"):
+        list(broken)
+    assert heard(beside)["codes"] == heard(later)["codes"] == wanted
+    assert heard(say(base, 1, voice=good))["codes"] == wanted  # also who has its slot and its pages then
+
+
+def test_who_is_cancelled_gets_nothing_more_and_gives_back_its_pages(synth):
+    pages = synth.lanes.pages
+    before = pages.free
+    other = say(synth, 1, max_frames=20)
+    gone = say(synth, 2, max_frames=200)
+    next(gone)
+    gone.cancel()
+    frames = len(gone.codes)
+    assert list(gone) == [] and gone.finish_reason == "cancelled"
+    assert len(heard(other)["codes"]) == 20
+    assert len(gone.codes) <= frames + 1  # the tick that ran
+    assert pages.free == before
+
+
+def test_a_reader_that_takes_nothing_keeps_no_more_than_its_buffer(synth):
+    options = replace(OFF, schedule=(1,), buffer_frames=6)
+    silent = [say(synth, seed, max_frames=200, options=options) for seed in range(3)]
+    assert len(heard(say(synth, 9, max_frames=30))["codes"]) == 30
+    assert all(1 <= len(stream.codes) <= 6 for stream in silent)
+    for stream in silent:
+        stream.cancel()
+
+
+def test_what_on_done_raises_ends_its_corpus_and_nobody_else(synth):
+    beside = say(synth, 1, max_frames=20)
+    texts = synth.say_many([TEXT] * 4, seed=1, max_frames=4, on_done=lambda done: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(texts)
+    assert len(heard(beside)["codes"]) == 20
+
+
+def test_who_does_not_fit_is_refused_by_name_before_it_begins(tiny):
+    limits = BatchSettings(max_streams=2, positions=128)
+    with Synthesizer.load(tiny, device="cpu", engine="batch", batch=limits) as synth:
+        with pytest.raises(CapacityError, match="shorten the text or lower max_frames"):
+            synth.stream("word " * 150, seed=1, max_frames=200, options=OFF).read()
+        holding = [
+            say(synth, seed, max_frames=60, options=replace(OFF, schedule=(1,), buffer_frames=2)) for seed in (1, 2)
+        ]
+        for stream in holding:
+            next(stream)
+        begun_s = time.perf_counter()
+        with pytest.raises(BusyError, match="with 2 streams open"):
+            synth.stream(TEXT, seed=3, max_frames=8, options=OFF).read()
+        assert time.perf_counter() - begun_s < 10
+        for stream in holding:
+            assert stream.finish_reason is None
+            stream.cancel()
+
+
+def test_deterministic_is_the_batch_engine_from_one_stream_on_and_neighbours_change_nothing(tiny):
+    with Synthesizer.load(tiny, device="cpu", deterministic=True) as synth:
+        assert synth.lanes.deterministic
+        alone = heard(say(synth, 5))
+        others = [say(synth, seed, max_frames=2 + seed) for seed in range(5)]
+        beside = heard(say(synth, 5))
+        assert alone["engine"] == beside["engine"] == "batch"
+        assert alone["codes"] == beside["codes"] and np.array_equal(alone["pcm"], beside["pcm"])
+        for other in others:
+            other.read()
