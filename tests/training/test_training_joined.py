@@ -22,9 +22,9 @@ from mktts.training.talker import noise, sizes
 from mktts.training.talker.train import STATE, open_data, write_voice
 from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
 
-RAW = ["It is 9:03.", "SHE PAID $86 FOR Mr Hill", "Chapter 25, page 50.", "no mark and no capital"]
+RAW = ["It is xml at 9:03.", "SHE PAID $86 FOR Mr Hill", "Chapter 25, page 50.", "no mark and no capital"]
 SAID = [
-    "It is nine oh three.",
+    "It is X M L at nine oh three.",  # which read once more would be ten M L
     "She paid eighty-six dollars for mister hill.",
     "Chapter twenty-five, page fifty.",
     "No mark and no capital.",
@@ -144,7 +144,7 @@ def test_the_whole_training_in_small(tmp_path, monkeypatch, capsys):
     assert run("train voice", *words) == 0, [path.read_text() for path in (folder / "logs").iterdir()]
     assert said.read_text().splitlines()[:4] == SAID
     with np.load(next((folder / "codes").glob("*.npz"))) as file:
-        assert list(file["text"][:4]) == SAID
+        assert list(file["text"][:4]) == SAID and file["noise_books"] == 2
     run("train bring", "--run", folder, "--to", tmp_path / "to")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["missing"] == {}
     state = torch.load(folder / "talker" / STATE, weights_only=True)

@@ -1,7 +1,8 @@
 """Audio shards to codes: `python -m mktts train encode`.
 
 One codes shard (.npz) per audio shard, of the same name: `codes` uint8 (frames, 16), all clips end to end; `frames`
-int (clips,); `speaker` as it was; `text` in the words of the text front end, and `front_end`, its name.
+int (clips,); `noise_books`, how many of the last books carry noise; `speaker` as it was; `text` in the words of the
+text front end, and `front_end`, its name.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ def encode_shard(codec: Codec, source: Path, target: Path) -> int:
     codes = encode_clips(codec, [shard.clip(i) for i in range(len(shard))])
     data = io.BytesIO()
     frames = np.array([len(c) for c in codes], np.int64)
-    said = {"speaker": shard.speakers, "text": np.array([as_spoken(str(text)) for text in shard.texts])}
-    np.savez_compressed(data, codes=np.concatenate(codes), frames=frames, **said, front_end=np.array(LANGUAGE))
+    texts = [str(text) if shard.front_end else as_spoken(str(text)) for text in shard.texts]
+    said = {"speaker": shard.speakers, "text": np.array(texts), "front_end": LANGUAGE}
+    found = {"codes": np.concatenate(codes), "frames": frames, "noise_books": codec.sizes.noise_books}
+    np.savez_compressed(data, **found, **said)
     write_whole(target, data.getvalue())
     return int(frames.sum())
 

@@ -27,6 +27,7 @@ from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import write_shard
 from mktts.training.data.teacher import trimmed
 from mktts.training.judge.loudness import TARGET_LUFS, integrated_lufs
+from mktts.training.talker.sizes import LANGUAGE
 
 METADATA = "metadata.csv"
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
@@ -162,7 +163,7 @@ def make_shards(found: list[Recording], out: Path, workers: int, seed: int = 0) 
         kept = ((recording, pcm) for recording, pcm in clips if pcm is not None)
         while shard := list(islice(kept, _CLIPS_PER_SHARD)):
             speakers, texts = ([getattr(recording, name) for recording, _ in shard] for name in ("speaker", "text"))
-            write_shard(out / f"shard{number:05}.npz", [pcm for _, pcm in shard], speakers, texts)
+            write_shard(out / f"shard{number:05}.npz", [pcm for _, pcm in shard], speakers, texts, LANGUAGE)
             number, taken = number + 1, taken + len(shard)
             seconds += sum(len(pcm) for _, pcm in shard) / SAMPLE_RATE_HZ
     if not taken:

@@ -69,6 +69,15 @@ class Following:
         return _clips(new)
 
 
+def noise_books(folder: Path) -> int:
+    """How many of the codec's last books carry noise, as a folder's first shard says; 0 where it says nothing.
+
+    Raises AudioError for an empty folder.
+    """
+    with np.load(shard_paths(folder)[0], allow_pickle=False) as file:
+        return int(file["noise_books"]) if "noise_books" in file else 0
+
+
 def _clips(shards: list[Path]) -> Clips:
     texts: list[str] = []
     speakers: list[str] = []

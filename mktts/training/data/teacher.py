@@ -22,6 +22,7 @@ from mktts.training.data import flite
 from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import read_shard, write_shard
 from mktts.training.data.texts import training_sentences
+from mktts.training.talker.sizes import LANGUAGE
 
 # Speakers and what brings their speech to -23 LUFS: pyloudnorm's measure of 120 sentences of a training list each, end
 # to end, was -16.05, -21.59 and -20.61, of a quarter of them within 0.2 of that.
@@ -105,7 +106,7 @@ def _make_shard(path: Path, texts: list[str]) -> float:
         texts = [as_spoken(text) for text in texts]  # flite would read figures and signs its own way
         speakers = [SPEAKERS[(first + i) % len(SPEAKERS)] for i in range(len(texts))]
         clips = [np.frombuffer(to_pcm16(speak(text, who)), "<i2") for text, who in zip(texts, speakers, strict=True)]
-        write_shard(path, clips, speakers, texts)
+        write_shard(path, clips, speakers, texts, LANGUAGE)
     return len(read_shard(path).audio) / SAMPLE_RATE_HZ
 
 

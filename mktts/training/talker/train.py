@@ -29,7 +29,7 @@ from mktts.errors import CheckpointError
 from mktts.model.backend import device_named
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import ModelConfig
-from mktts.training.data.talker_data import Clips, Following, Sequences, held_out
+from mktts.training.data.talker_data import Clips, Following, Sequences, held_out, noise_books
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
 from mktts.training.talker.noise import check_noise_books, with_flat_heads
 from mktts.training.talker.sizes import SMALL, TINY, VOICE, TalkerSizes
@@ -131,12 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = parser.add_argument_group("recipe")
     for name, value in asdict(TalkerRecipe()).items():
         flag = f"--{name.replace('_', '-')}"
-        recipe.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
+        given = {"default": value, "help": "(default: %(default)s)"}
+        if name == "noise_books":
+            given = {"help": "the codec's last books, which carry noise (default: what the shards say)"}
+        recipe.add_argument(flag, type=type(value), **given)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Trains for a slice of time. Raises CheckpointError and AudioError for what does not fit together."""
     devices = arguments.device.split(",")
+    if arguments.noise_books is None:
+        arguments.noise_books = noise_books(arguments.codes)
     if len(devices) == 1:
         _train(Team(), devices[0], arguments)
     else:
