@@ -3,7 +3,8 @@
 While the teacher speaks on all cores, the codec is fitted to its first hours; as soon as `--first-hours` are there,
 they are encoded and decoder and talker begin to learn on their devices; what comes later is encoded meanwhile, and the
 talker takes it along at its next epoch. Decoder and talker need nothing of each other, since codes come from the fitted
-analysis. A part that fails is tried again (the talker without CUDA graphs, then on one device), the others go on.
+analysis. A part that fails is tried again (the talker without CUDA graphs, then on one device; the codec's fit from
+nothing where it began with another codec), the others go on. The talker is told how many books of the codec are noise.
 
 RUN/status.json says what stands, RUN/logs holds what every part printed, and `python -m mktts train bring` packs it.
 """
@@ -21,9 +22,11 @@ from pathlib import Path
 
 from mktts.common import write_json
 from mktts.errors import CheckpointError, OptionsError
+from mktts.training.codec.trainer import load_codec
 from mktts.training.parts import Part, command
 
 STATUS = "status.json"
+FIT, CODEC, TALKER = "--begin small", "--graphs --rate 5e-4 --hours 40", "--graphs"  # further words for commands
 CLIP_S = 3.2  # of a clip of `train texts`, about
 CLIPS_PER_SHARD = 200
 _ALL = 1_000_000  # hours: as many as there are texts for
@@ -44,9 +47,9 @@ class Plan:
     workers: int
     codec_devices: tuple[str, ...]
     talker_devices: tuple[str, ...]
-    fit: str = ""  # further words for each command
-    codec: tuple[str, ...] = ("",)
-    talker: str = ""
+    fit: str = FIT
+    codec: tuple[str, ...] = (CODEC,)
+    talker: str = TALKER
     recordings: Path | None = None
 
     @property
@@ -141,7 +144,7 @@ class Run:
             tries = [lambda w=w: command(*w, "--minutes", f"{self.minutes_left():.2f}") for w in (words, words, plain)]
             yield self.start(f"codec{i}", *tries)
         words = ("talker", "--codes", plan.codes, "--out", plan.talker_out, "--follow", "--by-clock", "--resume")
-        words += tuple(shlex.split(plan.talker))
+        words += ("--noise-books", load_codec(plan.fitted).sizes.noise_books, *shlex.split(plan.talker))
         plain = tuple(word for word in words if word != "--graphs")
         several, one = ",".join(plan.talker_devices), plan.talker_devices[0]
         ways = ((words, several), (plain, several), (words, one), (plain, one))
@@ -157,8 +160,9 @@ def train(plan: Plan) -> bool:
     plan.out.mkdir(parents=True, exist_ok=True)
     teacher = run.start("teacher", *[lambda: ["nice", *command(*plan.teacher)]] * 2)  # learners go before it
     run.wait_for_shards(teacher, min(_FIT_SHARDS, plan.first_shards))
-    fit = ("fit", "--data", plan.audio, "--out", plan.fitted, "--device", plan.codec_devices[0], *shlex.split(plan.fit))
-    if not run.start("fit", *[lambda: command(*fit)] * 2).wait(run.until_s):
+    fit = ("fit", "--data", plan.audio, "--out", plan.fitted, "--device", plan.codec_devices[0])
+    ways = (shlex.split(plan.fit), _without(shlex.split(plan.fit), "--begin"))  # books anew rather than no voice
+    if not run.start("fit", *(lambda way=way: command(*fit, *way) for way in ways)).wait(run.until_s):
         teacher.stop()
         raise CheckpointError(f"expected a fitted codec: {plan.out / 'logs' / 'fit.log'} says why there is none")
     run.wait_for_shards(teacher, plan.first_shards)
@@ -185,13 +189,21 @@ def _wait(run: Run, parts: list[Part]) -> None:
     run.note()
 
 
+def _without(words: list[str], flag: str) -> list[str]:
+    """Command-line words without `flag` and its value."""
+    if flag not in words:
+        return words
+    at = words.index(flag)
+    return words[:at] + words[at + 2 :]
+
+
 def _shards(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*.npz") if not path.name.startswith(".")]
 
 
 EXAMPLES = """examples:
   python -m mktts train voice --texts texts.xz --out RUN --minutes 25 --codec-devices cuda:0 --talker-devices cuda:1
-  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--begin small"
+  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--frames 300000"
 
 RUN/talker and RUN/codec0 hold what `train talker` and `train codec` leave; further words for a command stand in one
 quoted argument, for each codec device in its own --codec. The last line of standard output is JSON: RUN/status.json."""
@@ -207,11 +219,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of the teacher (default: one a core)")
     parser.add_argument("--codec-devices", default="cuda:0", help="a decoder each (default: %(default)s)")
     parser.add_argument("--talker-devices", default="cuda:0", help="one talker on all (default: %(default)s)")
-    parser.add_argument("--fit", default="", metavar="WORDS", help='for `train fit`, as "--frames 300000"')
-    parser.add_argument("--codec", action="append", metavar="WORDS", help="for `train codec` (default: --graphs)")
-    parser.add_argument(
-        "--talker", default="--graphs", metavar="WORDS", help="for `train talker` (default: %(default)s)"
-    )
+    parser.add_argument("--fit", default=FIT, metavar="WORDS", help="for `train fit` (default: %(default)s)")
+    parser.add_argument("--codec", action="append", metavar="WORDS", help=f"for `train codec` (default: {CODEC})")
+    parser.add_argument("--talker", default=TALKER, metavar="WORDS", help="for `train talker` (default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -228,7 +238,7 @@ def main(arguments: argparse.Namespace) -> int:
         tuple(arguments.codec_devices.split(",")),
         tuple(arguments.talker_devices.split(",")),
         arguments.fit,
-        tuple(arguments.codec or ("--graphs",)),
+        tuple(arguments.codec or (CODEC,)),
         arguments.talker,
         arguments.recordings,
     )

@@ -50,7 +50,7 @@ def test_both_layouts_are_read(tmp_path):
     assert [(r.path.name, r.text, r.speaker) for r in found] == [
         ("LJ0.wav", "It costs five dollars.", "lj_speech"),
         ("LJ1.wav", "Hello there.", "lj_speech"),
-        ("LJ2.wav", "Three", "lj_speech"),
+        ("LJ2.wav", "Three.", "lj_speech"),
     ]
     found = recordings.recordings(beside(tmp_path / "two"))
     assert sorted((r.text, r.speaker) for r in found) == sorted(

@@ -15,6 +15,7 @@ from test_training_talker import TEXTS, synthetic_clips
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CheckpointError, OptionsError
+from mktts.spec import NUM_CODEBOOKS
 from mktts.training import parts, voice
 from mktts.training.codec import sizes as codec_sizes
 from mktts.training.codec.fit import save
@@ -38,7 +39,9 @@ if name == "teacher":
         (out / f"shard{i}.npz").write_text("x")
         time.sleep(0.3)
 elif name == "fit":
-    out.write_text("fitted")
+    if "--begin" in words:
+        sys.exit("no such voice here")
+    shutil.copy(BASE / "fitted.pt", out)
 elif name == "encode":
     out.mkdir(parents=True, exist_ok=True)
     part, of = map(int, value("--part").split("/"))
@@ -59,6 +62,7 @@ def stand_in(tmp_path, monkeypatch):
     script.write_text(STAND_IN.replace("BASE", f"pathlib.Path({str(tmp_path)!r})"))
     monkeypatch.setattr(voice, "command", lambda *words: [sys.executable, str(script), *map(str, words)])
     (tmp_path / "texts.xz").write_bytes(b"")
+    save(Codec(codec_sizes.TINY), tmp_path / "fitted.pt")
     return tmp_path
 
 
@@ -78,9 +82,10 @@ def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_i
     ]
     assert run("train voice", *words) == 0
     lines = order(stand_in)
-    assert [line[0] for line in lines[:2]] == ["teacher", "fit"]
-    assert [line[0] for line in lines[2:6]] == ["encode"] * 4
-    assert sorted(line[line.index("--part") + 1] for line in lines[2:6]) == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line[0] for line in lines[:3]] == ["teacher", "fit", "fit"]
+    assert lines[1][-2:] == ["--begin", "small"] and lines[2] == lines[1][:-2], "from nothing where it cannot begin"
+    assert [line[0] for line in lines[3:7]] == ["encode"] * 4
+    assert sorted(line[line.index("--part") + 1] for line in lines[3:7]) == ["1/4", "2/4", "3/4", "4/4"]
     codecs = sorted((line for line in lines if line[0] == "codec"), key=lambda line: line[line.index("--device") + 1])
     assert [(c[c.index("--device") + 1], "--rate" in c, "-x" in c) for c in codecs] == [
         ("cuda:0", True, False),
@@ -89,6 +94,7 @@ def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_i
     talkers = [line for line in lines if line[0] == "talker"]
     tried = [("--graphs" in t, t[t.index("--device") + 1]) for t in talkers]
     assert tried == [(True, "cuda:2,cuda:3"), (False, "cuda:2,cuda:3"), (True, "cuda:2"), (False, "cuda:2")]
+    assert {t[t.index("--noise-books") + 1] for t in talkers} == {str(codec_sizes.TINY.noise_books)}
     assert all("--resume" in t and 0 < float(t[t.index("--minutes") + 1]) < 0.5 for t in talkers)
     assert len(list((stand_in / "run" / "codes").glob("*.npz"))) == 6, "what came later was encoded meanwhile"
     status = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -120,11 +126,13 @@ def test_a_part_is_tried_again_and_can_be_stopped(tmp_path):
 def test_what_is_brought_back_is_a_checkpoint_in_parts(tmp_path, capsys):
     folder, to = tmp_path / "run", tmp_path / "to"
     data = open_data(synthetic_clips(TEXTS), folder / "talker", sizes.TINY, "cpu")
-    TalkerTrainer(data, TalkerRecipe(batch_rows=160)).save(folder / "talker" / STATE)
+    TalkerTrainer(data, TalkerRecipe(batch_rows=160, noise_books=2)).save(folder / "talker" / STATE)
     (folder / "codec0").mkdir()
     (folder / "codec1").mkdir()  # nothing in it yet
     torch.manual_seed(0)
-    save(Codec(codec_sizes.TINY), folder / "codec0" / "state.pt")
+    codec = Codec(codec_sizes.TINY)
+    codec.quantizer.set_books(torch.randn(NUM_CODEBOOKS - 2, 32, 8), torch.Generator())
+    save(codec, folder / "codec0" / "state.pt")
     (folder / "codec0" / "curves.json").write_text("[1]")
     (folder / "logs").mkdir()
     (folder / "logs" / "talker.log").write_text("line\n" * 500)

@@ -74,7 +74,9 @@ def taken(name: str, data: Path, seconds: float, sizes: CodecSizes, seed: int) -
     checkpoint = open_checkpoint(name)
     old = sizes_of(checkpoint.codec_config)
     shards = (read_shard(path) for path in shard_paths(data))
-    lines = ((str(text), str(who)) for s in shards for text, who in zip(s.texts, s.speakers, strict=True))
+    ours = list(checkpoint.config.speakers)
+    said = ((str(text), str(who)) for s in shards for text, who in zip(s.texts, s.speakers, strict=True))
+    lines = ((text, who if who in ours else ours[i % len(ours)]) for i, (text, who) in enumerate(said))
     return grown(recovered(checkpoint, old, *spoken(checkpoint, lines, seconds)), sizes, seed)
 
 

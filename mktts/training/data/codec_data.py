@@ -1,7 +1,8 @@
 """Audio shards in memory, random crops of them, and synthetic vowels to develop with.
 
 A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips end to end; `samples` int (clips,), the length
-of each; `speaker` (clips,) ids; `text` (clips,) strings.
+of each; `speaker` (clips,) ids; `text` (clips,) strings. `front_end`, where it is there, names the text front end whose
+words the texts are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Shard:
     starts: np.ndarray  # (clips + 1,) int64
     speakers: np.ndarray  # (clips,)
     texts: np.ndarray  # (clips,) str
+    front_end: str = ""  # whose words the texts are; "": as they were written
 
     def __len__(self) -> int:
         return len(self.speakers)
@@ -54,19 +56,21 @@ def read_shard(path: Path) -> Shard:
     try:
         with np.load(path, allow_pickle=False) as file:
             audio, samples, speakers, texts = (file[key] for key in ("audio", "samples", "speaker", "text"))
+            front_end = str(file["front_end"]) if "front_end" in file else ""
     except (OSError, ValueError, KeyError) as error:
         raise AudioError(f"{path}: expected arrays audio, samples, speaker, text, but: {error}") from None
     starts = np.concatenate(([0], np.cumsum(samples, dtype=np.int64)))
     if audio.dtype != np.int16 or starts[-1] != len(audio) or not len(samples) == len(speakers) == len(texts):
         raise AudioError(f"{path}: expected int16 audio of {starts[-1]} samples, found {audio.dtype} of {len(audio)}")
-    return Shard(audio, starts, speakers, texts)
+    return Shard(audio, starts, speakers, texts, front_end)
 
 
-def write_shard(path: Path, clips: list[np.ndarray], speakers: list, texts: list[str]) -> Path:
-    """Writes one shard, whole or not at all; clips are int16 (n,)."""
+def write_shard(path: Path, clips: list[np.ndarray], speakers: list, texts: list[str], front_end: str = "") -> Path:
+    """Writes one shard, whole or not at all; clips are int16 (n,). front_end: whose words the texts are."""
     data = io.BytesIO()
     samples = np.array([len(clip) for clip in clips], np.int64)
-    np.savez(data, audio=np.concatenate(clips), samples=samples, speaker=np.array(speakers), text=np.array(texts))
+    said = {"speaker": np.array(speakers), "text": np.array(texts), **({"front_end": front_end} if front_end else {})}
+    np.savez(data, audio=np.concatenate(clips), samples=samples, **said)
     return write_whole(path, data.getvalue())
 
 

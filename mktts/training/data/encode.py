@@ -1,7 +1,8 @@
 """Audio shards to codes: `python -m mktts train encode`.
 
 One codes shard (.npz) per audio shard, of the same name: `codes` uint8 (frames, 16), all clips end to end; `frames`
-int (clips,); `speaker` and `text` as they were.
+int (clips,); `noise_books`, how many of the last books carry noise; `speaker` as it was; `text` in the words of the
+text front end, and `front_end`, its name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from mktts.model.backend import device_named
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.training.codec.model import Codec
 from mktts.training.codec.trainer import load_codec
+from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import read_shard, shard_paths
+from mktts.training.talker.sizes import LANGUAGE
 
 
 def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[np.ndarray]:
@@ -45,12 +48,18 @@ def encode_clips(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_00
 
 
 def encode_shard(codec: Codec, source: Path, target: Path) -> int:
-    """Writes the codes of one audio shard; the number of frames. Raises AudioError for a file of another shape."""
+    """Writes the codes of one audio shard; the number of frames.
+
+    Raises AudioError for a file of another shape, TextError for a text that the front end cannot read.
+    """
     shard = read_shard(source)
     codes = encode_clips(codec, [shard.clip(i) for i in range(len(shard))])
     data = io.BytesIO()
     frames = np.array([len(c) for c in codes], np.int64)
-    np.savez_compressed(data, codes=np.concatenate(codes), frames=frames, speaker=shard.speakers, text=shard.texts)
+    texts = [str(text) if shard.front_end else as_spoken(str(text)) for text in shard.texts]
+    said = {"speaker": shard.speakers, "text": np.array(texts), "front_end": LANGUAGE}
+    found = {"codes": np.concatenate(codes), "frames": frames, "noise_books": codec.sizes.noise_books}
+    np.savez_compressed(data, **found, **said)
     write_whole(target, data.getvalue())
     return int(frames.sum())
 

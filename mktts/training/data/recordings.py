@@ -23,9 +23,11 @@ import numpy as np
 from mktts.audio import read_audio, to_pcm16
 from mktts.errors import AudioError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import write_shard
 from mktts.training.data.teacher import trimmed
 from mktts.training.judge.loudness import TARGET_LUFS, integrated_lufs
+from mktts.training.talker.sizes import LANGUAGE
 
 METADATA = "metadata.csv"
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
@@ -38,14 +40,15 @@ _CLIPS_PER_SHARD = 200
 @dataclass(frozen=True)
 class Recording:
     path: Path
-    text: str
+    text: str  # in the words of the text front end
     speaker: str
 
 
 def recordings(folder: Path, speaker: str | None = None) -> list[Recording]:
     """All of a folder, in order of their names. speaker: of all; None: each one's is the folder that it lies in.
 
-    Raises OptionsError for a folder without recordings, TextError for a transcript that is missing or empty.
+    Raises OptionsError for a folder without recordings, TextError for a transcript that is missing or empty, or that
+    the text front end cannot read.
     """
     metadata = folder / METADATA
     found = list(_listed(folder, metadata) if metadata.is_file() else _beside(folder))
@@ -55,7 +58,14 @@ def recordings(folder: Path, speaker: str | None = None) -> list[Recording]:
         )
     if empty := [str(path) for path, text in found if not text.strip()]:
         raise TextError(f"{empty[0]}: expected a transcript, found an empty one")
-    return [Recording(path, " ".join(text.split()), speaker or _name(path, folder)) for path, text in sorted(found)]
+    return [Recording(path, _words(path, text), speaker or _name(path, folder)) for path, text in sorted(found)]
+
+
+def _words(path: Path, transcript: str) -> str:
+    try:
+        return as_spoken(" ".join(transcript.split()))
+    except TextError as error:
+        raise TextError(f"{path}: expected an English transcript, but {error}") from None
 
 
 def _listed(folder: Path, metadata: Path) -> Iterator[tuple[Path, str]]:
@@ -153,7 +163,7 @@ def make_shards(found: list[Recording], out: Path, workers: int, seed: int = 0) 
         kept = ((recording, pcm) for recording, pcm in clips if pcm is not None)
         while shard := list(islice(kept, _CLIPS_PER_SHARD)):
             speakers, texts = ([getattr(recording, name) for recording, _ in shard] for name in ("speaker", "text"))
-            write_shard(out / f"shard{number:05}.npz", [pcm for _, pcm in shard], speakers, texts)
+            write_shard(out / f"shard{number:05}.npz", [pcm for _, pcm in shard], speakers, texts, LANGUAGE)
             number, taken = number + 1, taken + len(shard)
             seconds += sum(len(pcm) for _, pcm in shard) / SAMPLE_RATE_HZ
     if not taken:

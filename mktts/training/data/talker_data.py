@@ -1,8 +1,8 @@
 """Codes shards in memory, and batches of whole training sequences by the rules of `mktts.model.prompt`.
 
 A shard is what `mktts.training.data.encode` writes: `codes` uint8 (frames, 16), `frames` (clips,), `speaker` and `text`
-(clips,). Speakers are names, or indices into `sizes.SPEAKERS`. Every text is kept in all its written forms
-(`mktts.training.data.forms`).
+(clips,). Speakers are names, or indices into `sizes.SPEAKERS`. Texts are the words of the text front end, which those
+of a shard without `front_end` are put through here. Every text is kept in all its forms (`mktts.training.data.forms`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from mktts.errors import CheckpointError
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import shard_paths
 from mktts.training.data.forms import FORMS, drawn
 from mktts.training.data.held_out import is_held_out, normal
@@ -33,7 +34,7 @@ _HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words: all clips of a 
 class Clips:
     """Texts, speakers (names) and codes of all clips; clip i is codes[starts[i] : starts[i + 1]]."""
 
-    texts: list[str]
+    texts: list[str]  # as the front end gives them
     speakers: list[str]
     codes: Tensor  # (frames, 16) uint8
     starts: np.ndarray  # (clips + 1,) int64
@@ -61,10 +62,20 @@ class Following:
         self.folder, self._known = folder, set[Path]()
 
     def __call__(self) -> Clips:
-        """Raises AudioError for an empty folder, CheckpointError for a shard of another shape."""
+        """Raises AudioError for an empty folder, CheckpointError for a shard of another shape, TextError for a text
+        that the front end cannot read."""
         new = [path for path in shard_paths(self.folder) if path not in self._known]
         self._known.update(new)
         return _clips(new)
+
+
+def noise_books(folder: Path) -> int:
+    """How many of the codec's last books carry noise, as a folder's first shard says; 0 where it says nothing.
+
+    Raises AudioError for an empty folder.
+    """
+    with np.load(shard_paths(folder)[0], allow_pickle=False) as file:
+        return int(file["noise_books"]) if "noise_books" in file else 0
 
 
 def _clips(shards: list[Path]) -> Clips:
@@ -78,7 +89,8 @@ def _clips(shards: list[Path]) -> Clips:
                 raise CheckpointError(f"{path}: expected codes uint8 (frames, {NUM_CODEBOOKS}), frames, speaker, text")
             codes.append(file["codes"])
             frames.append(file["frames"])
-            texts += [str(t) for t in file["text"]]
+            read = str if "front_end" in file else as_spoken
+            texts += [read(str(t)) for t in file["text"]]
             speakers += [SPEAKERS[int(s)] if (s := str(v)).isdigit() else s for v in file["speaker"]]
     starts = np.concatenate(([0], np.cumsum(np.concatenate(frames), dtype=np.int64)))
     return Clips(texts, speakers, torch.from_numpy(np.concatenate(codes)), starts)

@@ -19,8 +19,10 @@ from mktts.audio import resample, to_pcm16
 from mktts.errors import AudioError, TextError, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import flite
+from mktts.training.data.as_spoken import as_spoken
 from mktts.training.data.codec_data import read_shard, write_shard
 from mktts.training.data.texts import training_sentences
+from mktts.training.talker.sizes import LANGUAGE
 
 # Speakers and what brings their speech to -23 LUFS: pyloudnorm's measure of 120 sentences of a training list each, end
 # to end, was -16.05, -21.59 and -20.61, of a quarter of them within 0.2 of that.
@@ -69,6 +71,9 @@ def trimmed(pcm: np.ndarray) -> np.ndarray:
 def make_shards(folder: Path, hours: float, seed: int, workers: int, sentences: Iterable[str] | None = None) -> float:
     """Shards of 200 clips until `hours` are there, speakers in turn; the hours made. Shards already there are kept.
 
+    Their texts are the words that the text front end makes of `sentences`, and flite is given those. Raises TextError
+    for a sentence that it cannot read.
+
     `workers` processes each make whole shards; what the folder holds in the end does not depend on their number.
     """
     source: Iterator[str] = iter(training_sentences(seed) if sentences is None else sentences)
@@ -98,9 +103,10 @@ def _make_shard(path: Path, texts: list[str]) -> float:
     """Speaks and writes one shard unless it is there; its seconds."""
     if not path.exists():
         first = int(path.stem[-5:]) * _CLIPS_PER_SHARD
+        texts = [as_spoken(text) for text in texts]  # flite would read figures and signs its own way
         speakers = [SPEAKERS[(first + i) % len(SPEAKERS)] for i in range(len(texts))]
         clips = [np.frombuffer(to_pcm16(speak(text, who)), "<i2") for text, who in zip(texts, speakers, strict=True)]
-        write_shard(path, clips, speakers, texts)
+        write_shard(path, clips, speakers, texts, LANGUAGE)
     return len(read_shard(path).audio) / SAMPLE_RATE_HZ
 
 

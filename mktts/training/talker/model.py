@@ -169,16 +169,16 @@ class TalkerModel(nn.Module):
         """(N, H) -> (N, talker vocabulary)."""
         return self.talker.codec_head(hidden)
 
-    def predictor_logits(self, hidden: Tensor, codes: Tensor) -> Tensor:
-        """Logits (N, 15, codebook) of codes 1-15, given the talker's hidden (N, H) and codes (N, 16)."""
+    def predictor_logits(self, hidden: Tensor, codes: Tensor, books: int = NUM_CODEBOOKS - 1) -> Tensor:
+        """Logits (N, books, codebook) of codes 1 to `books`, given the talker's hidden (N, H) and codes (N, 16)."""
         predictor = self.talker.code_predictor
-        tables = torch.cat([table[: self.codebook_size] for table in self._tables()[:-1]])
-        known = F.embedding(codes[:, :-1] + self._offsets(codes)[:-1], tables)
+        tables = torch.cat([table[: self.codebook_size] for table in self._tables()[:books]])
+        known = F.embedding(codes[:, :books] + self._offsets(codes)[:books], tables)
         x = torch.cat((hidden.unsqueeze(1), known.to(hidden.dtype)), 1)
         if hasattr(predictor, "small_to_mtp_projection"):
             x = predictor.small_to_mtp_projection(x)
         rows = predictor.model.run(x)[:, 1:]
-        heads = torch.stack([head.weight for head in predictor.lm_head])
+        heads = torch.stack([head.weight for head in predictor.lm_head[:books]])
         return torch.bmm(rows.transpose(0, 1), heads.transpose(1, 2).to(rows.dtype)).transpose(0, 1)
 
     def _tables(self) -> list[Tensor]:

@@ -29,9 +29,9 @@ from mktts.errors import CheckpointError
 from mktts.model.backend import device_named
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import ModelConfig
-from mktts.training.data.forms import spread
-from mktts.training.data.talker_data import Clips, Following, Sequences, held_out
+from mktts.training.data.talker_data import Clips, Following, Sequences, held_out, noise_books
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
+from mktts.training.talker.noise import check_noise_books, with_flat_heads
 from mktts.training.talker.sizes import SMALL, TINY, VOICE, TalkerSizes
 from mktts.training.talker.team import Team, run_team
 from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
@@ -47,7 +47,7 @@ def open_data(clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device 
         config = ModelConfig.load(folder)
     else:
         texts = dict.fromkeys(text for text in clips.texts if not held_out(text))
-        config = prepare(folder, spread(texts), sizes, list(dict.fromkeys(clips.speakers)))
+        config = prepare(folder, texts, sizes, list(dict.fromkeys(clips.speakers)))
     if strange := set(clips.speakers) - set(config.speakers):
         known = ", ".join(config.speakers)
         raise CheckpointError(f"expected the speakers {known}, found {', '.join(sorted(strange))}: use another --out")
@@ -131,12 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = parser.add_argument_group("recipe")
     for name, value in asdict(TalkerRecipe()).items():
         flag = f"--{name.replace('_', '-')}"
-        recipe.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
+        given = {"default": value, "help": "(default: %(default)s)"}
+        if name == "noise_books":
+            given = {"help": "the codec's last books, which carry noise (default: what the shards say)"}
+        recipe.add_argument(flag, type=type(value), **given)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Trains for a slice of time. Raises CheckpointError and AudioError for what does not fit together."""
     devices = arguments.device.split(",")
+    if arguments.noise_books is None:
+        arguments.noise_books = noise_books(arguments.codes)
     if len(devices) == 1:
         _train(Team(), devices[0], arguments)
     else:
@@ -151,12 +156,16 @@ def main(arguments: argparse.Namespace) -> int:
 def write_voice(out: Path, codec: Path, to: Path | None = None) -> Path:
     """The checkpoint folder `to` (default: `out`/voice) anew, of the state that `out` holds and a codec's folder.
 
-    Raises CheckpointError without a state, or for a codec of other codes.
+    Heads of noise books are flat (`mktts.training.talker.noise`). Raises CheckpointError without a state, or for a
+    codec of other codes or with another number of noise books.
     """
     path = out / STATE
     if not path.is_file():
         raise CheckpointError(f"{path}: expected a state of `train talker`, found nothing: train first")
-    average = torch.load(path, map_location="cpu", weights_only=True)["average"]
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    count = state["recipe"].get("noise_books", 0)
+    check_noise_books(codec, count)
+    average = with_flat_heads(state["average"], count)
     folder = to or out / VOICE_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     return write_checkpoint(folder, out / PREPARED, average, codec)

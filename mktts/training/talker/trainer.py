@@ -17,6 +17,7 @@ from torch import Tensor
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS
+from mktts.training.codec.quantizer import redrawn
 from mktts.training.data.talker_data import NO_TARGET, Batch, Clips, Sequences, held_out
 from mktts.training.talker.model import TalkerModel
 from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
@@ -40,6 +41,7 @@ class TalkerRecipe:
     code_noise: float = 0.05  # previous codes replaced at random: the model must recover from its own slips
     frame_noise: float = 0.05  # previous frames replaced altogether
     ema: float = 0.9995
+    noise_books: int = 0  # the codec's last ones: drawn anew in every batch, and never foretold
 
 
 class TalkerTrainer:
@@ -77,7 +79,10 @@ class TalkerTrainer:
         self._deal()
 
     def losses(self, batch: Batch, noisy: bool) -> tuple[Tensor, Tensor]:
-        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15."""
+        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15 but those of the noise books.
+
+        noisy: as in training, with codes replaced at random, and those of the noise books drawn anew.
+        """
         recipe = self.recipe
         previous = self._noise(batch.previous) if noisy else batch.previous
         smoothing = recipe.label_smoothing if noisy else 0.0
@@ -86,10 +91,12 @@ class TalkerTrainer:
             hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
             first = self.model.code0_logits(hidden)
             # not hidden[rows], whose gradient is sorted
-            rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
+            books = NUM_CODEBOOKS - 1 - recipe.noise_books
+            rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes, books)
+        wanted = batch.codes[:, 1 : books + 1].flatten()
         return (
             F.cross_entropy(first.float(), batch.target, label_smoothing=smoothing, ignore_index=NO_TARGET),
-            F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten(), label_smoothing=smoothing),
+            F.cross_entropy(rest.float().flatten(0, 1), wanted, label_smoothing=smoothing),
         )
 
     def train_step(self) -> dict[str, Tensor]:
@@ -157,7 +164,8 @@ class TalkerTrainer:
     def load(self, path: Path) -> None:
         """Raises CheckpointError for a state of another recipe (`steps` may differ)."""
         state = torch.load(path, map_location=self.data.device, weights_only=True)
-        here, there = ({k: v for k, v in r.items() if k != "steps"} for r in (asdict(self.recipe), state["recipe"]))
+        then = asdict(TalkerRecipe()) | state["recipe"]  # a choice that came later was the default then
+        here, there = ({k: v for k, v in r.items() if k != "steps"} for r in (asdict(self.recipe), then))
         if here != there:
             raise CheckpointError(f"{path}: expected the recipe {here}, found {there}: use another --out")
         self.model.load_state_dict(state["model"])
@@ -172,10 +180,12 @@ class TalkerTrainer:
             p.copy_(weights[name])
 
     def _noise(self, codes: Tensor) -> Tensor:
-        recipe = self.recipe
+        """Previous frames (B, T, 16), -1 for none, with what the model is not to rely on drawn anew."""
+        recipe, size = self.recipe, self.data.config.predictor.vocab_size
+        codes = torch.where(codes >= 0, redrawn(codes, recipe.noise_books, size), codes)
         odds = torch.rand(*codes.shape[:-1], NUM_CODEBOOKS + 1, device=codes.device)
         replaced = (odds[..., 1:] < recipe.code_noise) | (odds[..., :1] < recipe.frame_noise)
-        other = torch.randint_like(codes, self.data.config.predictor.vocab_size)
+        other = torch.randint_like(codes, size)
         return torch.where(replaced & (codes >= 0), other, codes)
 
     def begin_from(self, path: Path) -> None:
