@@ -156,12 +156,13 @@ def repeated_after(sizes: CodecSizes, recipe: CodecRecipe, steps: int) -> float:
     return lag_correlation(output, 0.020)
 
 
+@pytest.mark.slow  # 250 steps of training: 17 s, and how far it comes in so few depends on the machine
 def test_with_noise_books_and_their_losses_hiss_no_longer_repeats() -> None:
     recipe = CodecRecipe(batch=2, crop_frames=7, steps=1_000, warmup_steps=5, rate=3e-3, onsets=0, unheard_frames=1)
     sizes = CodecSizes(32, 16, 32, 32, 64, 2, 16, 1, 8, 32, 2, noise_books=2, noise=16)
-    assert abs(repeated_after(sizes, recipe, 100)) < 0.2
+    assert abs(repeated_after(sizes, recipe, 100)) < 0.15
     plain = replace(recipe, draws=1, repetition=0.0)
-    assert repeated_after(replace(sizes, noise_books=0, noise=0), plain, 100) > 0.4
+    assert repeated_after(replace(sizes, noise_books=0, noise=0), plain, 100) > 0.25
 
 
 def test_the_first_crops_begin_where_clips_do_and_hours_end_the_reading(tmp_path: Path) -> None:
