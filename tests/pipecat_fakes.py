@@ -23,12 +23,25 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.tests.utils import QueuedFrameProcessor
 from pipecat.workers.runner import WorkerRunner
 
-from mktts.pipecat import Style
+from mktts.pipecat import Speech, Style
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 WAIT_S = 10.0
 TOO_LATE_S = WAIT_S + 5  # an audio context that only its time-out closes fails the test
 PIECE = (8000 * np.sin(np.arange(SAMPLES_PER_FRAME) * (np.pi / 60))).astype("<i2").tobytes()  # 200 Hz, whole periods
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for it, WAIT_S at most."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def taken(speech: Speech) -> bytes:
+    """All of it, as 16-bit PCM."""
+    async with asyncio.timeout(WAIT_S):
+        return b"".join([piece async for piece in speech])
 
 
 class FakeSpeech:

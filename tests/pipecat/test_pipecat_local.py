@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from pipecat_fakes import Talk
 
 import mktts.pipecat
 from mktts.audio import to_pcm16
-from mktts.checkpoint import Checkpoint
 from mktts.errors import EngineError, PromptError
 from mktts.model.voice import Voice
 from mktts.pipecat import (
@@ -34,12 +32,6 @@ from mktts.synth import Synthesizer
 
 SHORT = StreamOptions(guard=Guard(frames_per_text_token=0.5, slack_frames=6))  # random weights never end by themselves
 Settings = MkttsTTSService.Settings
-
-
-@pytest.fixture(scope="module")
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
 
 
 def service(synth: Synthesizer, **kwargs) -> MkttsTTSService:

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 from fake_server import Client, FakeServer, failure, forever
 from pipecat.frames.frames import TTSStoppedFrame
 from pipecat.services.tts_service import TextAggregationMode
-from pipecat_fakes import PIECE, TOO_LATE_S, WAIT_S, Talk, turn
+from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
 from running import running
 
-from mktts.checkpoint import Checkpoint
 from mktts.errors import ConnectionLost, OptionsError
-from mktts.pipecat import MkttsTTSService, RemoteSource, Speech, SpeechFailedFrame, Style
+from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote_speech import PATIENCE_S
 from mktts.server import Limits, listen
 from mktts.server.process import Server
 from mktts.server.studio import Studio
-from mktts.synth import Synthesizer
-
-
-@pytest.fixture(scope="module")
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def taken(speech: Speech) -> bytes:
-    async with asyncio.timeout(WAIT_S):
-        return b"".join([piece async for piece in speech])
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)

@@ -11,12 +11,11 @@ from fake_server import Client, FakeServer, failure, forever
 from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
-from pipecat_fakes import PIECE, TOO_LATE_S, WAIT_S, Talk, turn
+from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
 from served import Served, first_speaker, served
 from websockets.asyncio.client import connect
 
 from mktts.audio import to_pcm16
-from mktts.checkpoint import Checkpoint
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -29,7 +28,7 @@ from mktts.errors import (
     VoiceError,
 )
 from mktts.model.sampling import Choice, Sampling
-from mktts.pipecat import MkttsTTSService, RemoteSource, Speech, SpeechFailedFrame, Style
+from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote_speech import KEPT_PIECES
 from mktts.server import Limits
 from mktts.synth import Synthesizer
@@ -39,26 +38,9 @@ MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loo
 
 
 @pytest.fixture(scope="module")
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def server(synth: Synthesizer) -> Iterator[Served]:
     with served(synth, Limits(max_streams=1), api_key=KEY) as running:
         yield running
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def taken(speech: Speech) -> bytes:
-    async with asyncio.timeout(WAIT_S):
-        return b"".join([piece async for piece in speech])
 
 
 async def breaks_off(client: Client) -> None:

@@ -22,7 +22,6 @@ from pipecat_fakes import Talk, metrics, turn
 from served import Served, Watched, served
 
 from mktts.audio import to_pcm16
-from mktts.checkpoint import Checkpoint
 from mktts.errors import PromptError, TextError
 from mktts.pipecat import LocalSource, MkttsTTSService, RemoteSource, SpeechFailedFrame, SpeechSource, Style
 from mktts.speech.guard import Guard
@@ -34,12 +33,6 @@ SHORT = Guard(frames_per_text_token=0.5, slack_frames=6)  # random weights never
 OPTIONS = StreamOptions(guard=SHORT)
 LONG = "One two three four five six seven eight nine ten. " * 8
 Settings = MkttsTTSService.Settings
-
-
-@pytest.fixture(scope="module")
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")

@@ -39,12 +39,6 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def server(synthesizer):
     with served(synthesizer, LIMITS) as running:
         yield running

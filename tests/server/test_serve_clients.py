@@ -9,16 +9,9 @@ from served import first_speaker, served
 from sounds import decoded
 
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.synth import Synthesizer
 
 FRAMES = 8
 TEXT = "Hello there."
-
-
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

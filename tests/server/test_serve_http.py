@@ -28,29 +28,9 @@ from mktts.server.utterance import Utterance
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.job import Job
 from mktts.speech.options import StreamOptions
-from mktts.synth import Synthesizer
 
 FRAME_BYTES = 2 * SAMPLES_PER_FRAME
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
-
-
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(synthesizer):
-    with served(synthesizer) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    until(lambda: running.studio.streams_open == 0, "the streams of the test before to end")
-    running.watched.streams.clear()
-    return running
 
 
 def post(server: Served, **body) -> httpx.Response:

@@ -29,12 +29,6 @@ HOW = {"seed": 1, "max_frames": FRAMES}
 
 
 @pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def server(synthesizer):
     with served(synthesizer, api_key=KEY) as running:
         yield running

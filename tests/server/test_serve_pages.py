@@ -14,7 +14,6 @@ from served import served
 
 from mktts.server.pages import PAGE
 from mktts.server.reference_page import reference_page
-from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"
 BROWSER = {"Accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
@@ -36,12 +35,6 @@ class Tags(HTMLParser):
 
     def values(self, attribute: str) -> list[str]:
         return [found[attribute] for _, found in self.found if found.get(attribute)]
-
-
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

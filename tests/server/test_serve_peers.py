@@ -24,25 +24,6 @@ HOW = {"seed": 1, "max_frames": 6}
 WAIT_S = 60
 
 
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(synthesizer):
-    with served(synthesizer) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    until(lambda: running.studio.streams_open == 0, "the streams of the test before to end")
-    running.watched.streams.clear()
-    return running
-
-
 def omni(server: Served, **settings: Any) -> ClientConnection:
     return connect(server.url.replace("http", "ws", 1) + "/v1/audio/speech/stream", **settings)
 

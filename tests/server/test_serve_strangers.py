@@ -19,17 +19,10 @@ from mktts.errors import ServerError
 from mktts.server import Limits, checked_hosts, checked_origins, read_keys
 from mktts.server.access.hosts import is_local_page, is_own_name
 from mktts.server.access.keys import owner_of
-from mktts.synth import Synthesizer
 
 KEY, OTHER = "a/key=of the+tests".replace(" ", "-"), "another-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 SECRET = "Secretword."
-
-
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

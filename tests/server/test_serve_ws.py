@@ -13,29 +13,9 @@ from websockets.sync.client import ClientConnection, connect
 from mktts.audio import to_pcm16
 from mktts.server import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.synth import Synthesizer
 
 PIECES = ["Hel", "lo the", "re, who", "ever you are.", " Good", " morning."]
 WAIT_S = 60
-
-
-@pytest.fixture(scope="module")
-def synthesizer(tiny):
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(synthesizer):
-    with served(synthesizer) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    until(lambda: running.studio.streams_open == 0, "the streams of the test before to end")
-    running.watched.streams.clear()
-    return running
 
 
 def send(socket: ClientConnection, type: str, **fields: Any) -> None:
