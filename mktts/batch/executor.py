@@ -83,7 +83,6 @@ class Together:
         self._in_line: set[Job] = set()
         self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
         self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
-        self._full: set[int] = set()  # slots whose reader has all the frames that it may have before it takes some
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
         self._room = False  # somebody has left since the line was looked at
@@ -236,7 +235,6 @@ class Together:
         self._asleep.pop(self._jobs.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
-        self._full.discard(slot)
         self._board.leave(slot)
         if self._pages.is_open(slot):
             self._pages.close(slot)
@@ -248,7 +246,7 @@ class Together:
     def _look_round(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
         board = self._board
-        made = board.frames_made.tolist()
+        made, was_full = board.frames_made.tolist(), board.full.tolist()
         for job in [job for job in self._in_line if job.cancelled]:
             self._in_line.discard(job)
             self._door.give_up(job)
@@ -263,11 +261,10 @@ class Together:
             slots.append(slot)
             taken_frames.append(taken)
             crowded = made[slot] - taken >= job.buffer_frames
-            if crowded or slot in self._full or job.watched:
+            if crowded or was_full[slot] or job.watched:
                 # A frame on its way may complete a chunk that fills the buffer: it is waited for.
                 pending = made[slot] - job.made_frames
                 full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
-                (self._full.add if full else self._full.discard)(slot)
                 board.full[slot] = full
                 job.rest(full)
         if slots:
