@@ -156,7 +156,6 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
   }
   block_sync();
   MARK(c, 12);
-  constexpr int SHARE = QPK * HD / GROUP;     // output dimensions a block finishes
   for (int i = c.tid; i < QPK * HD; i += THREADS) {
     const int h = i / HD, d = i % HD;
     float top = -1e30f, sum = 0.f, out = 0.f;
@@ -173,8 +172,9 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
       put64(to + SHARE + 1, t | __float_as_uint(sum));
     }
   }
-  if (c.warp == 0) {
+  if (c.warp < ceil_div(SHARE, 32) && c.rank < SHARES) {
     const u64* from = x.part[c.group][c.rank][0];
+    const u32 mine = SHARE > 32 ? c.tid : c.lane;                  // dimension of the share
     constexpr u32 STEP = sizeof(x.part[0][0][0]) / 8;
     float top[1], sum[1], out[GROUP], value = 0.f;                 // lane j: maximum and sum of block j
     poll64n<1>(c, from + SHARE + c.lane % GROUP * STEP, 0, tag, top);
@@ -182,9 +182,9 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
     float best = top[0];
     UNROLL for (int m = 16; m; m >>= 1) best = fmaxf(best, shuffle_xor(best, m));
     const float a = exp2_fast(top[0] - best), total = warp_sum(c.lane < GROUP ? a * sum[0] : 0.f);
-    poll64n<GROUP>(c, from + c.lane % SHARE, STEP, tag, out);      // lane d: dimension d of the share
+    poll64n<GROUP>(c, from + mine % SHARE, STEP, tag, out);
     UNROLL for (int j = 0; j < GROUP; j++) value += out[j] * __shfl_sync(~0u, a, j);
-    if (c.lane < SHARE) publish(&x.att[c.group][c.rank * SHARE + c.lane], tag_att, value / total);
+    if (mine < SHARE) publish(&x.att[c.group][c.rank * SHARE + mine], tag_att, value / total);
   }
   MARK(c, 13);
   if (c.tid < QPK * HD / 4) {

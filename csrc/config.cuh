@@ -32,6 +32,7 @@ constexpr int STAGE_BYTES = WARPS * FRAGS * FRAG_BYTES;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two(ceil_div(least, 2)); }
 
 // One matrix as a block sees it: `rows` of its own, `k` inputs (both padded), fold-8 tiles of two rows.
 template <int ROWS_, int K_> struct Mat {
@@ -43,20 +44,35 @@ template <int ROWS_, int K_> struct Mat {
   static constexpr int STAGES = ceil_div(FRAGMENTS, FRAGS);
   static constexpr int BYTES = FRAGMENTS * WARPS * FRAG_BYTES;
 };
+// A group's TOTAL rows, dealt out to its blocks in order and UNIT by UNIT: EACH to a block, fewer or none to the last
+// where they do not divide. More than eight tiles, which are 32 sums a lane and position, would not leave registers
+// enough: a block then takes COUNT matrices of CHUNK rows, one after another, of four to eight tiles as they pad least.
+constexpr int TILE_ROWS = 2 * WARPS, MOST_ROWS = 8 * TILE_ROWS;
+__host__ __device__ constexpr int dealt(int total, int unit) { return unit * ceil_div(total / unit, GROUP); }
+__host__ __device__ constexpr int chunk(int each) {
+  if (each <= MOST_ROWS) return round_up(each, TILE_ROWS);
+  int best = MOST_ROWS / 2;
+  for (int rows = best + TILE_ROWS; rows <= MOST_ROWS; rows += TILE_ROWS)
+    if (round_up(each, rows) < round_up(each, best)) best = rows;
+  return best;
+}
+template <int TOTAL_, int K_, int UNIT = 1> struct Dealt : Mat<chunk(dealt(TOTAL_, UNIT)), K_> {
+  typedef Mat<chunk(dealt(TOTAL_, UNIT)), K_> One;
+  static constexpr int TOTAL = TOTAL_, EACH = dealt(TOTAL, UNIT), CHUNK = chunk(EACH), COUNT = ceil_div(EACH, CHUNK);
+  static constexpr int BYTES = COUNT * One::BYTES;
+};
 
 template <int H_, int F_, int L_> struct Stack {
   static constexpr int H = H_, F = F_, L = L_;
   static constexpr int GRANULES = ceil_div(H, 4 * THREADS);  // 4-value groups of the residual a thread owns
   static constexpr int ATT = QPK * HD;                       // attention outputs of a group
-  static constexpr int QKV_ROWS = (QPK + 2) * HD / GROUP;
-  static constexpr int ACT_DIMS = F / NKV / GROUP;           // gate/up pairs of a block
-  static constexpr int OUT_ROWS = H / GROUP;
-  typedef Mat<QKV_ROWS, H> Qkv;
-  typedef Mat<OUT_ROWS, ATT> Out;
-  typedef Mat<2 * ACT_DIMS, H> GateUp;
-  typedef Mat<OUT_ROWS, F / NKV> Down;
+  static constexpr int INNER = F / NKV;                      // activations of a group
+  typedef Dealt<ATT + 2 * HD, H> Qkv;
+  typedef Dealt<H, ATT> Out;
+  typedef Dealt<2 * INNER, H, 2> GateUp;                     // a gate's row, then its up's
+  typedef Dealt<H, INNER> Down;
   static constexpr int LAYER_BYTES = Qkv::BYTES + Out::BYTES + GateUp::BYTES + Down::BYTES;
-  static_assert(H % 4 == 0 && H % GROUP == 0 && F % (NKV * GROUP) == 0, "rows divide over the blocks");
+  static_assert(H % 4 == 0 && F % NKV == 0 && INNER % 4 == 0, "values are handed over in fours");
 };
 
 typedef Stack<T_H, T_F, T_L> Talker;
@@ -65,9 +81,14 @@ constexpr int VT = T_VOCAB, VP = P_VOCAB;
 constexpr int SEEN_WORDS = VT < 1 << 16 ? VT / 32 : 1;   // a text model keeps no history
 typedef Mat<ceil_div(VT, CTAS), T_H> TalkerHead;
 typedef Mat<ceil_div(VP, CTAS), P_H> PredictorHead;
-typedef Mat<P_H / CTAS, T_H> Projection;         // small_to_mtp, where the talker is wider than the predictor
+typedef Mat<ceil_div(P_H, CTAS), T_H> Projection;   // small_to_mtp, where the talker is wider than the predictor
 constexpr bool PROJECTED = T_H != P_H;
 constexpr int MAXH = T_H > P_H ? T_H : P_H;
+// Rows of the residual that an owner adds up: a power of two, and then some blocks own none.
+template <int H> struct Owned { static constexpr int RPO = power_of_two(ceil_div(H, CTAS)); };
+constexpr int MOST_OWNED = Owned<MAXH>::RPO;
+// Attention outputs that a block finishes, all of one head, and how many blocks of a group do.
+constexpr int SHARE = power_of_two(ceil_div(QPK * HD, GROUP)), SHARES = QPK * HD / SHARE;
 
 // Elements from one of the 8 parts of a vector to the next in shared memory: words % 16 == 8 puts them in different
 // banks.
@@ -82,5 +103,6 @@ __host__ __device__ constexpr int vec_elements(int k) {
 constexpr int VEC_P = vec_elements(P_H), VEC = larger(vec_elements(T_H), VEC_P);
 // Attention outputs of a group, or its activations.
 constexpr int VEC_INNER = vec_elements(larger(QPK * HD, larger(T_F, P_F) / NKV));
+static_assert(GROUP <= 32 && HD % SHARE == 0, "a lane for each block of a group, a head for each share");
 static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS,
               "heads map onto warps");

@@ -53,34 +53,46 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
   }
 }
 
-// Rows of H that a block owns: block (group g, rank r) owns rows r * H / GROUP + g * RPO + 0 .. RPO - 1.
-template <int H> struct Owned { static constexpr int RPO = H / CTAS; };
-template <int H> DEV u32 first_owned(const Ctx& c) { return c.rank * (H / GROUP) + c.group * Owned<H>::RPO; }
-// `row`: within this rank's H / GROUP rows.
+// Rows of H that a block owns: block (group g, rank r) owns RPO of them from (r * NKV + g) * RPO on, if there are such.
+template <int H> DEV u32 first_owned(const Ctx& c) {
+  return c.rank * (NKV * Owned<H>::RPO) + c.group * Owned<H>::RPO;
+}
+template <int H> DEV bool owns_rows(const Ctx& c) {
+  return H == CTAS * Owned<H>::RPO || first_owned<H>(c) < H;
+}
+// `row`: within the rows that this rank was dealt.
 template <int H> DEV void send_part(Ctx& c, int n, u32 row, u32 tag, float value) {
-  constexpr int RPO = Owned<H>::RPO;
-  u64* to = &c.p->exchange->parts[row / RPO * GROUP + c.rank][n][c.group][row % RPO];
+  constexpr int RPO = Owned<H>::RPO, EACH = ceil_div(H, GROUP);
+  u32 owner = row / RPO * GROUP + c.rank;                          // where every rank owns the rows that it was dealt
+  if constexpr (EACH != NKV * RPO) {
+    row += c.rank * EACH;
+    owner = row / RPO % NKV * GROUP + row / (RPO * NKV);
+  }
+  u64* to = &c.p->exchange->parts[owner][n][c.group][row % RPO];
   put64(to, ((u64)tag << 32) | __float_as_uint(value));
 }
 // Warp 0 of the owner: residual + sum over groups, mailed to all boxes.
 template <int H, int NT> DEV void own_rows(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag) {
-  constexpr int RPO = Owned<H>::RPO, WORDS = NKV * RPO, PER = ceil_div(WORDS, 32), STRIDE = MAXH / CTAS;
-  static_assert(RPO <= 32 && 32 % RPO == 0 && RPO % 4 == 0, "an owner's rows fit a warp");
+  constexpr int RUN = Owned<H>::RPO < 32 ? Owned<H>::RPO : 32;     // rows at a time
+  constexpr int WORDS = NKV * RUN, PER = ceil_div(WORDS, 32), STRIDE = MOST_OWNED;
+  static_assert(H % Owned<H>::RPO == 0 && RUN % 4 == 0, "owners have whole runs, boxes take four rows at once");
   static_assert(WORDS % 32 == 0 || WORDS < 32, "whole warps of words");
-  const u32 base = first_owned<H>(c), row = c.lane % RPO, i = c.lane % WORDS;
-  UNROLL for (int n = 0; n < NT; n++) {
+  if (!owns_rows<H>(c)) return;
+  for (int run = 0; run < Owned<H>::RPO; run += RUN) UNROLL for (int n = 0; n < NT; n++) {
+    const u32 base = first_owned<H>(c) + run, row = run + c.lane % RUN, i = c.lane % WORDS;
+    const u64* from = &c.p->exchange->parts[c.block][n][0][0] + run + i / RUN * STRIDE + i % RUN;
     float part[PER], sum = 0.f;
-    poll64n<PER>(c, &c.p->exchange->parts[c.block][n][0][0] + i / RPO * STRIDE + i % RPO, 32 / RPO * STRIDE, tag, part);
+    poll64n<PER>(c, from, 32 / RUN * STRIDE, tag, part);
     UNROLL for (int k = 0; k < PER; k++) sum += c.lane < WORDS ? part[k] : 0.f;
     __syncwarp();
-    UNROLL for (int m = RPO; m < 32; m *= 2) sum += shuffle_xor(sum, m);
+    UNROLL for (int m = RUN; m < 32; m *= 2) sum += shuffle_xor(sum, m);
     const u32 word = (tag << 16) | to_bf16(from_bf16(c.s->residual[half][n][row]) + round_bf16(sum));
     u32 w[4];
-    UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RPO / 4) * 4 + j);
-    constexpr int AT_ONCE = 32 / (RPO / 4);
+    UNROLL for (int j = 0; j < 4; j++) w[j] = __shfl_sync(~0u, word, c.lane % (RUN / 4) * 4 + j);
+    constexpr int AT_ONCE = 32 / (RUN / 4);
     UNROLL for (int k = 0; k < ceil_div(BOXES, AT_ONCE); k++) {
-      const u32 to = k * AT_ONCE + c.lane / (RPO / 4);
-      if (to < BOXES) put32x4(&boxes[(to + c.block) % BOXES][n][base + c.lane % (RPO / 4) * 4], w);
+      const u32 to = k * AT_ONCE + c.lane / (RUN / 4);
+      if (to < BOXES) put32x4(&boxes[(to + c.block) % BOXES][n][base + c.lane % (RUN / 4) * 4], w);
     }
   }
 }

@@ -16,7 +16,9 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
   const u32 tag = ++c.tag;
   Fragments<M> w; preload(c, w);
   float v[1]; gemv<M>(c, w, v);
-  const int row = held_row<M>(c, P_H / CTAS), id = c.block * (P_H / CTAS) + row;
+  constexpr int EACH = ceil_div(P_H, CTAS);
+  const int first = c.block * EACH, left = P_H - first;
+  const int row = held_row<M>(c, P_H % CTAS == 0 || left > EACH ? EACH : left), id = first + row;
   if (row >= 0) publish(&c.p->exchange->projected[id], tag, v[0] + from_bf16(c.p->projection_bias[id]));
   UNROLL for (int g = 0; g < Predictor::GRANULES; g++) {
     u32 a = 0, b = 0;                                 // where this thread owns nothing: it still sums its squares

@@ -81,6 +81,18 @@ template <class M> DEV int held_row(const Ctx& c, int rows) {
   const u32 row = c.lane / Rows<M::TILES>::LANES, at = c.warp * M::WARP_ROWS + row;
   return c.lane % Rows<M::TILES>::LANES == 0 && row < M::WARP_ROWS && (int)at < rows ? (int)at : -1;
 }
+// What this block was dealt, times the vectors: `each` takes a row of its share, -1 as above, and the row's sums. `w`
+// holds the first fragments.
+template <class D, int NT, bool INNER = false, class F> DEV void multiply(Ctx& c, Fragments<D>& w, F each) {
+  constexpr bool ALL = D::TOTAL == D::EACH * GROUP;
+  const int rows = ALL || D::EACH < D::TOTAL - (int)c.rank * D::EACH ? D::EACH : D::TOTAL - (int)c.rank * D::EACH;
+  _Pragma("unroll 1") for (int i = 0; i < D::COUNT; i++) {
+    if (i) preload(c, w);
+    float v[NT]; gemv<D, NT, INNER>(c, w, v);
+    const int row = held_row<D>(c, rows - i * D::CHUNK);
+    each(row < 0 ? row : i * D::CHUNK + row, v);
+  }
+}
 // Where value i of a K-long vector lies in vec.
 template <int K> DEV u32 vec_offset(u32 i) {
   constexpr u32 part = K / 8, stride = part_stride(K);

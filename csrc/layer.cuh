@@ -93,10 +93,10 @@ DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row
   }
 }
 // A projection of this group's inputs: its share of the sum goes to the blocks that own the rows.
-template <class S, class M, int NT> DEV void project_parts(Ctx& c, const Fragments<M>& w, u32 tag) {
-  float v[NT]; gemv<M, NT, true>(c, w, v);
-  const int row = held_row<M>(c, S::OUT_ROWS);
-  if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
+template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, u32 tag) {
+  multiply<D, NT, true>(c, w, [&](int row, const float (&v)[NT]) {
+    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
+  });
 }
 
 // The exchanges of one layer, by what its tag advances for each.
@@ -115,15 +115,12 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   MARK(c, 1);
   weigh<S>(c, 0, x, norm);                                  // 1. queries, keys, values of the group
   MARK(c, 2);
-  {
-    typedef typename S::Qkv M;
-    float v[NT]; gemv<M>(c, first, v);
-    const int row = held_row<M>(c, S::QKV_ROWS);
+  multiply<typename S::Qkv, NT>(c, first, [&](int row, const float (&v)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
       const float scaled = v[n] * reciprocal_rms<S>(c, n);
-      if (row >= 0) publish(&e.qkv[c.group][n][c.rank * S::QKV_ROWS + row], tag_qkv, scaled);
+      if (row >= 0) publish(&e.qkv[c.group][n][c.rank * S::Qkv::EACH + row], tag_qkv, scaled);
     }
-  }
+  });
   MARK(c, 3);
   load_norm<S>(c, norms + S::H, norm);
   Fragments<typename S::Out> out;                           // 2. attention; its output is the next input
@@ -137,22 +134,20 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   MARK(c, 6);
   weigh<S>(c, 1, x, norm);                                  // 4. gate and up
   MARK(c, 7);
-  {
+  multiply<typename S::GateUp, NT>(c, gate_up, [&](int row, const float (&v)[NT]) {
     typedef typename S::GateUp M;
-    float v[NT]; gemv<M>(c, gate_up, v);
-    const int row = held_row<M>(c, 2 * S::ACT_DIMS);
     UNROLL for (int n = 0; n < NT; n++) {
       const float gate = round_bf16(v[n] * reciprocal_rms<S>(c, n)), up = shuffle_xor(gate, Rows<M::TILES>::LANES);
       if (row >= 0 && !(row & 1))
-        publish(&e.act[n][c.group * (S::F / NKV) + c.rank * S::ACT_DIMS + row / 2], tag_act,
+        publish(&e.act[n][c.group * S::INNER + c.rank * (M::EACH / 2) + row / 2], tag_act,
                 round_bf16(__fdividef(gate, 1.f + __expf(-gate))) * up);
     }
-  }
+  });
   MARK(c, 8);
   load_norm<S>(c, next_norm, norm);
   Fragments<typename S::Down> down; preload(c, down);
-  UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::F / NKV; i += THREADS * 4) {
-    u32 a, b; poll4(c, &e.act[n][c.group * (S::F / NKV) + i], tag_act, a, b);
+  UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::INNER; i += THREADS * 4) {
+    u32 a, b; poll4(c, &e.act[n][c.group * S::INNER + i], tag_act, a, b);
     sts64(smem(s.inner[n]) + vec_offset<S::Down::K>(i), a, b);
   }
   block_sync();

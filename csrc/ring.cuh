@@ -48,6 +48,10 @@ template <class M> DEV void feed_matrix(Ctx& c, Feeder& f, const u8*& tape, u64 
     feed(c, f, tape, bytes, policy); tape += bytes;
   }
 }
+// What a block was dealt.
+template <class D> DEV void feed_dealt(Ctx& c, Feeder& f, const u8*& tape, u64 policy) {
+  for (int i = 0; i < D::COUNT; i++) feed_matrix<typename D::One>(c, f, tape, policy);
+}
 constexpr int SLOT_BYTES = 2 * HD * 2;                 // key and value of one position
 constexpr int SLOTS_PER_STAGE = STAGE_BYTES / SLOT_BYTES;
 DEV int old_slots(int position, int rank) { return position > rank ? (position - rank + GROUP - 1) / GROUP : 0; }
@@ -59,16 +63,16 @@ DEV u8* kv_of(const Ctx& c, int layer) {
 template <class S, bool TALKER>
 DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
   f.copies = TALKER ? TALKER_COPIES : PREDICTOR_COPIES;
-  feed_matrix<typename S::Qkv>(c, f, tape, policy);
+  feed_dealt<typename S::Qkv>(c, f, tape, policy);
   if (TALKER) {
     const u8* kv = kv_of(c, layer);
     const int n = old_slots(position, c.rank);
     for (int i = 0; i < n; i += SLOTS_PER_STAGE)
       feed(c, f, kv + (u64)i * SLOT_BYTES, (n - i < SLOTS_PER_STAGE ? n - i : SLOTS_PER_STAGE) * SLOT_BYTES, policy);
   }
-  feed_matrix<typename S::Out>(c, f, tape, policy);
-  feed_matrix<typename S::GateUp>(c, f, tape, policy);
-  feed_matrix<typename S::Down>(c, f, tape, policy);
+  feed_dealt<typename S::Out>(c, f, tape, policy);
+  feed_dealt<typename S::GateUp>(c, f, tape, policy);
+  feed_dealt<typename S::Down>(c, f, tape, policy);
 }
 // Never leave while a copy into this block's shared memory is in flight.
 DEV void feed_end(Ctx& c, const Feeder& f) {

@@ -5,9 +5,9 @@
 // Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32].
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
 struct Exchange {
-  u64 parts[CTAS][POSITIONS][NKV][MAXH / CTAS];             // partial sums of an owner's rows, from each group
+  u64 parts[CTAS][POSITIONS][NKV][MOST_OWNED];               // partial sums of an owner's rows, from each group
   u32 h[BOXES][POSITIONS][MAXH], x[BOXES][POSITIONS][MAXH];  // the residual before the feed-forward, and after it
-  u64 part[NKV][GROUP][GROUP][QPK * HD / GROUP + 2];  // talker attention partials: [group][to][from]
+  u64 part[NKV][SHARES][GROUP][SHARE + 2];            // talker attention partials: [group][to][from]
   u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];
   u32 act[POSITIONS][larger(T_F, P_F)];
@@ -72,7 +72,7 @@ struct __align__(128) Shared {
   u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
   u32 seen[SEEN_WORDS];
   // Own rows: before attention and before the feed-forward, in turns.
-  __align__(16) u16 residual[2][POSITIONS][MAXH / CTAS];
+  __align__(16) u16 residual[2][POSITIONS][MOST_OWNED];
   u32 stop, dead, traced, pad_;
 };
 

@@ -10,8 +10,9 @@ struct Unpack {
 
 constexpr int AHEAD = 4;        // loads in flight of a thread
 
-// One matrix of a block: its fragments from `tape` on; row(r) is where the block's row r begins, at its first column.
-template <class M, int ROWS, int INPUTS, class Row> DEV const uint4* unpack(const uint4* tape, Row row) {
+// One matrix of a block: its fragments from `tape` on, `rows` of them used; row(r) is where row r begins, at the first
+// column.
+template <class M, int INPUTS, class Row> DEV const uint4* unpack(const uint4* tape, int rows, Row row) {
   static_assert(INPUTS % 4 == 0, "a lane's four columns are stored together");
   constexpr int ALL = WARPS * M::FRAGMENTS, LANES = 32;
   const int lane = threadIdx.x % LANES, part = lane / 4;
@@ -31,11 +32,19 @@ template <class M, int ROWS, int INPUTS, class Row> DEV const uint4* unpack(cons
       const int first = (rest / each * M::TILES + fragment % M::TILES) * 2;
       const int column = part * (M::K / 8) + fragment / M::TILES * 16 + lane % 4 * 4;
       if (column >= INPUTS) continue;
-      if (first < ROWS) *(uint2*)(row(first) + column) = make_uint2(v[u].x, v[u].z);
-      if (first + 1 < ROWS) *(uint2*)(row(first + 1) + column) = make_uint2(v[u].y, v[u].w);
+      if (first < rows) *(uint2*)(row(first) + column) = make_uint2(v[u].x, v[u].z);
+      if (first + 1 < rows) *(uint2*)(row(first + 1) + column) = make_uint2(v[u].y, v[u].w);
     }
   }
   return tape + ALL * LANES;
+}
+// What a block was dealt; row(r): of the block's row r.
+template <class D, int INPUTS, class Row> DEV const uint4* unpack_dealt(const uint4* tape, Row row) {
+  const int left = D::TOTAL - (int)blockIdx.x % GROUP * D::EACH;
+  const int rows = D::TOTAL == D::EACH * GROUP || left > D::EACH ? D::EACH : left;
+  for (int i = 0; i < D::COUNT; i++)
+    tape = unpack<D, INPUTS>(tape, rows - i * D::CHUNK, [&](int r) { return row(i * D::CHUNK + r); });
+  return tape;
 }
 
 extern "C" __device__ const u32 mktts_layer_bytes = Talker::LAYER_BYTES;
@@ -43,21 +52,21 @@ extern "C" __device__ const u32 mktts_params_bytes = sizeof(Unpack);
 
 extern "C" __global__ void mktts_unpack(const __grid_constant__ Unpack p) {
   typedef Talker S;
-  constexpr int H = S::H, F = S::F, IN = F / NKV;
+  constexpr int H = S::H, F = S::F, IN = S::INNER;
   const int head = blockIdx.x / GROUP, share = blockIdx.x % GROUP;
   const uint4* tape = (const uint4*)(p.tape + blockIdx.x * p.block_bytes);
-  tape = unpack<S::Qkv, S::QKV_ROWS, H>(tape, [&](int r) {
-    const int at = share * S::QKV_ROWS + r;      // of the head's queries, its key and its value
+  tape = unpack_dealt<S::Qkv, H>(tape, [&](int r) {
+    const int at = share * S::Qkv::EACH + r;     // of the head's queries, its key and its value
     const int kind = at < S::ATT ? 0 : at < S::ATT + HD ? NQ * HD : (NQ + NKV) * HD;
     return p.qkv + (i64)(kind + (at < S::ATT ? head * S::ATT + at : head * HD + (at - S::ATT) % HD)) * H;
   });
-  tape = unpack<S::Out, S::OUT_ROWS, S::ATT>(tape, [&](int r) {
-    return p.out + (i64)(share * S::OUT_ROWS + r) * (NQ * HD) + head * S::ATT;
+  tape = unpack_dealt<S::Out, S::ATT>(tape, [&](int r) {
+    return p.out + (i64)(share * S::Out::EACH + r) * (NQ * HD) + head * S::ATT;
   });
-  tape = unpack<S::GateUp, 2 * S::ACT_DIMS, H>(tape, [&](int r) {
-    return p.gate_up + (i64)(r % 2 * F + (int)blockIdx.x * S::ACT_DIMS + r / 2) * H;
+  tape = unpack_dealt<S::GateUp, H>(tape, [&](int r) {
+    return p.gate_up + (i64)(r % 2 * F + head * IN + share * (S::GateUp::EACH / 2) + r / 2) * H;
   });
-  unpack<S::Down, S::OUT_ROWS, IN>(tape, [&](int r) {
-    return p.down + (i64)(share * S::OUT_ROWS + r) * F + head * IN;
+  unpack_dealt<S::Down, IN>(tape, [&](int r) {
+    return p.down + (i64)(share * S::Down::EACH + r) * F + head * IN;
   });
 }

@@ -15,7 +15,7 @@ from readme_figures import ENGINES, FIGURE, ROWS, SPEED, renew, renew_speed, spe
 from test_rooms import ALLOWED
 
 from mktts.cli import parse
-from mktts.kernel.build import TARGETS
+from mktts.kernel.card import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.kernel.card import Card, card_of
+from mktts.kernel.grid import choose_shape
 from mktts.kernel.launch import Launcher, check_device, wait_for_frame
 from mktts.kernel.params import (
     ENDED,
@@ -30,7 +32,6 @@ from mktts.kernel.params import (
     set_choice,
 )
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import choose_shape
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
 from mktts.model.backend import Frame, StartPrompt, check_start
@@ -86,11 +87,14 @@ class MegakernelBackend:
         tensors: Mapping[str, Tensor],
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
+        card: Card | None = None,
     ) -> None:
+        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         check_device(self.device, dtype)
-        self.shape = choose_shape(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
-        self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device)
+        card = card_of(self.device) if card is None else card
+        self.shape = choose_shape(config, card.multiprocessors)
+        self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device, card)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
         # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2

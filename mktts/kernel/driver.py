@@ -30,29 +30,29 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class PlainKernel:
-    """A kernel of a loaded cubin on torch's current device, for ordinary launches.
+    """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device.
 
     Raises BackendUnavailable where this driver or GPU cannot load it.
     """
 
-    def __init__(self, cubin: bytes, name: str) -> None:
+    def __init__(self, image: bytes, name: str) -> None:
         torch.cuda.init()
         torch.empty(1, device="cuda")  # makes torch's context the current one
         try:
-            self._load(cubin, name)
+            self._load(image, name)
         except EngineError as error:  # at this stage it says what this driver or GPU cannot do
             raise BackendUnavailable(
                 f"the compiled kernel cannot be used here: {error}: pass backend='torch'"
             ) from None
 
-    def _load(self, cubin: bytes, name: str) -> None:
+    def _load(self, image: bytes, name: str) -> None:
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._image = cubin  # the driver may read it later
-        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        self._image = image  # the driver may read it later
+        _call("cuModuleLoadData", ctypes.byref(self._module), image)
         _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
 
     def launch_grid(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
-        """A launch on torch's current stream, which may be capturing; `parameters` are copied."""
+        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied."""
         arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(parameters), ctypes.c_void_p))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _call("cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
@@ -65,17 +65,17 @@ class Kernel(PlainKernel):
     where the device cannot hold `blocks`.
     """
 
-    def __init__(self, cubin: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
+    def __init__(self, image: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
         """`threads` of a block, and the dynamic shared memory that it takes."""
         self.blocks, self.threads, self.shared_bytes = blocks, threads, shared_bytes
-        super().__init__(cubin, name)
+        super().__init__(image, name)
         if self._present < blocks:
             raise BackendUnavailable(
                 f"{blocks} blocks must be resident together and this GPU holds {self._present}: pass backend='torch'"
             )
 
-    def _load(self, cubin: bytes, name: str) -> None:
-        super()._load(cubin, name)
+    def _load(self, image: bytes, name: str) -> None:
+        super()._load(image, name)
         _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
         each = ctypes.c_int()
         occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from mktts.errors import BackendUnavailable, EngineError
-from mktts.kernel.build import build_for, target_of
+from mktts.kernel.build import build_for
+from mktts.kernel.card import Card
 from mktts.kernel.driver import Kernel
+from mktts.kernel.grid import EPS, FRAGMENTS, WARPS
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
-from mktts.kernel.tape import EPS, FRAGMENTS, WARPS
 
 _TIMEOUT_NS = 2_000_000_000
 _POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
@@ -27,18 +28,16 @@ class Launcher:
     Raises BackendUnavailable where the compiler or the device cannot run the kernel.
     """
 
-    def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device) -> None:
-        """Compiles csrc/`unit`, or takes it from the cache, and loads its kernel `name`."""
+    def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device, card: Card) -> None:
+        """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
         self.device = device
-        properties = torch.cuda.get_device_properties(device)
-        arch = target_of((properties.major, properties.minor))
-        build = build_for(defines, arch, unit)
+        build = build_for(defines, card, unit)
         constants = build.constants
         check_constants(constants)
         self.layer_exchanges = constants["layer_exchanges"]  # what one layer advances the tag by
         with torch.cuda.device(device):
             blocks, threads = defines["CTAS"], constants["threads"]
-            self.kernel = Kernel(build.cubin, name, blocks, threads, constants["shared_bytes"])
+            self.kernel = Kernel(build.image, name, blocks, threads, constants["shared_bytes"])
         words = -(-constants["exchange_bytes"] // 4)
         self._exchange = torch.zeros(words, dtype=torch.int32, device=device)
         self._status = torch.zeros(8, dtype=torch.int32, device=device)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable
-from mktts.kernel.build import compile_kernel, target_of
+from mktts.kernel.build import compile_kernel
+from mktts.kernel.card import card_of
 from mktts.kernel.driver import PlainKernel
+from mktts.kernel.grid import Shape
 from mktts.kernel.params import point
-from mktts.kernel.tape import Shape, unpack_layer
+from mktts.kernel.tape import unpack_layer
 from mktts.model.qwen3 import LayerWeights, Stack
 
 # Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
@@ -76,8 +78,8 @@ class _UnpackKernel:
 
     def __init__(self, shape: Shape, tape: Tensor) -> None:
         with torch.cuda.device(tape.device):
-            build = compile_kernel(shape.defines, target_of(torch.cuda.get_device_capability()), "unpack.cu")
-            self._kernel = PlainKernel(build.cubin, "mktts_unpack")
+            build = compile_kernel(shape.defines, card_of(tape.device).arch, "unpack.cu")
+            self._kernel = PlainKernel(build.image, "mktts_unpack")
         sizes = build.constants["layer_bytes"], build.constants["params_bytes"]
         expected = tape.stride(1) * tape.itemsize, ctypes.sizeof(UnpackParams)
         if sizes != expected:

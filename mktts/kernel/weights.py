@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.kernel.tape import Shape, pack_layer, pack_projection, pack_rows
+from mktts.kernel.grid import Shape
+from mktts.kernel.tape import pack_layer, pack_projection, pack_rows
 from mktts.model.qwen3 import inverse_frequency
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 

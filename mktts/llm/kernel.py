@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError
+from mktts.kernel.card import card_of
+from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import Launcher, check_device
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, StreamParams, pinned_words, point, set_choice
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import choose_text_shape, pack_wide_head
+from mktts.kernel.tape import pack_wide_head
 from mktts.kernel.weights import stack_weights
 from mktts.llm.backend import check_start
 from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
@@ -67,9 +69,9 @@ class TextKernelBackend:
         check_device(self.device, dtype)
         if len(config.eos_ids) > 4:
             raise BackendUnavailable(f"the megakernel knows up to 4 end ids, got {len(config.eos_ids)}")
-        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.shape = choose_text_shape(config.stack, multiprocessors)
-        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device)
+        card = card_of(self.device)
+        self.shape = choose_text_shape(config.stack, card.multiprocessors)
+        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
         self._prefill = KernelPrefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
 
         def get(name: str) -> Tensor:

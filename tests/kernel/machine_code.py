@@ -30,7 +30,7 @@ def code_of(cubin: bytes) -> list[int]:
 
 def jump(word: int, arch: str) -> int:
     """Instructions from a branch's successor to its target. Until sm_89 bytes, then 32-bit words, in two pieces."""
-    if arch in ("sm_80", "sm_86", "sm_89"):
+    if arch in ("sm_80", "sm_86", "sm_87", "sm_89"):
         value, bits, unit = word >> 32, 32, 16
     else:
         value, bits, unit = word >> 34 << 8 | word >> 16 & 0xFF, 38, 4

@@ -14,9 +14,11 @@ from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loo
 from mktts.checkpoint.random.tokenizer import SPECIALS
 from mktts.errors import BackendUnavailable
 from mktts.kernel import build as kernel_build
-from mktts.kernel.build import SHARED, TARGETS, Build, build_for, compile_kernel, target_of
+from mktts.kernel import nvrtc as kernel_nvrtc
+from mktts.kernel.build import SHARED, Build, build_for, compile_kernel
+from mktts.kernel.card import TARGETS, Card, target_of
+from mktts.kernel.grid import choose_shape, choose_text_shape
 from mktts.kernel.launch import check_constants
-from mktts.kernel.tape import choose_shape, choose_text_shape
 from mktts.kernel.tape_stack import UnpackParams
 from mktts.measure.inspection import config_at
 from mktts.spec import ModelConfig
@@ -42,7 +44,7 @@ def assert_registers_suffice(build: Build, arch: str) -> None:
     assert "bytes stack frame" in build.log and 0 < build.registers <= 255
     assert build.spill_bytes <= SPILL_BYTES.get(arch, SPILL_BYTES[""])
     assert stack <= STACK_BYTES.get(arch, STACK_BYTES[""])
-    code = code_of(build.cubin)
+    code = code_of(build.image)
     assert len(tight_loops(code, arch)) > 50  # every poll and wait is one
     assert local_in_tight_loops(code, arch) == []
 
@@ -74,7 +76,7 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
 def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     build = compile_kernel(defines(size), arch)
     report(build, f"{arch} {size}", capsys)
-    assert build.cubin[:4] == b"\x7fELF"
+    assert build.image[:4] == b"\x7fELF"
     assert_registers_suffice(build, arch)
     assert build.constants == compile_kernel(defines(size), arch, SHARED).constants
 
@@ -100,15 +102,27 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
 
 
 @pytest.mark.parametrize(
-    ("arch", "multiprocessors"),
-    [("sm_80", 108), ("sm_86", 82), ("sm_89", 128), ("sm_90a", 132), ("sm_100", 148), ("sm_120", 170)],
+    "card",
+    [
+        *(Card.like("sm_80", count) for count in (56, 108)),  # A30, A100
+        *(Card.like("sm_86", count) for count in (16, 28, 46, 84)),  # RTX 3050 mobile, 3060, 3070, A6000
+        Card.like("sm_87", 16),  # Jetson Orin
+        *(Card.like("sm_89", count) for count in (24, 46, 58, 76, 128, 142)),  # RTX 4060, 4070, L4, 4080, 4090, L40S
+        *(Card.like("sm_90a", count) for count in (114, 132)),  # H100 on PCIe, H100
+        *(Card.like(arch, count) for arch, count in (("sm_100", 148), ("sm_103", 160), ("sm_110", 20))),  # Thor
+        *(Card.like("sm_120", count) for count in (30, 48, 170)),  # RTX 5060, 5070, 5090
+        Card.like("sm_121", 48),  # DGX Spark
+    ],
+    ids=lambda card: f"{card.arch}-{card.multiprocessors}",
 )
 @pytest.mark.parametrize("size", ["0.6b", "1.7b"])
 @needs_nvrtc
-def test_the_ring_fills_the_shared_memory_of_cards_that_exist(arch, multiprocessors, size):
-    build = build_for(choose_shape(config_at(size), multiprocessors).defines, arch, SHARED)
+def test_the_ring_fills_the_shared_memory_of_cards_that_exist(card, size):
+    shape = choose_shape(config_at(size), card.multiprocessors)
+    build = build_for(shape.defines, card, SHARED)
     used_bytes, stage_bytes = build.constants["shared_bytes"], build.constants["stage_bytes"]
-    assert TARGETS[arch] - stage_bytes < used_bytes <= TARGETS[arch]
+    assert card.shared_bytes - stage_bytes < used_bytes <= card.shared_bytes
+    assert 2 * card.multiprocessors <= 3 * shape.blocks <= 3 * card.multiprocessors  # not a third idle
 
 
 # Warps a block: eight that multiply and one that feeds the ring; a whole warpgroup where registers are handed over.
@@ -137,25 +151,25 @@ def test_local_memory_is_found_in_machine_code(arch):
     loops = {True: "u32 n[16] = {}; while (v = *word) n[v & 15]++; v = n[word[1] & 15];", False: "while (*word) v++;"}
     for local, loop in loops.items():
         source = f"typedef unsigned u32; __global__ void poll(volatile u32* word) {{ u32 v = 0; {loop} word[2] = v; }}"
-        flags = [f"--gpu-architecture={arch}"]
-        code = code_of(kernel_build._compile(kernel_build.nvrtc()[0], source, "poll.cu", flags).cubin)
+        code = code_of(kernel_nvrtc.compile_source(source, "poll.cu", arch, [])[0])
         assert tight_loops(code, arch)
         opcodes = {code[at] & 0xFFF for at in local_in_tight_loops(code, arch)}
         assert bool(opcodes & LOADS) == bool(opcodes & STORES) == local
 
 
 @needs_nvrtc
-def test_a_target_without_room_for_two_stages_is_named(monkeypatch):
-    monkeypatch.setitem(TARGETS, "sm_90a", 32 * 1024)
-    with pytest.raises(BackendUnavailable, match="shared memory"):
-        build_for(choose_shape(config_at("tiny"), 132).defines, "sm_90a")
+def test_a_target_without_room_for_two_stages_is_named_with_what_lacks():
+    defines = choose_shape(config_at("0.6b"), 132).defines
+    least_bytes = compile_kernel({**defines, "RING": 2}, "sm_90a", SHARED).constants["shared_bytes"]
+    with pytest.raises(BackendUnavailable, match=rf"{least_bytes} bytes of shared memory .* {least_bytes - 1}, 1 too"):
+        build_for(defines, Card("sm_90a", 132, least_bytes - 1))
 
 
 @needs_nvrtc
 def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
     (tmp_path / "kernels").write_text("a file where the folder would be")
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
-    assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu").cubin
+    assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu").image
     assert "could not be kept" in capsys.readouterr().err
 
 
@@ -178,12 +192,43 @@ def test_a_missing_source_folder_is_named(tmp_path):
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(kernel_build, "_candidates", lambda: ["libnothing.so.0"])
+    monkeypatch.setattr(kernel_nvrtc, "_candidates", lambda: ["libnothing.so.0"])
     with pytest.raises(BackendUnavailable, match="pip install nvidia-cuda-nvrtc"):
-        kernel_build.nvrtc.__wrapped__()
+        kernel_nvrtc.nvrtc.__wrapped__()
 
 
-def test_targets_follow_the_compute_capability():
-    assert target_of((9, 0)) == "sm_90a" and target_of((8, 6)) == "sm_86" and target_of((12, 0)) == "sm_120"
-    with pytest.raises(BackendUnavailable, match="7.5"):
-        target_of((7, 5))
+# Compute capability; what NVRTC knows, ten times each; what is compiled for.
+@pytest.mark.parametrize(
+    ("capability", "known", "target"),
+    [
+        ((8, 0), (80, 86), "sm_80"),
+        ((9, 0), (80, 89, 90), "sm_90a"),
+        ((12, 1), (80, 90, 120, 121), "sm_121"),
+        ((12, 1), (80, 90, 100, 120), "compute_120"),  # NVRTC 12.8
+        ((8, 8), (80, 86, 87, 88, 89), "compute_87"),  # none of TARGETS, though NVRTC knows it
+        ((10, 0), (80, 86, 87, 89, 90), "compute_89"),  # sm_90a's PTX runs on 9.0 alone
+        ((15, 0), (80, 90, 100, 103, 110, 120, 121, 130), "compute_121"),
+    ],
+)
+def test_targets_follow_the_compute_capability_and_what_the_compiler_knows(capability, known, target):
+    assert target_of(capability, known) == target
+
+
+@pytest.mark.parametrize(("capability", "known", "said"), [((7, 5), (75, 80), "7.5"), ((8, 0), (75,), "12.8 or newer")])
+def test_a_gpu_or_a_compiler_that_is_too_old_is_named(capability, known, said):
+    with pytest.raises(BackendUnavailable, match=said):
+        target_of(capability, known)
+
+
+@needs_nvrtc
+def test_this_compiler_knows_every_target():
+    assert [target_of((n // 10, n % 10)) for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)] == list(TARGETS)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_121"])
+@needs_nvrtc
+def test_ptx_holds_the_constants_of_the_machine_code(arch):
+    ptx = compile_kernel(defines("0.6b"), arch.replace("sm", "compute"), SHARED)
+    assert f".target {arch}".encode() in ptx.image and not ptx.registers
+    assert ptx.constants == compile_kernel(defines("0.6b"), arch, SHARED).constants
+    check_constants(ptx.constants)

@@ -14,8 +14,8 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import compile_kernel, source
+from mktts.kernel.grid import choose_shape
 from mktts.kernel.params import Params, StreamParams
-from mktts.kernel.tape import choose_shape
 from mktts.measure.inspection import config_at
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows, StartPrompt

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable
-from mktts.kernel.tape import FRAGMENTS, WARPS, choose_shape, pack, pack_layer, pack_rows
+from mktts.kernel.grid import FRAGMENTS, WARPS, choose_shape
+from mktts.kernel.tape import pack, pack_layer, pack_rows
 from mktts.measure.inspection import config_at
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError
+from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import Shape, choose_shape, pack_layer, unpack_layer
+from mktts.kernel.tape import pack_layer, unpack_layer
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import stack_weights
 from mktts.measure.inspection import config_at

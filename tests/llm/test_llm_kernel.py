@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mktts.kernel.tape import Shape, choose_text_shape, pack_wide_head
+from mktts.kernel.grid import Shape, choose_text_shape
+from mktts.kernel.tape import pack_wide_head
 from mktts.llm.backend import TorchTextBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.model.philox import gumbel

@@ -18,7 +18,7 @@ from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import parse
 from mktts.errors import CheckpointError
-from mktts.kernel.tape import choose_shape
+from mktts.kernel.grid import choose_shape
 from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes, compare_prompts
 from mktts.model.prompt import Request

@@ -20,7 +20,7 @@ from mktts.checkpoint.random.make import write_weights
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.common import write_json
 from mktts.errors import CheckpointError
-from mktts.kernel.tape import choose_shape
+from mktts.kernel.grid import choose_shape
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling

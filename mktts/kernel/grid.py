@@ -1,0 +1,179 @@
+"""How many thread blocks a kernel has, and which rows of a matrix a block is dealt: csrc/config.cuh in Python.
+
+The blocks form as many groups as there are key-value heads, so their number is a multiple of that and of nothing else.
+Where a group's rows do not divide over its blocks, each block takes as many as the fullest and the last ones fewer;
+what the residual's owners add up stays a power of two of rows, so that some blocks own none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mktts.errors import BackendUnavailable
+from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
+
+# Compared with the kernel's own when it is loaded (mktts.kernel.launch.check_constants).
+WARPS = 8  # of a block, that multiply
+FRAGMENTS = 4  # a warp takes from one ring stage
+EPS = 1e-6  # of every RMSNorm
+TILE_ROWS = 2 * WARPS  # rows of a block come in whole tiles: two for each warp
+WARP_ROWS = 32  # of one matrix, at most: a lane for each
+MOST_ROWS = 8 * TILE_ROWS  # that a block multiplies at once, of what it is dealt
+_MOST_GROUP = 32  # blocks of a group: a lane for each
+_MOST_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """csrc/config.cuh, struct Dealt: `total` rows of `inputs` columns over the blocks of a group, `unit` by `unit`."""
+
+    total: int
+    inputs: int
+    group: int
+    unit: int = 1
+
+    @property
+    def each(self) -> int:
+        """Rows of a block, in order; the last ones may have fewer, or none."""
+        return self.unit * -(-(self.total // self.unit) // self.group)
+
+    @property
+    def count(self) -> int:
+        """Matrices in which they come, one after another."""
+        return -(-self.each // self.chunk)
+
+    @property
+    def chunk(self) -> int:
+        """Rows of one matrix, padded to whole tiles."""
+        if self.each <= MOST_ROWS:
+            return TILE_ROWS * -(-self.each // TILE_ROWS)
+        return min(range(MOST_ROWS // 2, MOST_ROWS + 1, TILE_ROWS), key=lambda rows: rows * -(-self.each // rows))
+
+    @property
+    def elements(self) -> int:
+        """Of a block's tape, padding included."""
+        return self.count * self.chunk * 128 * -(-self.inputs // 128)
+
+
+def layer_matrices(stack: StackConfig, group: int) -> dict[str, Dealt]:
+    """A layer's matrices in the order of their use, by csrc's names in lower case, as a group sees them."""
+    heads, h = stack.num_key_value_heads, stack.hidden_size
+    outputs, inner = stack.num_attention_heads // heads * stack.head_dim, stack.intermediate_size // heads
+    return {
+        "qkv": Dealt(outputs + 2 * stack.head_dim, h, group),
+        "out": Dealt(h, outputs, group),
+        "gate_up": Dealt(2 * inner, h, group, unit=2),
+        "down": Dealt(h, inner, group),
+    }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for."""
+
+    talker: StackConfig
+    predictor: StackConfig
+    blocks: int
+
+    @property
+    def group(self) -> int:
+        """Blocks that share one key-value head."""
+        return self.blocks // self.talker.num_key_value_heads
+
+    @property
+    def defines(self) -> dict[str, int]:
+        t, p = self.talker, self.predictor
+        sizes = {"T": t, "P": p}
+        defines = {"NQ": t.num_attention_heads, "NKV": t.num_key_value_heads, "HD": t.head_dim, "CTAS": self.blocks}
+        for name, stack in sizes.items():
+            defines |= {
+                f"{name}_H": stack.hidden_size,
+                f"{name}_F": stack.intermediate_size,
+                f"{name}_L": stack.num_hidden_layers,
+                f"{name}_VOCAB": stack.vocab_size,
+            }
+        return defines
+
+    @property
+    def block_elements(self) -> int:
+        """What one frame takes through one block: the layers' tapes, padding included, as often as they are read."""
+        reads = ((self.talker, 1), (self.predictor, NUM_CODEBOOKS - 1))
+        return sum(
+            times * stack.num_hidden_layers * matrix.elements
+            for stack, times in reads
+            for matrix in layer_matrices(stack, self.group).values()
+        )
+
+
+def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
+    """The widest power of two, which pads least, or a wider grid that `_cost` finds better.
+
+    Raises BackendUnavailable where no grid fits the checkpoint, or none that does fits the GPU.
+    """
+    t, p = config.talker, config.predictor
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        if getattr(t, name) != getattr(p, name):
+            raise BackendUnavailable(f"the megakernel needs talker and predictor with the same {name}")
+    return _best(t, p, multiprocessors, head_rows=max(t.vocab_size, p.vocab_size))
+
+
+def choose_text_shape(stack: StackConfig, multiprocessors: int) -> Shape:
+    """As `choose_shape`, for a text model, which has no predictor: its place takes the least that compiles."""
+    return _best(stack, replace(stack, num_hidden_layers=1, vocab_size=16), multiprocessors, head_rows=0)
+
+
+def _best(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) -> Shape:
+    if (t.rms_norm_eps, p.rms_norm_eps) != (EPS, EPS):
+        raise BackendUnavailable(f"the megakernel is built for rms_norm_eps {EPS}")
+    shapes = [Shape(t, p, t.num_key_value_heads * group) for group in range(1, _MOST_GROUP + 1)]
+    misfits = [_misfit(shape, head_rows) for shape in shapes]
+    fitting = [shape for shape, misfit in zip(shapes, misfits, strict=True) if misfit is None]
+    if not fitting:
+        raise BackendUnavailable(
+            f"no grid of the megakernel fits hidden sizes {t.hidden_size} and {p.hidden_size}, feed-forward "
+            f"{t.intermediate_size} and {p.intermediate_size}: {misfits[-1]}: pass backend='torch'"
+        )
+    held = [shape for shape in fitting if shape.blocks <= multiprocessors]
+    if not held:
+        least = fitting[0].blocks
+        raise BackendUnavailable(
+            f"the megakernel needs {least} multiprocessors for this checkpoint, this GPU has {multiprocessors}, "
+            f"{least - multiprocessors} too few: pass backend='torch'"
+        )
+    even = [shape.blocks for shape in held if shape.blocks.bit_count() == 1]
+    wider = [shape for shape in held if shape.blocks >= max(even, default=0)]
+    return min(wider, key=lambda shape: _cost(shape, multiprocessors))
+
+
+def _cost(shape: Shape, multiprocessors: int) -> float:
+    """What a block reads, and its share of what all blocks read: the one is its time, the other the memory's.
+
+    A grid that is wider than another makes the first less and, by the rows it pads, the second more.
+    """
+    return shape.block_elements * (1 + shape.blocks / multiprocessors)
+
+
+def _misfit(shape: Shape, head_rows: int) -> str | None:
+    """Why this grid cannot be; None where it can. As csrc's static_asserts have it."""
+    t, heads, blocks = shape.talker, shape.talker.num_key_value_heads, shape.blocks
+    queries = t.num_attention_heads // heads
+    if t.head_dim % 32 or t.head_dim > _MOST_HEAD_DIM or WARPS % queries or queries + 2 > WARPS:
+        return f"{queries} query heads a key-value head, {t.head_dim} wide, do not map onto {WARPS} warps"
+    if t.head_dim % (share := power_of_two(-(-queries * t.head_dim // shape.group))):
+        return f"a block would finish {share} attention outputs, of heads {t.head_dim} wide"
+    if head_rows > WARP_ROWS * WARPS * blocks:
+        return f"a head of {head_rows} rows needs {-(-head_rows // (WARP_ROWS * WARPS))} blocks"
+    for stack in (t, shape.predictor):
+        h, f = stack.hidden_size, stack.intermediate_size
+        if f % (4 * heads):
+            return f"a feed-forward of {f} does not divide by four times {heads} key-value heads"
+        if h < 4 * blocks or h % (owned := power_of_two(-(-h // blocks))):
+            return f"a hidden size of {h} does not divide over {blocks} blocks into four rows or more"
+        if (words := heads * min(owned, 32)) % 32 and words > 32:
+            return f"{words} partial sums of an owner's rows are no whole warps"
+    return None
+
+
+def power_of_two(least: int) -> int:
+    """The smallest that is at least `least` (1 or more)."""
+    return 1 << (least - 1).bit_length()
