@@ -32,7 +32,9 @@ constexpr int STAGE_BYTES = WARPS * FRAGS * FRAG_BYTES;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two(ceil_div(least, 2)); }
+__host__ __device__ constexpr int power_of_two(int least) {
+  return least <= 1 ? 1 : 2 * power_of_two(ceil_div(least, 2));
+}
 
 // One matrix as a block sees it: `rows` of its own, `k` inputs (both padded), fold-8 tiles of two rows.
 template <int ROWS_, int K_> struct Mat {

@@ -10,11 +10,15 @@ constexpr int HEAD_CHUNKS = ceil_div(HEAD_ROWS, 2 * WARPS * 16);          // a l
 constexpr int CHUNK_ROWS = round_up(ceil_div(HEAD_ROWS, HEAD_CHUNKS), 2 * WARPS);
 typedef Mat<CHUNK_ROWS, T_H> HeadChunk;
 
+// In registers where a card has blocks enough; many chunks would neither fit there nor compile in time.
+constexpr int HEAD_UNROLL = HEAD_CHUNKS <= 8 ? HEAD_CHUNKS : 1;
+#define UNROLL_HEAD _Pragma("unroll HEAD_UNROLL")
+
 struct Logits { float l[HEAD_CHUNKS]; int id[HEAD_CHUNKS]; };             // id -1: none
 
 DEV void head_logits(Ctx& c, Logits& x, u16* debug) {
   const int row = held_row<HeadChunk>(c, CHUNK_ROWS);
-  UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
+  UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
     Fragments<HeadChunk> w; preload(c, w);
     float v[1]; gemv<HeadChunk>(c, w, v);
     const int id = (c.block * HEAD_CHUNKS + k) * CHUNK_ROWS + row;
@@ -81,7 +85,7 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   const Choice choice = choice_of(c, true);
   float score[HEAD_CHUNKS], most = NEVER;
   u32 raw[HEAD_CHUNKS];
-  UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
+  UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
     score[k] = x.l[k]; raw[k] = ordered(x.l[k]) >> 16;
     if (choice.greedy || x.id[k] < 0) continue;
     x.l[k] = __fdiv_rn(x.l[k], choice.temperature);
@@ -93,17 +97,17 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   float limit = 0.f, floor = NEVER; int floor_id = 0x7fffffff;            // candidates: (l, id) > (floor, floor_id)
   if (nucleus) {
     Offer top = {0, 0x7fffffff, NEVER};
-    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++)
+    UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++)
       if (x.id[k] >= 0) top = better(top, {ordered(x.l[k]), x.id[k], x.l[k]});
     most = agree(c, top).l;
     u32 least = 0;                                                        // the largest key that top_k logits reach
     if (choice.top_k) for (u32 bit = 1u << 15; bit; bit >>= 1) {   // 16 bits: before the temperature they are bf16
       float n = 0.f;
-      UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) n += x.id[k] >= 0 && raw[k] >= (least | bit);
+      UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) n += x.id[k] >= 0 && raw[k] >= (least | bit);
       if (sum_all(c, n) >= (float)choice.top_k) least |= bit;
     }
     float sum = 0.f;
-    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
+    UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
       if (x.id[k] >= 0 && raw[k] < least) x.l[k] = NEVER;
       if (x.l[k] > NEVER) sum += __expf(x.l[k] - most);
     }
@@ -111,13 +115,13 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   }
   for (int round = 0; round < VT; round++) {
     Offer mine = {0, 0x7fffffff, NEVER};
-    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++)
+    UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++)
       if (x.l[k] > floor || (x.l[k] == floor && x.id[k] > floor_id))
         mine = better(mine, {ordered(score[k]), x.id[k], x.l[k]});
     const Offer won = agree(c, mine);
     if (choice.greedy || (choice.top_k == 0 && !nucleus) || *(volatile u32*)&c.s->dead) return won.id;
     float above = 0.f;                                                    // how many, or how much of the distribution
-    UNROLL for (int k = 0; k < HEAD_CHUNKS; k++) {
+    UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
       const bool higher = x.l[k] > won.l;
       if (nucleus) above += higher || (x.l[k] == won.l && x.id[k] > won.id) ? __expf(x.l[k] - most) : 0.f;
       else above += higher;

@@ -36,6 +36,7 @@ GROUPS: dict[str, Group] = {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
+        "cards": ("mktts.measure.cards", "run the kernel as older and smaller cards would, on the card that is here"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mktts.checkpoint.tensors import Shape, TensorSpecs
 from mktts.errors import CheckpointError
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 HEAD_LOGIT_STD = 3.0
 PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
@@ -81,10 +81,10 @@ def _fan_in(name: str, shape: Shape) -> int:
 class _Codes:
     """Code c of the talker is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
 
-    steps: Tensor  # (256, H) unit rows, orthogonal to all rows below
+    steps: Tensor  # (codes / TEXT_CLASSES, H) unit rows, orthogonal to all rows below
     words: Tensor  # (TEXT_CLASSES, H) unit rows: where the projected text points
     marks: Tensor  # (TEXT_CLASSES, H) orthonormal rows: tell the word of a code in its embedding
-    order: Tensor  # (256,) one cycle: step s is followed by order[s]
+    order: Tensor  # (codes / TEXT_CLASSES,) one cycle: step s is followed by order[s]
 
 
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
@@ -120,7 +120,7 @@ def _shrink_branches(tensors: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> _Codes:
-    steps = CODEBOOK_SIZE // TEXT_CLASSES
+    steps = config.predictor.vocab_size // TEXT_CLASSES
     rows = torch.arange(config.text_vocab_size) % TEXT_CLASSES
     embedding = tensors["talker.model.text_embedding.weight"]
     classes = torch.randn(TEXT_CLASSES, config.text_hidden_size, generator=generator)
@@ -147,17 +147,17 @@ def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torc
 
 
 def _rewrite_talker(tensors: dict[str, Tensor], config: ModelConfig, codes: _Codes, eos_after: int | None) -> None:
-    width = config.talker.hidden_size
+    width, size = config.talker.hidden_size, config.predictor.vocab_size
     embedding, head = tensors["talker.model.codec_embedding.weight"], tensors["talker.codec_head.weight"]
-    code = torch.arange(CODEBOOK_SIZE)
+    code = torch.arange(size)
     step, word = code // TEXT_CLASSES, code % TEXT_CLASSES
-    embedding[:CODEBOOK_SIZE] = (math.sqrt(width) * (codes.steps[step] + 0.7 * codes.marks[word])).to(embedding.dtype)
+    embedding[:size] = (math.sqrt(width) * (codes.steps[step] + 0.7 * codes.marks[word])).to(embedding.dtype)
     embedding[config.codec_ids.bos] = (math.sqrt(width) * codes.steps[0]).to(embedding.dtype)
     before = torch.empty_like(codes.order)
     before[codes.order] = torch.arange(len(codes.order))
     gain = PEAK_LOGIT / math.sqrt(width)
-    head[:CODEBOOK_SIZE] = (gain * (codes.steps[before[step]] + codes.words[word])).to(head.dtype)
-    head[CODEBOOK_SIZE:] = 0
+    head[:size] = (gain * (codes.steps[before[step]] + codes.words[word])).to(head.dtype)
+    head[size:] = 0
     if eos_after is not None:
         last = torch.tensor(0)
         for _ in range(eos_after):
@@ -166,13 +166,13 @@ def _rewrite_talker(tensors: dict[str, Tensor], config: ModelConfig, codes: _Cod
 
 
 def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> None:
-    root, width = "talker.code_predictor.", config.predictor.hidden_size
+    root, width, size = "talker.code_predictor.", config.predictor.hidden_size, config.predictor.vocab_size
     projection = tensors.get(root + "small_to_mtp_projection.weight")
-    source = tensors["talker.model.codec_embedding.weight"][:CODEBOOK_SIZE]
+    source = tensors["talker.model.codec_embedding.weight"][:size]
     for group in range(NUM_CODEBOOKS - 1):
         seen = source.float() if projection is None else source.float() @ projection.float().T
         head = tensors[f"{root}lm_head.{group}.weight"]
-        successor = torch.randperm(CODEBOOK_SIZE, generator=generator)
+        successor = torch.randperm(size, generator=generator)
         head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * _unit(seen)).to(head.dtype)
         source = tensors[f"{root}model.codec_embedding.{group}.weight"]
         # small, so that the sum of sixteen embeddings still points where the talker's own code does

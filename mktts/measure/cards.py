@@ -1,0 +1,169 @@
+"""`python -m mktts cards`: the kernel as other cards would run it, on the card that is here.
+
+For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
+with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
+wide-margin random weights are an fp32 run's, frame for frame. `frame_ms` is the median time of a step, hand-over
+included, on this card: it says what fewer blocks and older code cost, not how fast that card is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL
+from mktts.checkpoint.random.weights import random_tensors, widen_margins
+from mktts.checkpoint.tensors import expected_tensors
+from mktts.common import write_json
+from mktts.errors import BackendUnavailable, MetricsError
+from mktts.kernel.card import Card, card_of
+from mktts.measure.environment import head
+from mktts.measure.machine import kernel_missing
+from mktts.model.backend import Backend
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.sampling import Sampling
+from mktts.spec import ModelConfig
+
+FRAMES = 60
+OUTPUT = Path("mktts-cards.json")
+MODELS = ("0.6b", "small", "tiny-projected")
+# A card with so many multiprocessors -> its architecture's PTX and their number.
+CASES = {
+    "RTX 3050 (laptop)": ("compute_86", 16),
+    "RTX 4060": ("compute_89", 24),
+    "RTX 3070": ("compute_86", 46),
+    "L4": ("compute_89", 58),
+    "RTX A6000": ("compute_86", 84),
+    "A100": ("compute_80", 108),
+    "RTX 4090": ("compute_89", 128),
+}
+EXAMPLES = """examples:
+  python -m mktts cards
+  python -m mktts cards --models tiny-projected --output cards.json
+
+Exit status: 0 where all codes were equal, 1 where some were not or nothing could run."""
+_TEXT = "Some words, spoken in the streaming layout, and a few more."
+_WARM_FRAMES = 10  # before steps are timed
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of wide-margin random weights, a prompt in bf16, and the codes (FRAMES, 16) that an fp32 run makes."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    prompt: Prompt
+    codes: Tensor
+
+    @classmethod
+    def make(cls, name: str, device: str = "cuda") -> Model:
+        """`name` of MODELS: the shapes of the voice in the box, or random:NAME."""
+        checkpoint = open_checkpoint(name if name == SMALL else f"random:{name}:margin")
+        config, tensors = checkpoint.config, checkpoint.tensors()
+        if name == SMALL:
+            tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
+            widen_margins(tensors, config, 0)
+        builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
+        prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
+        made = run(TorchBackend(config, tensors, device, torch.float32), prompt)
+        return cls(config, tensors, prompt, made.codes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Greedy codes (frames, 16) of one stream, and what each step took."""
+
+    codes: Tensor
+    steps_ms: list[float]
+
+
+def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
+    """Up to `frames` frames, fewer where speech ends."""
+    state = backend.start(prompt, Sampling().greedy(), 0, frames)
+    codes, steps_ms = [], []
+    for index in range(frames):
+        begun_s = time.perf_counter()
+        frame = backend.step(state, prompt.row(index - 1) if index else None)
+        steps_ms.append(1e3 * (time.perf_counter() - begun_s))
+        if frame.codes is None:
+            break
+        codes.append(frame.codes)
+    return Run(torch.stack(codes), steps_ms)
+
+
+def case_of(model: Model, card: Card) -> dict[str, Any]:
+    """One row of the document. Raises BackendUnavailable as the kernel does."""
+    from mktts.kernel.backend import MegakernelBackend
+
+    backend = MegakernelBackend(model.config, model.tensors, card=card)
+    made = run(backend, model.prompt)
+    same = min(len(made.codes), len(model.codes))
+    differ = (made.codes[:same] != model.codes[:same]).any(1).nonzero()
+    return {
+        "arch": card.arch,
+        "multiprocessors": card.multiprocessors,
+        "blocks": backend.shape.blocks,
+        "shared_bytes": backend.shared_bytes,
+        "equal": torch.equal(made.codes, model.codes),
+        "frames": int(differ[0]) if len(differ) else same,
+        "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", metavar="NAME,...", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, metavar="FILE", help="the document (default: %(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints a row a case, and writes the document."""
+    if why := kernel_missing():
+        raise BackendUnavailable(f"the kernel cannot run here: {why}")
+    device = torch.device("cuda")
+    own = card_of(device)
+    names = arguments.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        raise MetricsError(f"--models takes {', '.join(MODELS)}, got {', '.join(unknown)}")
+    cards = {"this card": own} | {name: Card.like(*case) for name, case in CASES.items()}
+    cards = {name: card for name, card in cards.items() if card.multiprocessors <= own.multiprocessors}
+    cases = []
+    for name in names:
+        model = Model.make(name)
+        for card_name, card in cards.items():
+            cases.append({"model": name, "card": card_name, **_tried(model, card)})
+            print(_line(cases[-1]), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    write_json(arguments.output, {**head("cuda"), "frames": FRAMES, "cases": cases}, sort_keys=False)
+    return 0 if cases and all(row["equal"] for row in cases) else 1
+
+
+def _tried(model: Model, card: Card) -> dict[str, Any]:
+    """`case_of`, or what it raised: the other cards still count."""
+    try:
+        return case_of(model, card)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc(file=sys.stderr)
+        said = f"{type(error).__name__}: {error}"
+        return {"arch": card.arch, "multiprocessors": card.multiprocessors, "equal": False, "error": said}
+
+
+def _line(case: dict[str, Any]) -> str:
+    named = "{model:15} {card:18} {arch:11} {multiprocessors:3} multiprocessors".format(**case)
+    if "error" in case:
+        return f"{named}  {case['error'][:120]}"
+    return "{}  {blocks:3} blocks  {frames:2} frames equal  {frame_ms:6.2f} ms a frame".format(named, **case)

@@ -1,0 +1,24 @@
+"""The paths of older and smaller cards, as PTX on the card at hand: their blocks, their shared memory, the same codes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from mktts.kernel.card import Card
+from mktts.measure.cards import CASES, FRAMES, MODELS, Model, case_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+model_of = cache(Model.make)  # the fp32 run is the slowest part
+
+
+@pytest.mark.parametrize("card", [Card.like(*case) for case in CASES.values()], ids=list(CASES))
+@pytest.mark.parametrize("name", MODELS)
+def test_another_cards_code_and_grid_give_the_oracles_codes(name, card):
+    if card.multiprocessors > torch.cuda.get_device_properties().multi_processor_count:
+        pytest.skip(f"needs {card.multiprocessors} multiprocessors")
+    found = case_of(model_of(name), card)
+    assert found["equal"] and found["frames"] == FRAMES, found
+    assert found["blocks"] <= card.multiprocessors and found["shared_bytes"] <= card.shared_bytes
