@@ -64,9 +64,9 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
   block_sync();
   MARK(c, 11);
   // Every warp: the scores of one head over 16 positions (two n = 8 tiles), then its share of the outputs.
-  constexpr int SHARE = WARPS / QPK;                                   // warps of one head
-  constexpr int DIMS = HD / SHARE, PER = (DIMS + 31) / 32;             // output dimensions of a warp, of a lane
-  const u32 h = c.warp / SHARE, first = c.warp % SHARE * DIMS;
+  constexpr int OF_HEAD = WARPS / QPK;                                   // warps of one head
+  constexpr int DIMS = HD / OF_HEAD, PER = (DIMS + 31) / 32;             // output dimensions of a warp, of a lane
+  const u32 h = c.warp / OF_HEAD, first = c.warp % OF_HEAD * DIMS;
   UNROLL for (int n = 0; n < NT; n++) {
     float sc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
     UNROLL for (int k = 0; k < HD / 16; k++) {

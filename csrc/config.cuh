@@ -62,6 +62,7 @@ template <int TOTAL_, int K_, int UNIT = 1> struct Dealt : Mat<chunk(dealt(TOTAL
   typedef Mat<chunk(dealt(TOTAL_, UNIT)), K_> One;
   static constexpr int TOTAL = TOTAL_, EACH = dealt(TOTAL, UNIT), CHUNK = chunk(EACH), COUNT = ceil_div(EACH, CHUNK);
   static constexpr int BYTES = COUNT * One::BYTES;
+  static_assert((GROUP - 1) * EACH < TOTAL, "a block that sent nothing would be waited for by none: exchange.cuh");
 };
 
 template <int H_, int F_, int L_> struct Stack {

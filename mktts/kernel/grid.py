@@ -171,6 +171,9 @@ def _misfit(shape: Shape, head_rows: int) -> str | None:
             return f"a hidden size of {h} does not divide over {blocks} blocks into four rows or more"
         if (words := heads * min(owned, 32)) % 32 and words > 32:
             return f"{words} partial sums of an owner's rows are no whole warps"
+        for name, dealt in layer_matrices(stack, shape.group).items():
+            if (shape.group - 1) * dealt.each >= dealt.total:  # what it reads would be written again too early
+                return f"the last of {shape.group} blocks would have none of the {dealt.total} rows of {name}"
     return None
 
 

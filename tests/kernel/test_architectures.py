@@ -1,4 +1,4 @@
-"""The paths of older and smaller cards, as PTX on the card at hand: their blocks, their shared memory, the same codes."""
+"""The paths of older and smaller cards, as PTX on the card at hand: their blocks and shared memory, the same codes."""
 
 from __future__ import annotations
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable
 from mktts.kernel.grid import FRAGMENTS, WARPS, choose_shape
 from mktts.kernel.tape import pack, pack_layer, pack_rows
-from mktts.measure.inspection import config_at
 
 
 def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
@@ -85,15 +83,3 @@ def test_head_rows_are_dealt_out_in_order(tiny):
     each = -(-len(head) // (shape.blocks * 16)) * 16
     rows = unpack(pack_rows(shape, head), each, 64).reshape(-1, 64)
     assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
-
-
-@pytest.mark.parametrize(
-    ("size", "multiprocessors", "blocks"), [("0.6b", 132, 128), ("1.7b", 170, 128), ("0.6b", 108, 64)]
-)
-def test_the_grid_fits_the_device(size, multiprocessors, blocks):
-    assert choose_shape(config_at(size), multiprocessors).blocks == blocks
-
-
-def test_a_device_too_small_is_named():
-    with pytest.raises(BackendUnavailable, match="4 multiprocessors"):
-        choose_shape(config_at("0.6b"), 4)
