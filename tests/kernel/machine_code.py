@@ -11,9 +11,11 @@ import struct
 
 LOADS, STORES = {0x983}, {0x387, 0x987}  # LDL and STL, the second with a base in a uniform register: local memory
 BRANCHES = {0x947, 0x547}  # the second on a uniform predicate
+CALLS, PRODUCTS = {0x943, 0x944}, {0x23C}  # absolute and relative; HMMA, a product on tensor cores
 # Instructions from a loop's end back to its start. Polls, waits for the ring and the positions of attention are far
 # below; the loops over layers, codes and frames, in which the matrix products lie unrolled, are thousands.
 TIGHT = 256
+ASIDE = 32  # instructions at most that a poll leaves out but once in 256 times: the call that looks at the clock
 
 
 def code_of(cubin: bytes) -> list[int]:
@@ -51,6 +53,24 @@ def tight_loops(code: list[int], arch: str) -> list[range]:
 
 
 def local_in_tight_loops(code: list[int], arch: str) -> list[int]:
-    """Indices of loads from and stores to local memory: spilled registers, and variables whose address is taken."""
-    inside = {at for loop in tight_loops(code, arch) for at in loop}
-    return sorted(at for at in inside if code[at] & 0xFFF in LOADS | STORES)
+    """Indices of loads from and stores to local memory: spilled registers, and variables whose address is taken.
+
+    Left out: loops over whole matrices, and what a poll does only when it has waited long (`aside`).
+    """
+    inside: set[int] = set()
+    for loop in tight_loops(code, arch):
+        if not any(code[at] & 0xFFF in PRODUCTS for at in loop):  # matrices one after another: a few times a layer
+            inside.update(at for at in loop if code[at] & 0xFFF in LOADS | STORES)
+            inside.difference_update(aside(code, loop, arch))
+    return sorted(inside)
+
+
+def aside(code: list[int], loop: range, arch: str) -> set[int]:
+    """What a loop's forward branches leave out together with a call."""
+    found: set[int] = set()
+    for at in loop:
+        if code[at] & 0xFFF in BRANCHES:
+            over = range(at + 1, at + 1 + jump(code[at], arch))
+            if len(over) <= ASIDE and any(code[i] & 0xFFF in CALLS for i in over):
+                found.update(over)
+    return found

@@ -28,6 +28,9 @@ SLOW = pytest.mark.slow
 # Bytes of spill stores and loads together, and of the stack: the worst the pinned compiler gives, and a tenth. They
 # are where codes are drawn and between matrices. sm_90a's consumers may have 232 registers, those of others 168.
 SPILL_BYTES, STACK_BYTES = {"sm_90a": 500, "": 1_480}, {"sm_90a": 160, "": 320}
+# Of grids of fewer blocks, whose matrices have more rows; with them some addresses, which loops of few rounds read, and
+# one poll at 56 blocks.
+SMALL_SPILL_BYTES, SMALL_STACK_BYTES, SMALL_LOCAL = 3_600, 640, 60
 
 
 def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
@@ -66,7 +69,8 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
 @pytest.mark.parametrize(
     ("arch", "size"),
     [
-        *((arch, "0.6b") for arch in TARGETS),
+        *((arch, "0.6b") for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")),
+        *(pytest.param(arch, "0.6b", marks=SLOW) for arch in ("sm_87", "sm_103", "sm_110", "sm_121")),
         ("sm_90a", "1.7b"),
         ("sm_90a", "tiny-projected"),
         pytest.param("sm_86", "1.7b", marks=SLOW),
@@ -74,11 +78,33 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
 )
 @needs_nvrtc
 def test_the_kernel_compiles_for_every_target(arch, size, capsys):
-    build = compile_kernel(defines(size), arch)
+    shape = defines(size, 108 if arch == "sm_80" else 132)  # an A100's: 104 blocks, with a remainder
+    build = compile_kernel(shape, arch)
     report(build, f"{arch} {size}", capsys)
     assert build.image[:4] == b"\x7fELF"
     assert_registers_suffice(build, arch)
-    assert build.constants == compile_kernel(defines(size), arch, SHARED).constants
+    assert build.constants == compile_kernel(shape, arch, SHARED).constants
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "size", "multiprocessors"),
+    [
+        *(("sm_86", "0.6b", count) for count in (16, 46, 84)),
+        *(("sm_89", "0.6b", count) for count in (24, 58)),
+        *(("sm_87", size, 16) for size in ("0.6b", "1.7b")),
+        *((arch, "1.7b", count) for arch, count in (("sm_89", 24), ("sm_89", 58), ("sm_86", 84), ("sm_80", 108))),
+        *(("sm_121", size, 48) for size in ("0.6b", "1.7b")),
+    ],
+)
+@needs_nvrtc
+def test_the_kernel_compiles_for_the_grids_of_smaller_cards(arch, size, multiprocessors, capsys):
+    build = compile_kernel(defines(size, multiprocessors), arch)
+    code = code_of(build.image)
+    stack, local = sum(map(int, re.findall(r"(\d+) bytes stack frame", build.log))), local_in_tight_loops(code, arch)
+    report(build, f"{arch} {size} {multiprocessors}: {stack} bytes of stack, {len(local)} local in loops", capsys)
+    assert 0 < build.registers <= 255 and len(tight_loops(code, arch)) > 50
+    assert build.spill_bytes <= SMALL_SPILL_BYTES and stack <= SMALL_STACK_BYTES and len(local) <= SMALL_LOCAL
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])

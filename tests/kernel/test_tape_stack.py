@@ -23,8 +23,8 @@ SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 SETTINGS = {"capacity": 512, "buckets": (4, 16, 64)}
 
 
-def shape_of(size: str, layers: int) -> Shape:
-    shape = choose_shape(config_at(size), 132)
+def shape_of(size: str, layers: int, multiprocessors: int = 132) -> Shape:
+    shape = choose_shape(config_at(size), multiprocessors)
     return replace(shape, talker=replace(shape.talker, num_hidden_layers=layers))
 
 
@@ -117,9 +117,12 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("size", SIZES)
-def test_the_kernel_unpacks_what_the_stack_holds(size):
-    shape = shape_of(size, 3)
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 24, 46, 58, 84, 108)), ("1.7b", 58)],
+)
+def test_the_kernel_unpacks_what_the_stack_holds(size, multiprocessors):
+    shape = shape_of(size, 3, multiprocessors)
     tensors = tensors_of(shape, "cuda")
     stack = tape_of(shape, tensors)
     for matrix in stack._room.values():
