@@ -140,15 +140,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise MetricsError(f"--models takes {', '.join(MODELS)}, got {', '.join(unknown)}")
     cards = {"this card": own} | {name: Card.like(*case) for name, case in CASES.items()}
     cards = {name: card for name, card in cards.items() if card.multiprocessors <= own.multiprocessors}
-    cases = []
+    about, cases = {**head("cuda"), "frames": FRAMES}, []
     for name in names:
         model = Model.make(name)
         for card_name, card in cards.items():
             cases.append({"model": name, "card": card_name, **_tried(model, card)})
             print(_line(cases[-1]), flush=True)
+            write_json(arguments.output, {**about, "cases": cases}, sort_keys=False)  # also where time runs out
             gc.collect()
             torch.cuda.empty_cache()
-    write_json(arguments.output, {**head("cuda"), "frames": FRAMES, "cases": cases}, sort_keys=False)
     return 0 if cases and all(row["equal"] for row in cases) else 1
 
 
