@@ -27,6 +27,7 @@ Group = dict[str, tuple[str, str]]
 GROUPS: dict[str, Group] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
+        "speak-all": ("mktts.synth.speak_all.command", "speak a table of sentences into a folder of audio files"),
         "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),

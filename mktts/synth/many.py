@@ -99,9 +99,7 @@ def say_each(
 _NOTHING = np.zeros(0, np.float32)
 
 
-def _opened(
-    open_stream: Callable[[str, Any], Stream], ask: Callable[[], Asked | None], in_turn: bool
-) -> Said | None:
+def _opened(open_stream: Callable[[str, Any], Stream], ask: Callable[[], Asked | None], in_turn: bool) -> Said | None:
     asked = None
     try:
         asked = ask()
