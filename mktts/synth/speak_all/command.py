@@ -107,6 +107,8 @@ def _check(arguments: argparse.Namespace) -> None:
     ):
         if (value := getattr(arguments, name)) is not None:
             whole_number(f"--{name.replace('_', '-')}", value, least, most)
+    if arguments.ray and arguments.device not in ("auto", "cpu", "cuda"):
+        raise OptionsError(f"--ray gives every synthesizer a GPU of its own: leave out --device {arguments.device}")
     if not arguments.ray and (arguments.ray_address or arguments.replicas):
         raise OptionsError("--ray-address and --replicas are options of --ray, which is missing")
 

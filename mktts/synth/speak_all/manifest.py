@@ -39,9 +39,10 @@ class Manifest:
     Raises SentencesError for a file that was edited into something else.
     """
 
-    def __init__(self, folder: Path, name: str = MANIFEST) -> None:
+    def __init__(self, folder: Path, part: str | None = None) -> None:
+        """part: names one of its own, of a process that works for the one that has the folder."""
         self.done: dict[str, Kept] = {}
-        self._folder, self._path = folder, folder / name
+        self._folder, self._path = folder, folder / (MANIFEST if part is None else _PART.format(part))
         self._lock = threading.Lock()
         self._synced_s = time.monotonic()
         self._settle(by_line=False)
@@ -60,23 +61,20 @@ class Manifest:
             except BaseException:
                 os.ftruncate(self._file, end)
                 raise
+            if record["status"] in KEPT:
+                self.done[record["id"]] = _kept(record)
             if time.monotonic() - self._synced_s > _SYNC_S:
                 self._sync()
 
     def absorb(self) -> None:
-        """Takes over the lines of `part`s that were left behind, of sentences that are not done here."""
+        """Takes over what parts know of sentences that are not done here, and deletes them."""
         for path in sorted(self._folder.glob(_PART.format("*"))):
             for _, record in _read(path):
                 if record.get("status") in KEPT and record["id"] not in self.done:
                     self.append(record)
-                    self.done[record["id"]] = _kept(record)
             with self._lock:
                 self._sync()
             path.unlink()
-
-    def part(self, name: str) -> Manifest:
-        """One for another process, which `absorb` finds."""
-        return Manifest(self._folder, _PART.format(name))
 
     def close(self, *, tidy: bool = False) -> None:
         """tidy: the lines in the order of the table, one a sentence."""
