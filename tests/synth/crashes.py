@@ -1,7 +1,8 @@
 """A program that is killed at every one of its calls that change a folder; what is left is checked, and work goes on.
 
 `python crashes.py FOLDER` forks a child for each of those calls: it writes three sentences with `speak_into`, over a
-synthesizer that is not there, and dies without a word before the call, in the middle of a write, or with a file that is still empty.
+synthesizer that is not there, and dies without a word: before the call, in the middle of a write, or with a file that
+is still empty.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mktts.audio import require_format
+from mktts.batch.settings import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import whole_number
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--deterministic", action=argparse.BooleanOptionalAction, help="codes that no neighbour changes, on a GPU too"
     )
+    how.add_argument(
+        "--codec-precision", choices=("full", "fast"), default="full", help="on a GPU: fast decodes in half precision"
+    )
     many = parser.add_argument_group("many GPUs, by Ray Data; DIR must be the same for all machines")
     many.add_argument("--ray", action="store_true", help="a synthesizer on every GPU")
     many.add_argument("--ray-address", metavar="ADDRESS", help="of a cluster (default: this machine)")
@@ -116,13 +120,24 @@ def _check(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace, revision: str | None) -> dict[str, Any]:
     """All that the sound of a line follows from beside the line."""
     named = arguments.checkpoint
-    names = ("format", "speaker", "language", "instruct", "layout", "greedy", "max_frames", "backend", "dtype")
+    names = (
+        "format",
+        "speaker",
+        "language",
+        "instruct",
+        "layout",
+        "greedy",
+        "max_frames",
+        "backend",
+        "dtype",
+        "deterministic",
+        "codec_precision",
+    )
     return {
         "checkpoint": str(Path(named).resolve()) if Path(named).is_dir() else named,
         "revision": revision,
         **{name: getattr(arguments, name) for name in names},
         "voice": None if arguments.voice is None else Voice.load(arguments.voice).digest,
-        "deterministic": arguments.deterministic,
         "seed": arguments.seed,
     }
 
@@ -147,6 +162,7 @@ def _speakers(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Speakers
     together = arguments.backend in ("auto", "torch")
     model = {**loading(arguments), "deterministic": arguments.deterministic}
     model["engine"] = "batch" if together else "auto"
+    model["batch"] = BatchSettings(codec=arguments.codec_precision)
     if not arguments.ray:
         return partial(speak_here, checkpoint, model)
     from mktts.synth.speak_all.cluster import speak_on_cluster
