@@ -60,7 +60,7 @@ _PLACES = (
     "between two meetings", "without saying a word", "early in the morning", "before the rain began",
 )  # fmt: skip
 _JOINS = ("and", "while", "because", "but later", "so")
-_MAX_CLAUSES = 3
+_CLAUSES = (1, 1, 1, 2, 2, 3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def sentences(count: int, seed: int) -> Iterator[str]:
     while len(seen) < count:
         clauses = [
             f"{draw.choice(_NAMES)} {draw.choice(_VERBS)} {draw.choice(_THINGS)} {draw.choice(_PLACES)}"
-            for _ in range(draw.randint(1, _MAX_CLAUSES))
+            for _ in range(draw.choice(_CLAUSES))
         ]
         text = clauses[0]
         for clause in clauses[1:]:

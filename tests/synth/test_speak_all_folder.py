@@ -9,10 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import av
+import crashes
 import numpy as np
 import pytest
 import soundfile
@@ -25,9 +27,11 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
+from mktts.synth.speak_all import keeping
 from mktts.synth.speak_all.folder import held
 from mktts.synth.speak_all.manifest import Manifest
 from mktts.synth.speak_all.progress import Progress, duration
+from mktts.synth.speak_all.sentences import Sentence
 
 WAIT_S = 60.0
 RANDOM = ("--checkpoint", "random:tiny", "--device", "cpu", "--seed", "3")
@@ -290,6 +294,30 @@ def test_kill_9_in_the_middle_then_the_rest(tmp_path):
     after = state()
     assert len(after) == 16 and all(after[name] == before[name] for name in noted)
     assert sorted(os.listdir("out")) == sorted([*after, ".lock", "manifest.jsonl", "settings.json"])
+
+
+# ---- bounded
+def test_the_synthesis_waits_for_the_disk(tmp_path, monkeypatch):
+    taken, written = [], []
+    ahead = threading.Event()
+
+    def write(path: Path, data: bytes, *, lasting: bool) -> None:
+        assert ahead.wait(WAIT_S)  # until so many wait that no more may be made
+        assert len(taken) - len(written) <= keeping._QUEUED + 1
+        written.append(path)
+
+    def sentences():
+        for number in range(20 * keeping._QUEUED):
+            taken.append(number)
+            if len(taken) == keeping._QUEUED:
+                ahead.set()
+            yield Sentence(1, f"s{number}", "Text.")
+
+    monkeypatch.setattr(keeping, "write_whole", write)
+    manifest = Manifest(tmp_path)
+    keeping.speak_into(tmp_path, manifest, "wav", crashes.Synthesizer(), sentences(), crashes.MANNER)
+    manifest.close()
+    assert len(written) == len(taken) == len(manifest.done) == 20 * keeping._QUEUED
 
 
 # ---- progress

@@ -19,7 +19,7 @@ from mktts.model.sampling import MAX_SEED, drawn_seed
 from mktts.model.voice import Voice
 from mktts.spec import FRAME_MS
 from mktts.synth.speak_all.folder import MANIFEST, held, settle_settings
-from mktts.synth.speak_all.sentences import COLUMNS, Table
+from mktts.synth.speak_all.sentences import COLUMNS, NEEDED, Table
 from mktts.synth.speak_all.takes import MAX_RETRIES, Manner
 from mktts.synth.speak_all.work import Job, Speakers, bring_up, speak_here
 
@@ -33,12 +33,13 @@ EXAMPLES = f"""examples:
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --speaker vivian
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --ray
 
-A line of .txt is a text. A line of .jsonl is an object, the first line of .tsv names the columns: {", ".join(COLUMNS)};
-id and text must be there, and what a line leaves out is as the options say. The audio of a line lies in DIR under its
-id. {MANIFEST} there has one line for each: status (ok; unfinished, no attempt came to its end; failed; bad), file,
-duration_s, seed, finish_reason, and retried, the attempts that were not kept. The same command again goes on where it
-was ended or killed: what is done stays, lines that were changed are spoken again, and other settings are refused. One
-line of JSON comes last. Exit status 1: not every line is ok."""
+A line of .txt is a text. A line of .jsonl is an object, the first line of .tsv names the columns: {", ".join(NEEDED)},
+which must be there, {", ".join(COLUMNS[len(NEEDED) :])}. What a line leaves out is as
+the options say. The audio of a line lies in DIR under its id. {MANIFEST} there has one line for each: status (ok;
+unfinished, no attempt came to its end; failed; bad), file, duration_s, seed, finish_reason, and retried, the attempts
+that were not kept. The same command again goes on where it was ended or killed: what is done stays, lines that were
+changed are spoken again, and other settings are refused. One line of JSON comes last. Exit status 1: not every line is
+ok."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
