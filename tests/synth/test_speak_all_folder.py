@@ -22,7 +22,7 @@ from commands import run
 
 from mktts.audio import to_pcm16
 from mktts.common import python_path
-from mktts.errors import BusyError, MkttsError, OptionsError, PromptError, SentencesError
+from mktts.errors import BackendUnavailable, BusyError, MkttsError, OptionsError, PromptError, SentencesError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
@@ -188,6 +188,13 @@ def test_what_cannot_work_is_refused_before_anything_is_made(words, message):
     with pytest.raises((OptionsError, MkttsError), match=message):
         speak(*words)
     assert not Path("out").exists() or set(os.listdir("out")) <= {".lock"}
+
+
+def test_without_ray_the_folder_is_not_even_made(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BackendUnavailable, match=r'pip install "mktts\[ray\]"'):
+        speak("--ray", "--replicas", "2")
+    assert not Path("out").exists()
 
 
 # ---- manifests

@@ -28,6 +28,8 @@ from mktts.synth.speak_all.work import Job
 _MAX_BATCH = 4_096  # sentences that an actor is given in one piece: a few times those that it has open at once
 _BATCHES = 2  # an actor, where there are fewer: the quick ones take from the slow ones
 
+_OBJECTS_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sentences and records, no sound
+
 
 def speak_on_cluster(
     source: str,
@@ -98,27 +100,38 @@ class _Speaker:
         return {"record": records}
 
 
-@contextmanager
-def _cluster(address: str | None, replicas: int | None) -> Iterator[Any]:
-    """Ray, connected; what was begun here ends with the block."""
+def require_ray() -> Any:
+    """The package ray. Raises BackendUnavailable without it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send what it runs on to its makers
     try:
         import ray
         import ray.data
     except ImportError as error:
-        raise BackendUnavailable(f"--ray needs the package ray[data]: {error}; pip install 'mktts[ray]'") from None
-    here: dict[str, Any] = {}
-    if address is None:
-        # Actors on CPUs share the cores; one more is for what Ray Data does itself.
-        here = {"include_dashboard": False, "num_cpus": max((replicas or 0) + 1, os.cpu_count() or 1)}
+        raise BackendUnavailable(f'--ray needs the package ray[data]: {error}; pip install "mktts[ray]"') from None
+    return ray
+
+
+@contextmanager
+def _cluster(address: str | None, replicas: int | None) -> Iterator[Any]:
+    """Ray, connected; what was begun here ends with the block."""
+    ray = require_ray()
+    for name in ("ray.data", "ray._private.authentication"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # Actors on CPUs share the cores; one more is for what Ray Data does itself.
+    cores = max((replicas or 0) + 1, os.cpu_count() or 1)
+    here = {"include_dashboard": False, "num_cpus": cores, "object_store_memory": _OBJECTS_BYTES}
     began = not ray.is_initialized()
     if began:
         try:
-            quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
-            ray.init(address or "local", runtime_env={"env_vars": python_path()}, **quiet, **here)
+            ray.init(
+                address or "local",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env={"env_vars": python_path()},
+                **({} if address else here),
+            )
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise EngineError(f"no cluster at {address or 'this machine'}: {_last_line(error)}") from None
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts sentences
     try:
         yield ray

@@ -86,6 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     nobody = bool(table.columns) and "voice" not in table.columns and arguments.voice is None
     if nobody and checkpoint.config.model_type == "base":
         raise PromptError("a base checkpoint has no speakers: expected a column voice, or --voice FILE")
+    speakers = _speakers(arguments, checkpoint)
     with held(arguments.output) as folder:
         settings = settle_settings(folder, _settings(arguments, checkpoint.revision), {"seed": drawn_seed()})
         retries = arguments.retries
@@ -93,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
             retries = 0 if checkpoint.is_random or arguments.greedy else MAX_RETRIES
         manner = _manner(arguments, settings["seed"], retries)
         job = Job(folder, arguments.format, manner, arguments.at_once)
-        report = bring_up(job, table, _speakers(arguments, checkpoint))
+        report = bring_up(job, table, speakers)
     if checkpoint.is_random:
         print(RANDOM_WEIGHTS, file=sys.stderr)
     print(json.dumps(report))
@@ -166,7 +167,8 @@ def _speakers(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Speakers
     model["batch"] = BatchSettings(codec=arguments.codec_precision)
     if not arguments.ray:
         return partial(speak_here, checkpoint, model)
-    from mktts.synth.speak_all.cluster import speak_on_cluster
+    from mktts.synth.speak_all.cluster import require_ray, speak_on_cluster
 
+    require_ray()
     source = str(checkpoint.folder) if checkpoint.revision is None else arguments.checkpoint
     return partial(speak_on_cluster, source, checkpoint.revision, model, arguments.ray_address, arguments.replicas)

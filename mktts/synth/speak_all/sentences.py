@@ -92,7 +92,9 @@ class Table:
             sentence = _sentence(number, self._cells(number, line))
             key = unicodedata.normalize("NFC", sentence.id).casefold()  # file systems that see no difference
             if (earlier := seen.setdefault(key, number)) != number:
-                raise SentencesError(f"id {sentence.id!r} stands in line {earlier} already: give each its own")
+                raise SentencesError(
+                    f"id {sentence.id!r} stands in line {earlier} already, perhaps in other case: give each its own"
+                )
         except MkttsError as error:
             return BadLine(number, str(error))
         return sentence

@@ -127,7 +127,7 @@ def _say_first(table: Table, left: int, there: int) -> None:
         unused = ", ".join(repr(name) for name in sorted(table.unused, key=str))
         print(f"{table.path}: nothing here uses {unused[:300]}", file=sys.stderr)
     if there:
-        print(f"{there} sentences are there already, {left} are left", file=sys.stderr)
+        print(f"there already: {there} sentences, left: {left}", file=sys.stderr)
 
 
 def _say_last(job: Job, lines: dict[str, int], progress: Progress, rtfx: float) -> None:
