@@ -11,6 +11,8 @@ import json
 import logging
 import math
 import os
+import re
+import socket
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mktts.common import python_path
-from mktts.errors import BackendUnavailable, EngineError
+from mktts.errors import BackendUnavailable, EngineError, MkttsError
 from mktts.synth.speak_all.keeping import speak_into
 from mktts.synth.speak_all.manifest import Manifest, Record
 from mktts.synth.speak_all.progress import Progress
@@ -28,6 +30,8 @@ from mktts.synth.speak_all.work import Job
 _MAX_BATCH = 4_096  # sentences that an actor is given in one piece: a few times those that it has open at once
 _BATCHES = 2  # an actor, where there are fewer: the quick ones take from the slow ones
 
+_PLACE = re.compile(r"(?:ray://)?\[?([\w.:-]+)\]?:(\d+)")
+_PATIENCE_S = 5.0
 _OBJECTS_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sentences and records, no sound
 
 
@@ -68,6 +72,8 @@ def speak_on_cluster(
         try:
             for row in spoken.iter_rows():
                 record: Record = json.loads(row["record"])
+                if "status" not in record:
+                    raise EngineError(f"a synthesizer of the cluster failed: {record['error']}")
                 manifest.append(record)
                 progress.kept(record, len(record["text"]))
         except ray.exceptions.RayError as error:
@@ -83,11 +89,23 @@ class _Speaker:
         from mktts.synth.synthesizer import Synthesizer
 
         self._job = job
-        self._synthesizer = Synthesizer.load(open_checkpoint(source, revision), **model)
         self._part = Manifest(job.folder, part=uuid.uuid4().hex)
+        self._error: Exception | None = None  # told to who asked, in a line: what is raised here, Ray tries again
+        try:
+            self._synthesizer = Synthesizer.load(open_checkpoint(source, revision), **model)
+        except MkttsError as error:
+            self._error = error
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """The records of a batch of sentences, which it has spoken."""
+        """The records of a batch of sentences, which it has spoken; or one with an error and no status."""
+        try:
+            if self._error is None:
+                return {"record": self._speak(batch)}
+        except (MkttsError, OSError) as error:  # the engine is lost, or the disk is full
+            self._error = error
+        return {"record": [json.dumps({"error": str(self._error)})]}
+
+    def _speak(self, batch: dict[str, Any]) -> list[str]:
         job, records = self._job, []
         sentences = [Sentence(**json.loads(line)) for line in batch["sentence"]]
 
@@ -97,7 +115,7 @@ class _Speaker:
         speak_into(
             job.folder, self._part, job.kind, self._synthesizer, sentences, job.manner, kept, at_once=job.at_once
         )
-        return {"record": records}
+        return records
 
 
 def require_ray() -> Any:
@@ -123,6 +141,8 @@ def _cluster(address: str | None, replicas: int | None) -> Iterator[Any]:
     began = not ray.is_initialized()
     if began:
         try:
+            if address and (place := _PLACE.fullmatch(address)):  # Ray itself asks for minutes
+                socket.create_connection((place[1], int(place[2])), _PATIENCE_S).close()
             ray.init(
                 address or "local",
                 log_to_driver=False,
