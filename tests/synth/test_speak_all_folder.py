@@ -18,11 +18,13 @@ import crashes
 import numpy as np
 import pytest
 import soundfile
+import torch
 from commands import run
 
 from mktts.audio import to_pcm16
 from mktts.common import python_path
 from mktts.errors import BackendUnavailable, BusyError, MkttsError, OptionsError, PromptError, SentencesError
+from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
@@ -32,6 +34,7 @@ from mktts.synth.speak_all.folder import held
 from mktts.synth.speak_all.manifest import Manifest
 from mktts.synth.speak_all.progress import Progress, duration
 from mktts.synth.speak_all.sentences import Sentence
+from mktts.synth.speak_all.takes import _voice
 
 WAIT_S = 60.0
 RANDOM = ("--checkpoint", "random:tiny", "--device", "cpu", "--seed", "3")
@@ -119,6 +122,28 @@ def test_the_seed_that_was_drawn_is_kept():
     seeds = [record["seed"] for record in records()]
     Path("out/000002.wav").unlink()
     assert run(*words) == 0 and [record["seed"] for record in records()] == seeds
+
+
+def test_voices_lie_beside_the_table_and_another_one_is_another_sound(tiny_base, capsys):
+    Path("table").mkdir()
+    Path("table/t.tsv").write_text("id\ttext\tvoice\na\tHello.\tv.voice\nb\tHello.\tnone.voice\n")
+    size = tiny_base.config.talker.hidden_size
+    sounds = []
+    for loudness in (0.1, 0.3):
+        voice = Voice(torch.full((size,), loudness), None, None, tiny_base.config.model_size)
+        voice.save("table/v.voice")
+        _voice.cache_clear()  # another process
+        words = ("--checkpoint", "random:tiny:base", "--device", "cpu", "--seed", 3, "--max-frames", 4)
+        for spoken in (1, 0):
+            assert run("speak-all", "table/t.tsv", "-o", "out", *words) == 1
+            assert report(capsys)["spoken"] == spoken
+        good, bad = records()
+        assert (good["status"], bad["status"]) == ("ok", "bad") and "none.voice" in bad["error"]
+        sounds.append(Path("out/a.wav").read_bytes())
+    assert sounds[0] != sounds[1]
+    with Synthesizer.load(tiny_base, device="cpu", engine="batch") as synth:
+        alone = synth.say("Hello.", voice=voice, seed=good["seed"], max_frames=4)
+    assert sounds[1].endswith(to_pcm16(alone))
 
 
 def test_bad_lines_are_recorded_the_others_spoken_and_a_mended_line_is_spoken_then(capsys):

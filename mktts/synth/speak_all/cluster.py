@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mktts.common import python_path
-from mktts.errors import BackendUnavailable, EngineError, MkttsError
+from mktts.errors import BackendUnavailable, EngineError, MkttsError, OptionsError
 from mktts.synth.speak_all.keeping import speak_into
 from mktts.synth.speak_all.manifest import Manifest, Record
 from mktts.synth.speak_all.progress import Progress
@@ -49,7 +49,8 @@ def speak_on_cluster(
     """By `replicas` synthesizers, or one for each GPU of the cluster. source, revision: of the checkpoint, as every
     machine can open it. model: arguments of `Synthesizer.load`. address: of a cluster; None begins one here.
 
-    Raises BackendUnavailable without Ray or without a GPU to begin on, EngineError for what fails on the cluster.
+    Raises BackendUnavailable without Ray or without a GPU to begin on, OptionsError for more replicas than GPUs,
+    EngineError for what fails on the cluster.
     """
     rows = [{"sentence": json.dumps(asdict(sentence))} for sentence in sentences]
     job = replace(job, folder=job.folder.resolve())
@@ -59,6 +60,8 @@ def speak_on_cluster(
             raise BackendUnavailable(
                 "the cluster has no GPU: name how many synthesizers are to run on CPUs: --replicas N"
             )
+        if gpus and actors > gpus:
+            raise OptionsError(f"--replicas must be at most the cluster's GPUs, {gpus}, got {actors}: Ray would wait")
         batch = max(1, min(math.ceil(len(rows) / (_BATCHES * actors)), _MAX_BATCH))
         spoken = ray.data.from_items(rows, override_num_blocks=math.ceil(len(rows) / batch)).map_batches(
             _Speaker,
