@@ -166,10 +166,11 @@ def add_residual(
 
 
 def run(blocks: list[Block], choose: Callable[[int], int], seen: Callable[[], None] = lambda: None) -> list[np.ndarray]:
-    """Runs blocks to their ends, one step of one of them at a time; `choose(n)` picks one of the n that have not ended.
+    """Runs blocks to their ends, one step of one of them at a time, and returns what they returned.
 
-    Returns what they returned. `seen` is called after every step. Raises EngineError, as the kernel's watchdog does,
-    where all that are left wait for what nobody will send.
+    `choose(n)` picks one of the n that have not ended, and must come to every one of them again and again. `seen` is
+    called after every step. Raises EngineError, as the kernel's watchdog does, where all that are left wait for what
+    nobody will send.
     """
     results: dict[int, np.ndarray] = {}
     left = list(range(len(blocks)))
