@@ -33,8 +33,8 @@ DEV void ring_release(Ctx& c) {
 // alone moves no more than 2.7 TB/s. The talker, whose attention has two exchanges more, is quickest with one, the
 // predictor with two (H200, 0.6B: talker 0.354 and 0.373 ms, predictor 0.900 and 0.847).
 constexpr u32 TALKER_COPIES = 1, PREDICTOR_COPIES = 2;
-// With -DSTILL no weights are copied: every stage counts as full as it lies there, all zeros. What a frame then takes is
-// its chain of exchanges and arithmetic without the stream beside it, which is all that such a build is for.
+// With -DSTILL no weights are copied: every stage counts as full as it lies there, all zeros. What a frame then takes
+// is its chain of exchanges and arithmetic without the stream beside it, which is all that such a build is for.
 #ifdef STILL
 DEV void fill_stage(Ctx& c, u32 stage, const u8*, u32, u64) {
   if (c.lane < FILL_ARRIVALS) barrier_arrive(&c.s->full[stage]);

@@ -17,6 +17,7 @@ from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
 from mktts.errors import MetricsError
 from mktts.measure.environment import head
+from mktts.measure.inspection import bytes_per_frame, components
 from mktts.measure.trace.document import BUILDS, Launch, document
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, con
     settings = {
         "checkpoint": f"{checkpoint.config.model_size} {checkpoint.config.model_type}",
         "random_weights": checkpoint.is_random,
+        "weight_bytes": {part: bytes_per_frame(components(checkpoint), [part]) for part in ("talker", "predictor")},
         "blocks": backend.shape.blocks,
         "group": backend.shape.group,
         "launches": launches,
