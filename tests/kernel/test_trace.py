@@ -6,10 +6,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from compiler import needs_nvrtc
 from machine_code import code_of
 from traces import FRAMES, GHZ, launch_of
 
+from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel import build as kernel_build
 from mktts.kernel import trace
@@ -17,6 +19,8 @@ from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, source
 from mktts.kernel.tape import choose_shape
 from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, encode, frame_points, room_of, steady
 from mktts.measure.inspection import config_at
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling
 
 LAYERS = (3, 2)
 POINTS = frame_points(*LAYERS)
@@ -175,3 +179,25 @@ def test_there_is_room_for_a_launch_and_one_word_more():
 def test_without_a_device_recording_says_so(tiny):
     with pytest.raises(BackendUnavailable, match="CUDA device"):
         TracedBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
+def test_marks_change_no_code_and_are_those_of_whole_frames(source):
+    checkpoint = open_checkpoint(source)
+    backend = TracedBackend(checkpoint.config, checkpoint.tensors())
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", torch.bfloat16)
+    prompt = builder.build(Request("Some words, and a few more.", speaker="ryan", layout="streaming"))
+    states = [backend.start(prompt, Sampling(), 7, 40) for _ in range(3)]
+    for state in states:
+        list(backend.frames(state, [None]))
+    rows = [prompt.row(t) for t in range(FRAMES)]
+    expected = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])
+    for state, still in zip(states[1:], (False, True), strict=True):
+        frames, marks = backend.traced(state, rows, still)
+        found = steady(marks, backend.points)
+        assert len(frames) == FRAMES and (np.diff(found.cycles, axis=2) >= 0).mean() > 0.99
+        assert still or torch.equal(torch.stack([frame.codes for frame in frames]), expected)
+    again = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])  # the usual build is back
+    assert len(again) == FRAMES
