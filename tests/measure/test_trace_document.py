@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from traces import GHZ, STARVED_US, TOOK_US, document_of, launches_of
+from traces import GHZ, STARVED_US, TOOK_US, document_of, launch_of, launches_of
 
 from mktts.cli import main
 from mktts.errors import MetricsError
+from mktts.kernel import trace
+from mktts.kernel.tape import choose_shape
 from mktts.kernel.trace import PREDICTOR_LAYER, TAIL, TALKER_LAYER, frame_points
-from mktts.measure.trace.command import table
+from mktts.measure.trace.command import record, table
 from mktts.measure.trace.document import BUILDS, UNIT_NS, document, packed, unpacked
 
 LAYERS = (4, 2)
@@ -79,6 +82,39 @@ def test_the_table_has_every_phase(found):
     text = table({**document_of((2, 1), 16), "device": "A"})
     assert text.count("\ntalker ") == len([r for r in found["phases"][BUILDS[0]] if r["stack"] == "talker"])
     assert "without marks" in text and " sum " in text
+
+
+class NoCard:
+    """A backend of one frame's known times: `TracedBackend` as the command uses it."""
+
+    def __init__(self, config, tensors, device):
+        self.shape = choose_shape(config, 132)
+        self.layers = config.talker.num_hidden_layers, config.predictor.num_hidden_layers
+
+    def start(self, prompt, sampling, seed, max_frames):
+        return SimpleNamespace(frames=0, max_frames=max_frames)
+
+    def frames(self, state, rows):
+        assert [row is None for row in rows] == [state.frames + i == 0 for i in range(len(rows))]
+        state.frames += len(rows)
+        assert state.frames <= state.max_frames
+        return iter(launch_of(self.layers, 1, 0).frames)
+
+    def traced(self, state, rows, still):
+        frames = list(self.frames(state, rows))
+        return frames, launch_of(self.layers, self.shape.blocks, state.frames, alone=still).marks
+
+
+def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
+    monkeypatch.setattr(trace, "TracedBackend", NoCard)
+    found = record(tiny, "cpu", launches=2, context=40)
+    config = tiny.config
+    assert found["settings"]["blocks"] == 16 and found["settings"]["launches"] == 2
+    assert found["settings"]["talker_layers"] == config.talker.num_hidden_layers
+    assert found["settings"]["weight_bytes"]["predictor"] > found["settings"]["weight_bytes"]["talker"] > 0
+    assert found["settings"]["random_weights"] and {"revision", "date", "device"} <= set(found)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert "sum" in table({**found, "device": "A"})
 
 
 def test_builds_that_are_missing_are_named():
