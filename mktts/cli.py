@@ -39,6 +39,7 @@ GROUPS: dict[str, Group] = {
         "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
         "bench speak-all": ("mktts.measure.speak_all", "measure how fast thousands of sentences become files"),
+        "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
         "agent evals": ("mktts.agent.evals", "run Pipecat's evals against a running bot"),
