@@ -2,7 +2,9 @@
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
 with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
-wide-margin random weights are an fp32 run's, frame for frame. `frame_ms` is the median time of a step, hand-over
+wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
+and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
+alone would say little. `frame_ms` is the median time of a step, hand-over
 included, on this card: it says what fewer blocks and older code cost, not how fast that card is.
 """
 
@@ -30,7 +32,8 @@ from mktts.errors import BackendUnavailable, MetricsError
 from mktts.kernel.card import Card, card_of
 from mktts.measure.environment import head
 from mktts.measure.machine import kernel_missing
-from mktts.model.backend import Backend
+from mktts.measure.parity.probe import Errors, Observed, forced, probe_of
+from mktts.model.backend import Backend, PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -56,16 +59,22 @@ EXAMPLES = """examples:
 Exit status: 0 where all codes were equal, 1 where some were not or nothing could run."""
 _TEXT = "Some words, spoken in the streaming layout, and a few more."
 _WARM_FRAMES = 10  # before steps are timed
+FORCED_FRAMES = 4  # whose errors are compared
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of wide-margin random weights, a prompt in bf16, and the codes (FRAMES, 16) that an fp32 run makes."""
+    """A model of wide-margin random weights, a prompt in bf16, and the codes (FRAMES, 16) that an fp32 run makes.
+
+    exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative.
+    """
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     prompt: Prompt
     codes: Tensor
+    exact: list[Observed]
+    bf16_error: float
 
     @classmethod
     def make(cls, name: str, device: str = "cuda") -> Model:
@@ -77,8 +86,10 @@ class Model:
             widen_margins(tensors, config, 0)
         builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
         prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
-        made = run(TorchBackend(config, tensors, device, torch.float32), prompt)
-        return cls(config, tensors, prompt, made.codes)
+        fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+        codes = run(fp32, prompt).codes
+        exact, rounded = (_forced(backend, prompt, codes[:FORCED_FRAMES]) for backend in (fp32, bf16))
+        return cls(config, tensors, prompt, codes, exact, error_of(rounded, exact))
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,32 @@ def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
     return Run(torch.stack(codes), steps_ms)
 
 
+def error_of(found: list[Observed], exact: list[Observed]) -> float:
+    """Relative rms error of logits and residual streams, pooled head by head and layer by layer, then averaged."""
+    errors = Errors()
+    for ours, theirs in zip(found, exact, strict=True):
+        for book, (logits, reference) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+            errors.add(logits, reference, f"head {book}")
+        if ours.hidden is not None and theirs.hidden is not None:
+            for layer, (hidden, reference) in enumerate(zip(ours.hidden, theirs.hidden, strict=True)):
+                errors.add(hidden, reference, f"layer {layer}")
+    return statistics.fmean(errors.relative().values())
+
+
+def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observed]:
+    state = backend.start(prompt, Sampling().greedy(), 0, len(codes))
+    rows = [None, *(prompt.row(index) for index in range(len(codes) - 1))]
+    return [forced(backend, state, row, chosen) for row, chosen in zip(rows, codes, strict=True)]
+
+
+def _observed(backend: Backend, prompt: Prompt) -> list[Observed]:
+    """Its own first frames."""
+    probe = probe_of(backend)
+    state = probe.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, FORCED_FRAMES)
+    seen = [probe.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
+    return [frame for frame in seen if frame is not None]
+
+
 def case_of(model: Model, card: Card) -> dict[str, Any]:
     """One row of the document. Raises BackendUnavailable as the kernel does."""
     from mktts.kernel.backend import MegakernelBackend
@@ -118,6 +155,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "shared_bytes": backend.shared_bytes,
         "equal": torch.equal(made.codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
+        "error_ratio": error_of(_observed(backend, model.prompt), model.exact) / model.bf16_error,
         "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
     }
 
@@ -166,4 +204,5 @@ def _line(case: dict[str, Any]) -> str:
     named = "{model:15} {card:18} {arch:11} {multiprocessors:3} multiprocessors".format(**case)
     if "error" in case:
         return f"{named}  {case['error'][:120]}"
-    return "{}  {blocks:3} blocks  {frames:2} frames equal  {frame_ms:6.2f} ms a frame".format(named, **case)
+    found = "{blocks:3} blocks  {frames:2} frames equal  error {error_ratio:.2f} of bf16's".format(**case)
+    return f"{named}  {found}  {case['frame_ms']:6.2f} ms"

@@ -9,14 +9,14 @@ import subprocess
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mktts.kernel.backend import MegakernelStream, new_state_tensors
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import Shape
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, point
 from mktts.kernel.weights import model_weights
-from mktts.measure.cards import Model
+from mktts.measure.cards import FORCED_FRAMES, Model
+from mktts.measure.parity.probe import Observed, vocabularies
 from mktts.model.sampling import Sampling
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
 
@@ -45,8 +45,9 @@ def build(shape: Shape, folder: Path, most_rows: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "frame.so"))
 
 
-def codes(model: Model, shape: Shape, frames: int, folder: Path, most_rows: int, seed: int) -> Tensor:
-    """Greedy codes (frames, 16) of the model's prompt, its rows through the kernel one by one."""
+def observed(model: Model, shape: Shape, folder: Path, most_rows: int, seed: int) -> list[Observed]:
+    """The first frames, greedy, after the model's prompt, whose rows go through the kernel one by one."""
+    frames = FORCED_FRAMES
     library = build(shape, folder, most_rows)
     talker, embeds = model.config.talker, model.prompt.embeds.bfloat16().contiguous()
     rows = len(embeds)
@@ -58,6 +59,8 @@ def codes(model: Model, shape: Shape, frames: int, folder: Path, most_rows: int,
     state = MegakernelStream(**own, out=out, sampling=sampling, seed=0, prompt_rows=rows, max_frames=frames)
     weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), _projected(model))
     params = Params()
+    logits = torch.zeros(frames, NUM_CODEBOOKS, talker.vocab_size, dtype=torch.bfloat16)
+    hidden = torch.zeros(frames, talker.num_hidden_layers, talker.hidden_size, dtype=torch.bfloat16)
     point(params, weights | {"exchange": exchange, "status": status})
     params.ends[:] = [model.config.codec_ids.eos, -1, -1, -1]
     params.min_frames, params.suppress_from = MIN_NEW_FRAMES, talker.vocab_size - SUPPRESSED_TAIL
@@ -68,9 +71,12 @@ def codes(model: Model, shape: Shape, frames: int, folder: Path, most_rows: int,
     params.tag += rows * talker.num_hidden_layers * _EXCHANGES
     params.stream.rows, params.prefill, params.frames = text.data_ptr(), 0, frames
     params.stream.position = rows - 1
+    point(params, {"debug_logits": logits, "debug_hidden": hidden})
     library.host_launch(ctypes.byref(params), ctypes.c_ulonglong(seed + 1))
     assert not status.any() and out[MADE] == frames
-    return out[STATUS_WORDS:].view(frames, FRAME_WORDS)[:, :NUM_CODEBOOKS].long()
+    codes, sizes = out[STATUS_WORDS:].view(frames, FRAME_WORDS)[:, :NUM_CODEBOOKS].long(), vocabularies(model.config)
+    heads = [[head[:size].float() for head, size in zip(frame, sizes, strict=True)] for frame in logits]
+    return [Observed(codes[i], heads[i], hidden[i].float() if i else None) for i in range(frames)]
 
 
 def _projected(model: Model) -> bool:

@@ -21,4 +21,5 @@ def test_another_cards_code_and_grid_give_the_oracles_codes(name, card):
         pytest.skip(f"needs {card.multiprocessors} multiprocessors")
     found = case_of(model_of(name), card)
     assert found["equal"] and found["frames"] == FRAMES, found
+    assert found["error_ratio"] <= 1.25, found
     assert found["blocks"] <= card.multiprocessors and found["shared_bytes"] <= card.shared_bytes

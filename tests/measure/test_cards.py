@@ -22,6 +22,15 @@ def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding(model):
     assert model.codes.shape == (cards.FRAMES, 16) and len(model.codes[:, 0].unique()) > cards.FRAMES // 2
     found = run(TorchBackend(model.config, model.tensors, "cpu", torch.bfloat16), model.prompt)
     assert torch.equal(found.codes, model.codes) and len(found.steps_ms) == cards.FRAMES
+    assert 1e-4 < model.bf16_error < 0.05
+
+
+def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model):
+    name = "talker.model.layers.2.self_attn.o_proj.weight"
+    rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
+    wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
+    assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES).codes, model.codes[: cards.FORCED_FRAMES])
+    assert cards.error_of(cards._observed(wrong, model.prompt), model.exact) > 1.5 * model.bf16_error
 
 
 def test_every_case_is_a_card_that_a_grid_fits():
@@ -35,7 +44,7 @@ def test_the_document_has_a_row_a_case_and_the_status_says_whether_all_were_equa
         if card.multiprocessors == 24:
             raise RuntimeError("no such thing")
         same = {"arch": card.arch, "multiprocessors": card.multiprocessors, "blocks": 16, "shared_bytes": 1}
-        return {**same, "equal": True, "frames": cards.FRAMES, "frame_ms": 2.0}
+        return {**same, "equal": True, "frames": cards.FRAMES, "error_ratio": 1.0, "frame_ms": 2.0}
 
     monkeypatch.setattr(cards, "kernel_missing", lambda: None)
     monkeypatch.setattr(cards, "card_of", lambda device: Card.like("sm_90a", 114))
