@@ -166,12 +166,17 @@ def make_voice(settings: AgentSettings, source: SpeechSource | None = None) -> M
     )
 
 
+def voice_options(settings: AgentSettings, synthesizer: Synthesizer) -> StreamOptions | None:
+    """Of every utterance; None for the usual ones."""
+    checkpoint = synthesizer.checkpoint
+    if settings.options is None and checkpoint is not None and checkpoint.is_random:
+        return _as_long_as_speech(checkpoint)
+    return settings.options
+
+
 def _local_source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
-    checkpoint, options = synthesizer.checkpoint, settings.options
-    if options is None and checkpoint is not None and checkpoint.is_random:
-        options = _as_long_as_speech(checkpoint)
-    return LocalSource(synthesizer, settings.checkpoint, options)
+    return LocalSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer))
 
 
 def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:
