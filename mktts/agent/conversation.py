@@ -176,7 +176,7 @@ def voice_options(settings: AgentSettings, synthesizer: Synthesizer) -> StreamOp
 
 def _local_source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
-    return LocalSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer))
+    return LocalSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer), settings.layout)
 
 
 def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ async def inside_pipecat(
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Time to first byte in ms, as the service in a pipeline reports it of each sentence; and its stages."""
     ear, watchmaker = _Ear(), stages.Watchmaker()
-    source = stages.DatedSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer), watchmaker)
+    options = voice_options(settings, synthesizer)
+    source = stages.DatedSource(synthesizer, settings.checkpoint, options, settings.layout, watchmaker)
     voice = make_voice(settings, source)
     watchmaker.watch(voice)
     params = PipelineParams(audio_out_sample_rate=SAMPLE_RATE_HZ, enable_metrics=True)
@@ -88,8 +90,10 @@ def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[str, A
     story = re.findall(r"[^.]+\.", STORY)
     sentences = [story[i % len(story)].strip() for i in range(utterances + 1)]
     figures = stages.alone(voice, sentences, StreamOptions(guard=Guard.off()))
-    inside, dated = asyncio.run(inside_pipecat(settings, voice, sentences))
-    figures["pipecat_ms"] = inside[1:]  # the first one warms up
+    dated = {}
+    for name, layout in (("whole_ms", "whole"), ("pipecat_ms", settings.layout)):
+        inside, found = asyncio.run(inside_pipecat(replace(settings, layout=layout), voice, sentences))
+        figures[name], dated[name.removesuffix("_ms")] = inside[1:], stages.medians(found[1:])  # the first warms up
     talk: Talk | None = asyncio.run(converse(settings, SCRIPT[:turns])) if turns else None
     named = {**figures, "engine_ttfc_ms": figures["paused_ms"], "pipecat_ttfb_ms": figures["pipecat_ms"]}
     return {
@@ -97,7 +101,7 @@ def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[str, A
         "backend": voice.backend_name,
         "checkpoint": settings.checkpoint,
         "figures": {name: {**percentiles(values), "unit": "ms"} for name, values in named.items()},
-        "stages": stages.medians(dated[1:]),
+        "stages": dated,
         "conversation": None if talk is None else talk.document(),
     }
 

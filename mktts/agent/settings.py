@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
+from mktts.model.prompt import Layout
 from mktts.speech.options import StreamOptions
 
 Ears = Literal["pocketsphinx", "deepgram"]
@@ -31,6 +32,8 @@ class AgentSettings:
     options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, such
         that an utterance is as long as speech of its text would be.
     tokens: the mind's words go into one generation as they are written, not sentence by sentence.
+    layout: of a sentence's prompt; "streaming" computes none of it before the first frame, "whole" all, None takes the
+        checkpoint's.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
     greeting: what the bot says first; "" for nothing.
@@ -47,6 +50,7 @@ class AgentSettings:
     seed: int | None = None
     options: StreamOptions | None = None
     tokens: bool = False
+    layout: Layout | None = "streaming"
     ears: Ears = "pocketsphinx"
     mind: Mind = "scripted"
     deepgram_key: str | None = None

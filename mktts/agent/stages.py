@@ -1,6 +1,6 @@
 """Where the time to the first byte goes, from what `bench` measures of the engine to what a pipeline's service reports.
 
-The same synthesizer speaks under one more condition at a time (`CONDITIONS`); in the last, the way of each sentence
+The same synthesizer speaks under one more condition at a time (`CONDITIONS`); in the last two, the way of each sentence
 through Pipecat's service is dated at its corners (`STAGES`). `table` shows both.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from mktts.model.prompt import Layout
 from mktts.pipecat import LocalSource, Style
 from mktts.pipecat.source import LocalSpeech
 from mktts.speech.options import Chunk, StreamOptions
@@ -29,7 +30,8 @@ CONDITIONS = {
     "sentences_ms": "another sentence every time",
     "paused_ms": f"and {PAUSE_S * 1e3:.0f} ms of rest before each",
     "awaited_ms": "and taken in an event loop",
-    "pipecat_ms": "and spoken by the service in a pipeline, as that reports it",
+    "whole_ms": "and spoken by the service in a pipeline, as that reports it",
+    "pipecat_ms": "and in the streaming layout, as the agent speaks",
 }
 STAGES = {
     "service_ms": "from the start of Pipecat's clock to the call of the source: Pipecat's bookkeeping, and ours",
@@ -97,15 +99,20 @@ class DatedSource(LocalSource):
     """Tells a watchmaker when it was asked, and when the first chunk was taken."""
 
     def __init__(
-        self, synthesizer: Synthesizer, name: str | None, options: StreamOptions | None, watchmaker: Watchmaker
+        self,
+        synthesizer: Synthesizer,
+        name: str | None,
+        options: StreamOptions | None,
+        layout: Layout | None,
+        watchmaker: Watchmaker,
     ) -> None:
-        super().__init__(synthesizer, name, options)
+        super().__init__(synthesizer, name, options, layout)
         self._watchmaker = watchmaker
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
         dates = self._watchmaker.dates[-1]
         dates.asked_s = time.perf_counter()
-        return LocalSpeech(_DatedStream(self._synthesizer.stream(text, **self._asked(style)), dates))
+        return LocalSpeech(_DatedStream(self._stream(text, style), dates))
 
 
 class _DatedStream:
@@ -166,7 +173,7 @@ def alone(synthesizer: Synthesizer, sentences: Sequence[str], options: StreamOpt
     return {name: values[1:] for name, values in found.items()}
 
 
-def table(figures: dict[str, Any], stages: dict[str, float]) -> str:
+def table(figures: dict[str, Any], stages: dict[str, dict[str, float]]) -> str:
     """Medians in ms as text: the conditions, each with what it adds to the one before, and the stages of the last."""
     lines, before = ["time to the first byte, medians in ms"], None
     for name, words in CONDITIONS.items():
@@ -174,8 +181,9 @@ def table(figures: dict[str, Any], stages: dict[str, float]) -> str:
         added = "" if before is None else f"{median - before:+.2f}"
         lines.append(f"{median:8.2f} {added:>7}  {words}")
         before = median
-    lines.append("of the last, by stage")
-    lines += [f"{stages[name]:8.2f} {'':>7}  {words}" for name, words in STAGES.items()]
+    lines.append(" ".join(f"{name:>8}" for name in stages) + "  by stage, of these conditions")
+    for name, words in STAGES.items():
+        lines.append(" ".join(f"{of[name]:8.2f}" for of in stages.values()) + f"  {words}")
     return "\n".join(lines)
 
 
