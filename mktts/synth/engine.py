@@ -30,8 +30,8 @@ from mktts.speech.job import Bell, EngineName, Job, News, Tally, Work
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
-# After a lone stream's first chunk. Nothing hands the interpreter's lock over: who waits for it gets it when this thread
-# sleeps, or after the 5 ms of sys.getswitchinterval. Of the first chunk of a CPU's streams that was 1.3 to 2.4 ms.
+# After a lone stream's first chunk. Nothing hands the interpreter's lock over: who waits for it gets it when the worker
+# sleeps, or after the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
 _LET_IN_S = 20e-6
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 
