@@ -16,7 +16,8 @@ from loguru import logger
 
 from mktts.agent import intents
 from mktts.agent.conversation import check_voice, load_voice
-from mktts.agent.ears import find_ears
+from mktts.agent.ears import load_ears
+from mktts.agent.mind import load_mind
 from mktts.agent.sessions import Sessions
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
@@ -55,7 +56,8 @@ def create_app(
     """
     if transport == "webrtc" and not has_webrtc():
         raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
-    find_ears(settings)  # before seconds of loading
+    load_ears(settings)  # a missing package shows before seconds of loading
+    load_mind(settings)
     synthesizer = load_voice(settings)
     check_voice(settings)
     checkpoint = synthesizer.checkpoint
