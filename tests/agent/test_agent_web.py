@@ -107,6 +107,33 @@ async def test_a_conversation_over_the_pages_socket(url):
     assert audio_bytes > SAMPLE_RATE_HZ  # more than half a second
 
 
+async def test_what_is_typed_is_answered_without_a_microphone_and_interrupts_the_answer(url):
+    messages: list[dict] = []
+    async with websockets.connect(socket_of(url)) as socket:
+
+        async def until(**wanted: object) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not any(wanted.items() <= message.items() for message in messages):
+                    message = await socket.recv()
+                    if not isinstance(message, bytes):
+                        messages.append(json.loads(message))
+
+        await until(type="ready")
+        for wrong in ("", "  ", 7, None):
+            await socket.send(json.dumps({"type": "text", "text": wrong}))
+        await socket.send(json.dumps({"type": "text", "text": "tell me a story"}))
+        await until(type="caption", who="user", text="tell me a story")
+        await until(type="state", bot="speaking")
+        await until(type="caption", who="bot", final=False)
+        await socket.send(json.dumps({"type": "text", "text": " thank you "}))
+        await until(type="caption", who="bot", final=True, text="You are welcome.")
+    captions = [m for m in messages if m["type"] == "caption" and m["final"]]
+    assert [(m["who"], m.get("interrupted", False)) for m in captions] == [
+        ("user", False), ("bot", True), ("user", False), ("bot", False),
+    ]  # fmt: skip
+    assert captions[2]["text"] == "thank you" and "everybody cheered" in captions[1]["unheard"]
+
+
 def test_the_page_learns_what_it_talks_to_and_no_secret(url):
     config = httpx.get(f"{url}/agent/config").raise_for_status().json()
     assert config["ears"].startswith("pocketsphinx") and config["random_weights"]
