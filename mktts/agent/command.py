@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
     _need_packages(page=arguments.scripted is None and arguments.transport != "local")
+    for name, value, part in (
+        ("--ears-model", arguments.ears_model, ("--ears whisper", arguments.ears == "whisper")),
+        ("--mind-checkpoint", arguments.mind_checkpoint, ("--mind qwen3", arguments.mind == "qwen3")),
+    ):
+        if value and not part[1]:
+            raise AgentError(f"{name} {value}: it belongs to {part[0]}, which was not asked for")
     from mktts.agent.settings import from_environment
 
     settings = from_environment(

@@ -25,12 +25,16 @@ from mktts.agent.settings import AgentSettings
 _TOKENS_PER_S = 50.0  # a small model on a desktop; so that the rest of the pipeline runs as it would behind a real one
 
 
-def load_mind(settings: AgentSettings) -> None:
-    """Loads the model of a mind in this process, unless it is already. Raises CheckpointError, BackendUnavailable."""
-    if settings.mind == "qwen3":
-        from mktts.agent.qwen import shared_thinker
+def load_mind(settings: AgentSettings) -> str:
+    """Loads the model of a mind in this process, unless it is already; returns how it runs, in words that follow
+    `AgentSettings.parts`, "" for a mind that is elsewhere. Raises CheckpointError, BackendUnavailable."""
+    if settings.mind != "qwen3":
+        return ""
+    from mktts.agent.qwen import shared_thinker
 
-        shared_thinker(settings)
+    decoder = shared_thinker(settings).decoder
+    meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
+    return f", {decoder.backend_name} on {decoder.device}{meaning}"
 
 
 def close_minds() -> None:
