@@ -42,7 +42,9 @@ def find_ears(settings: AgentSettings) -> type[STTService]:
         return PocketsphinxSTTService
     if settings.ears == "whisper":
         if importlib.util.find_spec("faster_whisper") is None:  # before Pipecat logs an error of its own
-            raise PackageMissing("the ears are to be Whisper, which needs the package faster-whisper: pip install it")
+            raise PackageMissing(
+                "the ears are to be Whisper, which needs the package faster-whisper: pip install faster-whisper"
+            )
         from pipecat.services.whisper.stt import WhisperSTTService
 
         return WhisperSTTService

@@ -31,9 +31,9 @@ def shared_model(settings: AgentSettings) -> WhisperModel:
     key = (os.getpid(), settings.ears_model, settings.device)
     with _loading:
         if key not in _models:
-            device = settings.device.partition(":")[0]
+            device, _, index = settings.device.partition(":")
             try:
-                _models[key] = WhisperModel(_checked(settings.ears_model), device=device)
+                _models[key] = WhisperModel(_checked(settings.ears_model), device=device, device_index=int(index or 0))
             except AgentError:
                 raise
             except Exception as error:  # of the Hub, of CTranslate2, of the file system

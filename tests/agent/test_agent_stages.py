@@ -17,7 +17,7 @@ from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 
 SETTINGS = AgentSettings(
-    checkpoint="random:tiny", seed=1, options=StreamOptions(guard=Guard(frames_per_text_token=0.5))
+    checkpoint="random:tiny", seed=1, options=StreamOptions(guard=Guard(frames_per_text_token=0.5, slack_frames=3))
 )
 
 

@@ -17,12 +17,18 @@ from pipecat.frames.frames import (
     InputAudioRawFrame,
     InputTransportMessageFrame,
     InterruptionFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
     OutputAudioRawFrame,
     OutputTransportMessageUrgentFrame,
 )
+from pipecat.observers.base_observer import FramePushed
+from pipecat.processors.frame_processor import FrameDirection
 from running import running_agent
 
 from mktts.agent import intents, user_speech
+from mktts.agent.messages import PageMessages
 from mktts.agent.serve import bind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.websocket import PcmSerializer
@@ -279,6 +285,19 @@ def test_an_address_that_others_reach_needs_a_key():
     with pytest.raises(ServerError, match="MKTTS_API_KEY"):
         bind("0.0.0.0", 0, None)
     bind("0.0.0.0", 0, KEY).close()
+
+
+@pytest.mark.parametrize(("words", "state"), [([], "silent"), ([" Hm."], "thinking")])
+async def test_a_reply_without_words_leaves_nobody_thinking(words, state):
+    said: list[dict] = []
+
+    async def send(message: dict) -> None:
+        said.append(message)
+
+    page = PageMessages(send, output=None)
+    for frame in (LLMFullResponseStartFrame(), *map(LLMTextFrame, words), LLMFullResponseEndFrame()):
+        await page.on_push_frame(FramePushed(page, None, frame, FrameDirection.DOWNSTREAM, 0))
+    assert said[0]["bot"] == "thinking" and said[-1]["bot"] == state
 
 
 async def test_the_serializer_is_the_wire_and_hears_nothing_while_muted():

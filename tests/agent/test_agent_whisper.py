@@ -23,10 +23,10 @@ class FakeModel:
 
     loaded: list[tuple[str, str]] = []
 
-    def __init__(self, name: str, device: str, compute_type: str = "default") -> None:
+    def __init__(self, name: str, device: str, device_index: int) -> None:
         if name == "org/absent":
             raise RuntimeError(HUB)
-        type(self).loaded.append((name, device))
+        type(self).loaded.append((name, f"{device}:{device_index}"))
         self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
 
     def transcribe(self, audio: np.ndarray, language: str | None, **_: object) -> tuple:
@@ -62,7 +62,7 @@ async def test_it_hears_what_is_said_and_leaves_noise_out(whisper):
 def test_conversations_share_one_model_and_a_language_is_found_out_where_none_is_named(whisper):
     load_ears(ears())
     one, other = make_ears(ears()), make_ears(ears())
-    assert FakeModel.loaded == [("base", "cpu")] and one._model is other._model
+    assert FakeModel.loaded == [("base", "cpu:0")] and one._model is other._model
     assert one._settings.language is None
     assert make_ears(ears(language="english", ears_model="base.en"))._settings.language == Language.EN
 
@@ -73,7 +73,7 @@ def test_a_folder_is_taken_where_it_holds_a_model(whisper, tmp_path):
     for name in ("config.json", "model.bin"):
         (tmp_path / name).write_bytes(b"")
     load_ears(ears(ears_model=str(tmp_path)))
-    assert FakeModel.loaded == [(str(tmp_path), "cpu")]
+    assert FakeModel.loaded == [(str(tmp_path), "cpu:0")]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module")
 def decoder(checkpoint_cache):
-    with TextDecoder.load("random:tiny:margin", device="cpu") as made:
+    with TextDecoder.load("random:tiny", device="cpu") as made:
         yield made
 
 
