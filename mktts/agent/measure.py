@@ -74,13 +74,18 @@ async def inside_pipecat(
     runner = WorkerRunner(handle_sigint=False)
     await runner.add_workers(worker)
     running = asyncio.create_task(runner.run())
-    for sentence in sentences:
-        ear.ended.clear()
-        await worker.queue_frame(TTSSpeakFrame(sentence))
-        await asyncio.wait_for(ear.ended.wait(), _LIMIT_S)
-        await asyncio.sleep(stages.PAUSE_S)
-    await worker.queue_frame(EndFrame())
-    await running
+    try:
+        for sentence in sentences:
+            ear.ended.clear()
+            await worker.queue_frame(TTSSpeakFrame(sentence))
+            await asyncio.wait_for(ear.ended.wait(), _LIMIT_S)
+            await asyncio.sleep(stages.PAUSE_S)
+        await worker.queue_frame(EndFrame())
+    except BaseException:  # a runner does not mind the cancelling of its task
+        await worker.cancel()
+        raise
+    finally:
+        await running
     return ear.ttfb_ms, watchmaker.stages()
 
 
