@@ -7,11 +7,8 @@ import time
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from mktts.batch.board import Board
 from mktts.batch.scheduler import TickSettings, next_tick
-from mktts.batch.tick import Piece, Tick
 from mktts.batch.tick_model import TickModel
 from mktts.speech.executor import abandoned
 from mktts.speech.job import EngineName, Job
@@ -71,9 +68,7 @@ class OneByOne:
                 job.rest(True)
                 self._asleep[job] = slot
                 del self._awake[slot]
-        awake = list(self._awake)
-        only_one = len(awake) == 1
-        tick = _tick_of(board, awake[0], now_s) if only_one else next_tick(board, now_s, _TICK_MODEL, _TICKS)
+        tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
         if tick.empty:
             return tick.wake_s
         slot = int(tick.lanes[0])
@@ -116,20 +111,3 @@ class OneByOne:
         del self._jobs[slot], self._awake[slot]
         self._board.leave(slot)
         self._free.append(slot)
-
-
-def _tick_of(board: Board, slot: int, now_s: float) -> Tick:
-    """What `next_tick` decides where only this stream can go on: it gets its frame at once, whatever its lead."""
-    new = bool(board.prompt_rows[slot])
-    one = slice(slot, slot + 1)
-    return Tick(
-        bucket=(1, int(new)),
-        lanes=np.array([slot], np.int32),
-        new_lanes=int(new),
-        frames=board.frames_made[one].copy(),
-        serials=board.serial[one].copy(),
-        pieces=(Piece(slot, 0, 1, True),) if new else (),
-        context_rows=1 if new else int(board.context_rows[slot]),
-        predicted_s=1.0,
-        wake_s=now_s,
-    )

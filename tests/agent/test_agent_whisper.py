@@ -26,6 +26,8 @@ class FakeModel:
     def __init__(self, name: str, device: str, device_index: int) -> None:
         if name == "org/absent":
             raise RuntimeError(HUB)
+        if name == "huge":
+            raise ValueError("Invalid model size 'huge', expected one of: tiny, base, base.en")
         type(self).loaded.append((name, f"{device}:{device_index}"))
         self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
 
@@ -38,7 +40,7 @@ class FakeModel:
 @pytest.fixture
 def whisper(monkeypatch):
     package = ModuleType("faster_whisper")
-    package.WhisperModel, package.available_models = FakeModel, lambda: ["tiny", "base", "base.en"]
+    package.WhisperModel = FakeModel
     package.__spec__ = SimpleNamespace(name="faster_whisper")
     monkeypatch.setitem(sys.modules, "faster_whisper", package)
     monkeypatch.setattr(FakeModel, "loaded", [])
@@ -79,8 +81,8 @@ def test_a_folder_is_taken_where_it_holds_a_model(whisper, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ears_model": "huge"}, "one of tiny, base, base.en"),
-        ({"ears_model": "/no/such/folder"}, "expected a folder"),
+        ({"ears_model": "huge"}, "one of: tiny, base, base.en"),
+        ({"ears_model": "/no/such/folder"}, "no such folder"),
         ({"ears_model": "org/absent"}, "no network and no cache"),
         ({"ears_model": "base.en", "language": "german"}, "cannot transcribe"),
     ],

@@ -319,6 +319,7 @@ async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
     with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with browser.tab(url) as page:
             await page.js(spy)
+            await page.until("document.querySelector('#transport').options.length === 2")
             await page.js("document.querySelector('#transport').value = 'webrtc'")
             await page.click("#start")
             await page.until("document.querySelector('#captions .bot .said')?.textContent === 'Hello, I am listening.'")

@@ -121,5 +121,6 @@ async def test_the_log_says_what_happened_and_can_be_copied(talk, bot):
     assert times == sorted(times) and times[0] > 0
     await talk.js("void (navigator.clipboard.writeText = async text => { window.copied = text })")
     await talk.js("document.querySelector('#events').open = true")
+    await talk.js("document.querySelector('#copy').scrollIntoView()")
     await talk.click("#copy")
     await talk.until("window.copied?.includes('bot, interrupted Hi there.')")
