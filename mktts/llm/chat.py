@@ -73,13 +73,22 @@ class ChatTemplate:
             ids += [self.think, *encode("\n\n"), self.thought, *encode("\n\n")]
         return ids
 
-    def ids_within(self, messages: Sequence[Message], most: int) -> list[int]:
-        """As `ids`, without the oldest messages (the first one stays if it is the system's) where all of them take more
-        than `most` tokens. Raises TextError where the last one alone does."""
-        kept = list(messages)
-        first = 1 if kept and kept[0].role == "system" else 0
-        while len(ids := self.ids(kept)) > most:
-            if len(kept) <= first + 1:
-                raise TextError(f"a message and the instructions may take {most} tokens together, got {len(ids)}")
-            del kept[first]
-        return ids
+    def ids_within(self, messages: Sequence[Message], most: int, left_out: int = 0) -> tuple[list[int], int]:
+        """As `ids`, without the oldest messages where all of them take more than `most` tokens; a system's first one
+        stays. Returns how many were left out, too.
+
+        left_out: at the call before, whose prompt this one continues: so many are left out again, and more only where
+        `most` demands it; then so many that the rest takes half of it, and later calls continue its prompt.
+        Raises TextError where the last message takes too much alone.
+        """
+        first = 1 if messages and messages[0].role == "system" else 0
+        head, others = list(messages[:first]), list(messages[first:])
+        left_out = left_out if left_out < len(others) else 0  # else it is another conversation
+        ids = self.ids([*head, *others[left_out:]])
+        if len(ids) > most:
+            while len(ids) > most // 2 and left_out < len(others) - 1:
+                left_out += 1
+                ids = self.ids([*head, *others[left_out:]])
+        if len(ids) > most:
+            raise TextError(f"a message and the instructions may take {most} tokens together, got {len(ids)}")
+        return ids, left_out

@@ -34,6 +34,7 @@ class TextConversation:
         self._decoder = decoder
         self._reply_tokens = min(reply_tokens, positions // 2)
         self._prompt_tokens = min(prompt_tokens, positions - self._reply_tokens)
+        self._left_out = 0  # of the oldest messages
         self._read: list[int] = []  # the last prompt
         self._said: TokenStream | None = None
         self._state: Any = None
@@ -43,7 +44,7 @@ class TextConversation:
 
         Raises TextError for messages that are none or too long, and what `TextDecoder.generate` raises.
         """
-        ids = self.template.ids_within(messages, self._prompt_tokens)
+        ids, self._left_out = self.template.ids_within(messages, self._prompt_tokens, self._left_out)
         state, keep = self._kept(ids)
         self._state = self._said = None  # a failure below leaves nothing to go on from
         stream = self._decoder.generate(ids, seed=seed, max_tokens=self._reply_tokens, after=(state, keep))

@@ -83,8 +83,13 @@ def test_a_vocabulary_without_turns_and_an_unknown_role_are_refused(decoder):
 def test_the_oldest_messages_give_way_and_the_instructions_stay(decoder):
     template = ChatTemplate(decoder.vocabulary, True)
     messages = [SYSTEM, *[Message("user", f"This is number {i}.") for i in range(9)]]
-    three = template.ids([SYSTEM, *messages[-3:]])
-    assert template.ids_within(messages, len(three)) == template.ids_within(messages, len(three) + 2) == three
+    most = len(template.ids([SYSTEM, *messages[-6:]]))
+    assert template.ids_within(messages[:7], most) == (template.ids(messages[:7]), 0)
+    ids, left_out = template.ids_within(messages, most)
+    assert ids == template.ids([SYSTEM, *messages[1 + left_out :]]) and len(ids) <= most // 2 and left_out > 3
+    more = [*messages, Message("user", "Go on.")]
+    assert template.ids_within(more, most, left_out) == (template.ids([SYSTEM, *more[1 + left_out :]]), left_out)
+    assert template.ids_within([SYSTEM, HELLO], most, left_out) == (template.ids([SYSTEM, HELLO]), 0)
     with pytest.raises(TextError, match="may take 20 tokens"):
         template.ids_within(messages, 20)
 
