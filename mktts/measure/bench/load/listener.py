@@ -8,6 +8,7 @@ import numpy as np
 
 from mktts.audio import first_audible_sample
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.player import Player
 
 
 class Gap(NamedTuple):
@@ -17,7 +18,7 @@ class Gap(NamedTuple):
     late_s: float
 
 
-class Listener:
+class Listener(Player):
     """What came to one listener and when; seconds of one clock, None for what did not happen.
 
     planned_s: the arrival that the plan names. opened_s: `stream` was called. first_s: the first PCM was consumed.
@@ -27,16 +28,16 @@ class Listener:
     """
 
     __slots__ = (
-        "planned_s", "opened_s", "first_s", "audible_s", "dry_s", "ended_s", "frames", "gaps", "refused", "error",
+        "planned_s", "opened_s", "first_s", "audible_s", "ended_s", "frames", "gaps", "refused", "error",
         "engine", "timed", "left",
     )  # fmt: skip
 
     def __init__(self, planned_s: float, timed: bool = True) -> None:
+        super().__init__()
         self.planned_s = planned_s
         self.opened_s: float | None = None
         self.first_s: float | None = None
         self.audible_s: float | None = None
-        self.dry_s: float | None = None
         self.ended_s: float | None = None
         self.frames = 0
         self.gaps: tuple[Gap, ...] = ()
@@ -52,14 +53,11 @@ class Listener:
         self.frames += frames
         if not len(pcm):
             return
-        if self.dry_s is None:
-            self.first_s = starts_s = now_s
-        elif now_s > self.dry_s:
-            self.gaps += (Gap(self.dry_s, now_s - self.dry_s),)
-            starts_s = now_s
-        else:
-            starts_s = self.dry_s
-        self.dry_s = starts_s + len(pcm) / SAMPLE_RATE_HZ
+        if self.first_s is None:
+            self.first_s = now_s
+        starts_s, late_s = self.play(now_s, len(pcm) / SAMPLE_RATE_HZ)
+        if late_s > 0:
+            self.gaps += (Gap(now_s - late_s, late_s),)
         if self.audible_s is None and (sample := first_audible_sample(pcm)) is not None:
             self.audible_s = starts_s + sample / SAMPLE_RATE_HZ
 
