@@ -8,6 +8,7 @@ audible is what `mktts.spec.AUDIBLE_DBFS` says. The listeners live in processes 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shlex
@@ -18,11 +19,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mktts.common import require_writable
-from mktts.errors import MetricsError
+from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.load import book
 from mktts.measure.bench.load.fleet import attend_in_processes
 from mktts.measure.bench.load.point import clean, measured
-from mktts.measure.bench.load.remote import RemoteServer, client_of, endpoint, is_here
+from mktts.measure.bench.load.remote import RemoteServer, endpoint, exchange, is_here
 from mktts.measure.bench.load.settings import HELD_S, LoadSettings, loads, of_file
 from mktts.measure.bench.load.texts import Said, spoken
 from mktts.measure.bench.load.visits import visits
@@ -119,24 +120,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def ask(url: str, key: str | None, model: str | None = None) -> Server:
     """Raises MetricsError where no server answers."""
-    import asyncio
-
-    import httpx
-
     root = url.removesuffix("/v1/audio/speech")
-
-    async def found() -> Server:
-        async with client_of(url, key) as client:
-            health = await client.get(f"{root}/health", timeout=_ASK_S)
-            models = await client.get(f"{root}/v1/models", timeout=_ASK_S)
-        said = _object(health)
-        named = _object(models).get("data") or [{}]
-        return Server(model or named[0].get("id") or "tts-1", said if "random_weights" in said.get("model", ()) else {})
-
     try:
-        return asyncio.run(found())
-    except httpx.HTTPError as error:
+        health, models = (asyncio.run(_got(f"{root}{path}", key)) for path in ("/health", "/v1/models"))
+    except (OSError, EngineError) as error:
         raise MetricsError(f"no server answers at {_shown(root)}: {type(error).__name__}: {error}") from None
+    named = [one.get("id") for one in models.get("data") or () if isinstance(one, dict)]
+    of_ours = isinstance(health.get("model"), dict) and "random_weights" in health["model"]
+    return Server(model or next(iter(named), None) or "tts-1", health if of_ours else {})
+
+
+async def _got(url: str, key: str | None) -> dict[str, Any]:
+    """The JSON object at an address; an empty one where there is something else, or nothing."""
+    async with asyncio.timeout(_ASK_S):
+        _, *body = [event async for event in exchange("GET", url, key)]
+    try:
+        found = json.loads(b"".join(body))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def figures(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
@@ -204,14 +206,6 @@ def _more(words: str) -> dict[str, Any]:
     if not isinstance(more, dict):
         raise MetricsError(f"--keys takes a JSON object, got {words!r}")
     return more
-
-
-def _object(answer: Any) -> dict[str, Any]:
-    try:
-        found = answer.json()
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _shown(url: str) -> str:
