@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from mktts.batch.board import FRAME_S, Board
+from mktts.batch.board import ABSENT_S, FRAME_S, Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
@@ -121,10 +121,14 @@ class Door:
         """Streams that wait."""
         return len(self._listening) + len(self._unheard)
 
-    @property
-    def patience_s(self) -> float:
+    def patience_s(self, now_s: float) -> float:
         """Until when all of them may wait: time alone changes nothing before."""
-        return min((r.arrived_s for r in self._listening), default=math.inf) + self.settings.max_wait_s
+        if not self._listening:
+            return math.inf
+        board = self._board
+        gone_s = board.taken_s[board.open & board.full] + ABSENT_S  # when readers who take nothing count no more
+        first_s = min(request.arrived_s for request in self._listening) + self.settings.max_wait_s
+        return min([first_s, *gone_s[gone_s >= now_s]])
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
@@ -144,7 +148,7 @@ class Door:
     def next(self, now_s: float, model: TickModel) -> tuple[Request, Verdict] | None:
         """One that leaves the line now: admitted, or refused after its longest wait. None: nobody, for now."""
         first = self._first(paced=False)
-        if first is not None and not self.obstacle(first, model):
+        if first is not None and not self.obstacle(first, model, now_s):
             return (self._listening or self._unheard).popleft(), Verdict("admit")
         for request in self._listening:
             if now_s - request.arrived_s > self.settings.max_wait_s:
@@ -167,24 +171,25 @@ class Door:
         self._frames = keep * self._frames + len(tick.lanes)
         self._rows = keep * self._rows + tick.rows
 
-    def obstacle(self, request: Request, model: TickModel) -> Reason:
-        """What stands against admitting `request` now; "" for nothing.
+    def obstacle(self, request: Request, model: TickModel, now_s: float | None = None) -> Reason:
+        """What stands against admitting `request`, now or when it arrives; "" for nothing.
 
         A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
         unpaced one takes time only from listeners.
         """
         board, settings = self._board, self.settings
+        at_s = request.arrived_s if now_s is None else now_s
         if request.paced and settings.max_listeners is not None:
-            if self.listeners(request.arrived_s) + self.elsewhere() >= settings.max_listeners:
+            if self.listeners(at_s) + self.elsewhere() >= settings.max_listeners:
                 return "most"
         if board.open.all():
             return "slots"
         if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
         unpaced = bool((board.open & ~board.paced).any())
-        if not self.listeners(request.arrived_s) and not (request.paced and unpaced):
+        if not self.listeners(at_s) and not (request.paced and unpaced):
             return ""
-        listeners = self._due(request.arrived_s) + self._weight(request.paced)
+        listeners = self._due(at_s) + self._weight(request.paced)
         tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
         if not math.isfinite(tick_s):
             return "listeners"

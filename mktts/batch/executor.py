@@ -162,7 +162,7 @@ class Together:
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room and not self._arrived:
-            return self._pause(tick)
+            return self._pause(tick, now_s)
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
@@ -185,12 +185,12 @@ class Together:
             with contextlib.suppress(Exception):
                 end(job)
 
-    def _pause(self, tick: Tick) -> float:
+    def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without news; -inf where some has come."""
         for slot in self._board.able().tolist():  # they are ahead, and what their readers take is news
             if self._jobs[slot].watch() != self._board.frames_taken[slot]:
                 return float("-inf")
-        return min(tick.wake_s, self._door.patience_s)
+        return min(tick.wake_s, self._door.patience_s(now_s))
 
     # ---- who comes in
 
