@@ -88,7 +88,7 @@ class Together:
         self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[_Running] = deque()  # two at most, and one between two turns
-        self._room = False  # somebody has left since the line was looked at
+        self._room = False  # somebody has left, or reads no more, since the line was looked at
 
     @property
     def open_jobs(self) -> int:
@@ -301,6 +301,7 @@ class Together:
                 pending = made[slot] - job.made_frames
                 full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
                 board.full[slot] = full
+                self._room |= full and not was_full[slot]  # it may count no more
                 job.rest(full)
         if slots:
             board.read(slots, taken_frames, now_s)

@@ -52,7 +52,7 @@ class OneByOne:
         self._asleep: dict[Job, int] = {}
         self._outside: deque[Job] = deque()
         self._in_line: set[Job] = set()
-        self._room = False  # somebody has left since the line was looked at
+        self._room = False  # somebody has left, or reads no more, since the line was looked at
         # Its keys and values are each stream's own: there is no book of pages that could be full.
         self._pages = Pages(2, _SLOTS, rows_per_slot=1, page_rows=1)
         self._door = Door(self._board, self._pages, _TICKS, self._admission or _ADMISSION)
@@ -117,6 +117,7 @@ class OneByOne:
                 self._leave(slot)
             elif not runnable:
                 board.full[slot] = job.watched
+                self._room |= job.watched  # it may count no more
                 job.rest(True)
                 self._asleep[job] = slot
                 del self._awake[slot]
@@ -124,7 +125,7 @@ class OneByOne:
                 board.full[slot] = False
         tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
         if tick.empty and self._room and self.open_jobs > len(self._jobs):
-            return float("-inf")  # somebody has left, and somebody else waits
+            return float("-inf")  # and somebody waits for it
         if tick.empty:
             return min(tick.wake_s, self._door.patience_s(now_s))
         slot = int(tick.lanes[0])
