@@ -71,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "single", "batch"),
         help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
     )
+    parser.add_argument(
+        "--codec-precision",
+        default="full",
+        choices=("full", "fast"),
+        help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-streams", type=int, metavar="N", help="listened to at once (default: as many as the machine carries)"
@@ -149,13 +155,15 @@ def main(arguments: argparse.Namespace) -> int:
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
         from mktts.checkpoint import open_checkpoint
-        from mktts.synth import Synthesizer
         from mktts.synth.serving import many_streams
+        from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
         aliases = read_aliases(arguments.voice_alias)
-        with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
+        batch = BatchSettings(codec=arguments.codec_precision)
+        chosen = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+        with Synthesizer.load(checkpoint, **chosen) as synthesizer:
             studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
             synthesizer.warm_up()
             synthesizer.calibrate()
@@ -165,8 +173,8 @@ def main(arguments: argparse.Namespace) -> int:
             if checkpoint.is_random:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s at %s, for about %d listeners at once",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound), studio.carries,
+                "%s with the %s backend on %s, for about %d listeners at once, at %s",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, studio.carries, url_of(bound),
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])
