@@ -214,7 +214,8 @@ class Door:
         context_rows = _MEAN_FRAMES * (self._rows / self._frames + 0.5)
         paces_hz = [lanes / (tick_s + self.settings.host_s) for lanes, tick_s in self._possible(context_rows, model)]
         by_time = FRAME_S * self.settings.margin * max(paces_hz)
-        by_pages = self._pages.all // self._pages.count(math.ceil(self._max_rows))
+        most_rows = min(math.ceil(self._max_rows), self._pages.rows_per_slot)
+        by_pages = self._pages.all // self._pages.count(most_rows)
         most = self.settings.max_listeners
         bounds = (by_time, by_pages, self._board.slots, math.inf if most is None else most)
         return max(1, int(min(bounds)))

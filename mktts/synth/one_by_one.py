@@ -54,7 +54,7 @@ class OneByOne:
         self._in_line: set[Job] = set()
         self._room = False  # somebody has left, or reads no more, since the line was looked at
         # Its keys and values are each stream's own: there is no book of pages that could be full.
-        self._pages = Pages(2, _SLOTS, rows_per_slot=1, page_rows=1)
+        self._pages = Pages(_SLOTS + 1, _SLOTS, rows_per_slot=1, page_rows=1)
         self._door = Door(self._board, self._pages, _TICKS, self._admission or _ADMISSION)
         self._door.elsewhere = self._elsewhere
 
