@@ -189,7 +189,7 @@ def test_what_is_carried_is_what_is_let_in():
     for place in (Place(pages=25_000), Place(model=slower, pages=25_000), Place(max_listeners=12)):
         carries = place.door.carries(place.model)
         place.fill()
-        assert carries == pytest.approx(place.inside, rel=0.02)  # the contexts of those that came are other ones
+        assert carries == pytest.approx(place.inside, rel=0.03)  # those that came have longer contexts
     assert Place(slots=50).door.carries(MODEL) == 50
     assert Place(pages=71).door.carries(MODEL) == 10  # of 400 rows, 7 pages each, before anybody came
     assert Place(model=TickModel(0.2, 0.1, 1e-3, 0.0)).door.carries(TickModel(0.2, 0.1, 1e-3, 0.0)) == 1
