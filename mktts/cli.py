@@ -37,6 +37,7 @@ GROUPS: dict[str, Group] = {
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
+        "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
         "agent evals": ("mktts.agent.evals", "run Pipecat's evals against a running bot"),

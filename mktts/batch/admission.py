@@ -34,12 +34,14 @@ _MEMORY_STREAMS = 200.0
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """margin: listeners want at most this part of what the tick model can give. first_pcm_s: the longest predicted wait
-    for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced streams that are not admitted at once.
-    max_listeners: at once, whatever else could be carried; None: no such bound.
+    """margin: listeners want at most this part of what the tick model can give. lead_s: nobody comes in while a quarter
+    of those who have listened for a while is less ahead (`Tick.lead_s`): then the ticks give less than the model says.
+    first_pcm_s: the longest predicted wait for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced
+    streams that are not admitted at once. max_listeners: at once, whatever else could be carried; None: no such bound.
     """
 
     margin: float = 0.95
+    lead_s: float = 0.3
     first_pcm_s: float = 0.1
     host_s: float = 0.3e-3
     max_line: int = 256
@@ -47,7 +49,11 @@ class AdmissionSettings:
     max_listeners: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin <= 1 or not self.first_pcm_s > 0 or min(self.host_s, self.max_line, self.max_wait_s) < 0:
+        if (
+            not 0 < self.margin <= 1
+            or not self.first_pcm_s > 0
+            or min(self.lead_s, self.host_s, self.max_line, self.max_wait_s) < 0
+        ):
             raise OptionsError(f"expected 0 < margin <= 1, first_pcm_s > 0 and the others at least 0, got {self}")
         if self.max_listeners is not None and self.max_listeners < 1:
             raise OptionsError(f"expected max_listeners of at least 1 or None, got {self.max_listeners}")
@@ -115,6 +121,7 @@ class Door:
         self._unheard: deque[Request] = deque()  # unpaced ones
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
         self._max_rows = _MEAN_MAX_ROWS  # of recent streams, likewise
+        self._lead_s = math.inf
 
     @property
     def line(self) -> int:
@@ -165,8 +172,10 @@ class Door:
         """Whose turn it is before that of a request that arrives now."""
         return next(iter(self._listening if paced else self._listening or self._unheard), None)
 
-    def ticked(self, tick: Tick) -> None:
-        """Learns how many prompt rows come with the frames: call it with every tick that runs."""
+    def planned(self, tick: Tick) -> None:
+        """Learns how far listeners are ahead, and how many prompt rows come with the frames: call it with every tick,
+        also with an empty one."""
+        self._lead_s = tick.lead_s
         keep = math.exp(-len(tick.lanes) / _MEMORY_FRAMES)
         self._frames = keep * self._frames + len(tick.lanes)
         self._rows = keep * self._rows + tick.rows
@@ -189,6 +198,8 @@ class Door:
         unpaced = bool((board.open & ~board.paced).any())
         if not self.listeners(at_s) and not (request.paced and unpaced):
             return ""
+        if self._lead_s < settings.lead_s:
+            return "listeners"
         listeners = self._due(at_s) + self._weight(request.paced)
         tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
         if not math.isfinite(tick_s):

@@ -152,6 +152,7 @@ class Together:
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         tick = next_tick(self._board, begins_s, self._pace.model, self._settings)
+        self._door.planned(tick)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
@@ -361,7 +362,6 @@ class Together:
         running = _Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
         self._running.append(running)
         board.begin(tick)
-        self._door.ticked(tick)
         for slot, _, work, _ in lanes:
             work.went()
             if not work.may_go_on:
