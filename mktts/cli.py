@@ -27,6 +27,7 @@ Group = dict[str, tuple[str, str]]
 GROUPS: dict[str, Group] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
+        "speak-all": ("mktts.synth.speak_all.command", "speak a table of sentences into a folder of audio files"),
         "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),
@@ -37,6 +38,7 @@ GROUPS: dict[str, Group] = {
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
+        "bench speak-all": ("mktts.measure.speak_all", "measure how fast thousands of sentences become files"),
         "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
