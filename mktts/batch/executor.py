@@ -11,9 +11,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
@@ -22,40 +21,19 @@ from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
 from mktts.batch.pace import Pace
 from mktts.batch.pages import kept_under
-from mktts.batch.refusal import refusal
+from mktts.batch.refusal import refusal, too_long
+from mktts.batch.running import Lane, Running, fail_all
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.utterance import LaneUtterance
-from mktts.errors import BusyError, CapacityError, EngineError
-from mktts.speech.executor import abandoned
+from mktts.errors import EngineError
+from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
 
 # Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
 # many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.
 _LATE_S = 12e-3
 _STARTING_S = 3e-3  # where no tick runs yet
-
-
-class _Lane(NamedTuple):
-    """Who had a lane in a tick."""
-
-    slot: int
-    job: Job
-    work: LaneUtterance
-    segment: int
-
-
-@dataclass
-class _Running:
-    """A launched tick. jobs: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before it
-    still ran."""
-
-    tick: Tick
-    lanes: list[_Lane]
-    jobs: list[Job]
-    launched: Any
-    ends_s: float
-    follows: bool
 
 
 class Together:
@@ -69,6 +47,8 @@ class Together:
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
+        self._ticks = TickTimes()
+        self._elsewhere: Callable[[], int] = lambda: 0
         self._pace = Pace(lanes.model)
         self._reset()
 
@@ -76,6 +56,7 @@ class Together:
         """Nothing is open."""
         self._board = Board(self._lanes.slots)
         self._door = Door(self._board, self._pages, self._settings, self._admission)
+        self._door.elsewhere = self._elsewhere
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
@@ -84,13 +65,38 @@ class Together:
         self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
         self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
-        self._running: deque[_Running] = deque()  # two at most, and one between two turns
-        self._room = False  # somebody has left since the line was looked at
+        self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._room = False  # somebody has left, or reads no more, since the line was looked at
 
     @property
     def open_jobs(self) -> int:
         """See Executor."""
         return len(self._jobs) + len(self._arrived) + len(self._outside) + len(self._in_line)
+
+    @property
+    def listeners(self) -> int:
+        """See Executor."""
+        return self._door.listeners(time.perf_counter())
+
+    @property
+    def carries(self) -> int:
+        """See Executor."""
+        return self._door.carries(self._pace.step_model)
+
+    @property
+    def standing(self) -> Standing:
+        """See Executor."""
+        pages, line = self._pages, self._door.line
+        lanes = self._lanes.slots, len(self._jobs)
+        return Standing(self.carries, self.listeners, line, *lanes, pages.all, pages.free, self._ticks)
+
+    def admit(self, wishes: Wishes) -> None:
+        """See Executor."""
+        self._admission = self._door.settings = self._admission.wished(wishes)
+
+    def beside(self, elsewhere: Callable[[], int]) -> None:
+        """See Executor."""
+        self._elsewhere = self._door.elsewhere = elsewhere
 
     def take(self, job: Job) -> None:
         """See Executor."""
@@ -127,7 +133,7 @@ class Together:
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room and not self._arrived:
-            return self._pause(tick)
+            return self._pause(tick, now_s)
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
@@ -150,12 +156,12 @@ class Together:
             with contextlib.suppress(Exception):
                 end(job)
 
-    def _pause(self, tick: Tick) -> float:
+    def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without news; -inf where some has come."""
         for slot in self._board.able().tolist():  # they are ahead, and what their readers take is news
             if self._jobs[slot].watch() != self._board.frames_taken[slot]:
                 return float("-inf")
-        return min(tick.wake_s, self._door.patience_s)
+        return min(tick.wake_s, self._door.patience_s(now_s))
 
     # ---- who comes in
 
@@ -217,8 +223,7 @@ class Together:
         elif verdict.decision == "queue":
             self._in_line.add(job)
         else:
-            kind = CapacityError if verdict.reason == "too_long" else BusyError
-            job.fail(kind(refusal(verdict.reason, request, self._pages, len(self._jobs))))
+            job.fail(refusal(verdict.reason, request, self._pages, len(self._jobs), self.carries))
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its pages, and its prompt waits to enter."""
@@ -267,9 +272,10 @@ class Together:
                 pending = made[slot] - job.made_frames
                 full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
                 board.full[slot] = full
+                self._room |= full and not was_full[slot]  # it may count no more
                 job.rest(full)
         if slots:
-            board.frames_taken[slots] = taken_frames
+            board.read(slots, taken_frames, now_s)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -300,7 +306,7 @@ class Together:
         door, pages = self._door, self._pages
         request = self._request(self._jobs[slot], now_s)
         if request.max_rows > pages.rows_per_slot:
-            raise CapacityError(refusal("too_long", request, pages, len(self._jobs)))
+            raise too_long(request, pages)
         if not pages.fits(request.max_rows, request.key, door.reserved_pages):
             door.reserved_pages += pages.count(request.max_rows)
             return False
@@ -314,16 +320,16 @@ class Together:
         for slot in tick.lanes.tolist():
             job = self._jobs[slot]
             work: LaneUtterance = job.work
-            lanes.append(_Lane(slot, job, work, work.number))
+            lanes.append(Lane(slot, job, work, work.number))
             rows.append(work.row)
         jobs = [*(lane.job for lane in lanes), *(self._jobs[piece.slot] for piece in tick.pieces if not piece.last)]
         try:
             launched = self._lanes.launch(tick, rows)
         except Exception as error:
-            _fail(jobs, error)
+            fail_all(jobs, error)
             return
         follows = bool(self._running)
-        running = _Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
+        running = Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
         self._running.append(running)
         board.begin(tick)
         for slot, _, work, _ in lanes:
@@ -340,12 +346,13 @@ class Together:
         try:
             made = self._lanes.collect(running.launched)
         except Exception as error:
-            _fail(running.jobs, error)
+            fail_all(running.jobs, error)
             return
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
         self._pace.observe(tick, made, running.follows)
         late_s = board.finish(tick, ended_s)
+        self._ticks.add(made.took_s)
         if self.log is not None:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
         tick_ms = 1e3 * made.took_s / max(len(running.lanes), 1)
@@ -354,7 +361,7 @@ class Together:
             if lane.job.open and lane.work.number == lane.segment and lane.work.segment is not None:
                 self._keep_prefix(lane.slot, lane.work.segment.prompt)
 
-    def _give(self, lanes: Sequence[_Lane], made: Made, tick_ms: float, ended_s: float) -> None:
+    def _give(self, lanes: Sequence[Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
@@ -386,9 +393,3 @@ class Together:
         key = kept_under(prompt)
         if key is not None and not self._pages.find(key):
             self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
-
-
-def _fail(jobs: Sequence[Job], error: Exception) -> None:
-    """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
-    for job in jobs:
-        job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))

@@ -71,11 +71,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "single", "batch"),
         help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
     )
+    parser.add_argument(
+        "--codec-precision",
+        default="full",
+        choices=("full", "fast"),
+        help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-streams", type=int, default=_DEFAULTS.max_streams, help="at once (default: %(default)s)")
+    limits.add_argument(
+        "--max-streams", type=int, metavar="N", help="listened to at once (default: as many as the machine carries)"
+    )
+    limits.add_argument(
+        "--max-waiting",
+        type=int,
+        default=_DEFAULTS.max_waiting,
+        metavar="N",
+        help="streams that wait for a place (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--wait",
+        type=float,
+        default=_DEFAULTS.wait_s,
+        metavar="S",
+        help="and for how long; then they are refused with 429 (default: %(default)s)",
+    )
     limits.add_argument("--max-chars", type=int, default=_DEFAULTS.max_chars, help="of one text (default: %(default)s)")
     limits.add_argument(
         "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
+    )
+    limits.add_argument(
+        "--head", type=float, default=_DEFAULTS.head_s, metavar="S", help="for a request's head (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--body",
+        type=float,
+        default=_DEFAULTS.body_s,
+        metavar="S",
+        help="for its body, and more for a long one (default: %(default)s)",
     )
     limits.add_argument(
         "--stall",
@@ -105,6 +137,10 @@ def main(arguments: argparse.Namespace) -> int:
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     limits = Limits(
         max_streams=arguments.max_streams,
+        max_waiting=arguments.max_waiting,
+        wait_s=arguments.wait,
+        head_s=arguments.head,
+        body_s=arguments.body,
         max_chars=arguments.max_chars,
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
@@ -119,23 +155,26 @@ def main(arguments: argparse.Namespace) -> int:
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
         from mktts.checkpoint import open_checkpoint
-        from mktts.synth import Synthesizer
         from mktts.synth.serving import many_streams
+        from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
         voices = read_voices(arguments.voice)
         aliases = read_aliases(arguments.voice_alias)
-        with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
+        batch = BatchSettings(codec=arguments.codec_precision)
+        chosen = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+        with Synthesizer.load(checkpoint, **chosen) as synthesizer:
             studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
             synthesizer.warm_up()
+            synthesizer.calibrate()
             server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if checkpoint.is_random:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s at %s",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),
+                "%s with the %s backend on %s, for about %d listeners at once, at %s",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, studio.carries, url_of(bound),
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])

@@ -58,13 +58,19 @@ class SpeechRequest(Manner):
 
 class ErrorDetail(StrictModel):
     """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
-    request_id: of the request (X-Request-Id), or of the utterance."""
+    request_id: of the request (X-Request-Id), or of the utterance. streams_max: where every place is taken, about how
+    many streams are carried at once."""
 
     message: str
     type: str
     param: str | None
     code: str
     request_id: str | None = None
+    streams_max: int | None = None
+
+    def shown(self) -> dict[str, str | int | None]:
+        """As clients of OpenAI's shape get it: streams_max only where there is something to say."""
+        return self.model_dump(exclude={"streams_max"} if self.streams_max is None else None)
 
 
 class ErrorBody(StrictModel):
@@ -97,7 +103,8 @@ class ModelInfo(StrictModel):
 
 
 class Health(StrictModel):
-    """status: failing after several streams in a row ended by an error; stopping after the signal to stop."""
+    """status: failing after several streams in a row ended by an error; stopping after the signal to stop.
+    streams_max: that are listened to in real time at once, about; streams_open: whether anybody listens or not."""
 
     status: Literal["ok", "failing", "stopping"]
     model: ModelInfo

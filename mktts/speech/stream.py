@@ -53,6 +53,11 @@ class Stream:
         return self._job.finish_reason
 
     @property
+    def rests(self) -> bool:
+        """Whether it waits for its text, or for its reader."""
+        return self._job.resting
+
+    @property
     def codes(self) -> Tensor:
         """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
         frames = [torch.as_tensor(codes) for codes in list(self._job.codes)]
@@ -106,17 +111,26 @@ class Stream:
             raise StopIteration
         return chunk
 
+    async def take(self, within_s: float | None = None) -> Chunk | None:
+        """The next chunk; None at the end. Raises as `__anext__`, and TimeoutError where there is none within
+        `within_s`: the stream goes on."""
+        try:
+            return await self._job.take_async(within_s)
+        except TimeoutError:
+            if within_s is None:
+                self._job.cancel()
+            raise
+        except BaseException:  # cancelling the task that waits cancels the generation
+            self._job.cancel()
+            raise
+
     def __aiter__(self) -> Stream:
         """As `__iter__`."""
         self._job.check_unread()
         return self
 
     async def __anext__(self) -> Chunk:
-        try:
-            chunk = await self._job.take_async()
-        except BaseException:  # cancelling the task that waits cancels the generation
-            self._job.cancel()
-            raise
+        chunk = await self.take()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
