@@ -16,10 +16,13 @@ from mktts.errors import BackendUnavailable, ServerError
 from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
 from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
+from mktts.server.replicas.arguments import add_replica_arguments, scale_of
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
     from mktts.server.references import ReferenceSources
+    from mktts.server.studio import Studio
+    from mktts.synth import Synthesizer
 
 _DEFAULTS = Limits()
 _DAY_S = 24 * 3_600
@@ -28,6 +31,7 @@ EXAMPLES = """examples:
   python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
+  python -m mktts serve --checkpoint path/to/checkpoint --replicas auto
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
@@ -38,6 +42,7 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_address_arguments(parser)
+    add_replica_arguments(parser)
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -96,10 +101,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM."""
     try:
         from mktts.server.process import Server
-        from mktts.server.studio import Studio
         from mktts.server.uploads.folder import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
+    scale = scale_of(arguments)
     keys = read_keys(arguments.api_key_file)
     refuse_open_address(arguments.host, keys)
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
@@ -113,25 +118,25 @@ def main(arguments: argparse.Namespace) -> int:
         voice_s=arguments.voice_days * _DAY_S,
     )
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
-    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    if arguments.voice_folder is not None:
+        VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if scale is not None:
+        from mktts.server.replicas.cluster import serve_replicas
+        from mktts.server.replicas.replica import Plan
+
+        return serve_replicas(Plan(arguments, limits, keys, origins, hosts), scale)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
-        from mktts.checkpoint import open_checkpoint
-        from mktts.synth import Synthesizer
         from mktts.synth.serving import many_streams
 
-        checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-        voices = read_voices(arguments.voice)
-        aliases = read_aliases(arguments.voice_alias)
-        with Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
-            synthesizer.warm_up()
+        synthesizer, studio = open_studio(arguments, limits)
+        with synthesizer:
             server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
-            if checkpoint.is_random:
+            if studio.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
                 "%s with the %s backend on %s at %s",
@@ -142,6 +147,28 @@ def main(arguments: argparse.Namespace) -> int:
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
+
+
+def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, Studio]:
+    """The model that the arguments name, warm, and the studio in which all connections share it. The synthesizer is the
+    caller's to close. Raises what loading raises."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.server.studio import Studio
+    from mktts.server.uploads.folder import VoiceFolder
+    from mktts.synth import Synthesizer
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    voices = read_voices(arguments.voice)
+    aliases = read_aliases(arguments.voice_alias)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    synthesizer = Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine)
+    try:
+        studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
+        synthesizer.warm_up()
+    except BaseException:
+        synthesizer.close()
+        raise
+    return synthesizer, studio
 
 
 def read_voices(words: list[str]) -> dict[str, Voice]:
