@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from mktts.server.replicas import scaling
 from mktts.server.replicas.arguments import Scale
 from mktts.server.replicas.ingress import DRAIN_S, environment
 from mktts.server.replicas.orphans import FOLDER_PREFIX, Orphan, orphans
-from mktts.server.replicas.replica import STOPPING, Plan, Replica
+from mktts.server.replicas.replica import Plan, Replica
 
 APPLICATION = DEPLOYMENT = "mktts"
 _NEEDED = 'several replicas need Ray Serve, which is not installed: pip install "mktts[ray]"'
@@ -72,21 +72,20 @@ def serve_replicas(plan: Plan, scale: Scale) -> int:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             _start(serve, host, port, "HeadOnly" if scale.address is None else "EveryNode")
             count, resources = _placed(ray.cluster_resources(), scale.count, arguments.device)
-            deployment = _deployment(serve, plan, scale, count, resources, longest_s)
+            deployment = _deployment(serve, scale, count, resources, longest_s)
             try:
-                _deploy(serve, deployment)
+                _deploy(serve, deployment.bind(plan))
                 _wait_until_up(url, stop)
                 log.info(
                     "%s%d replica%s of %s at %s; their logs: %s",
                     "up to " if scale.count is None else "", count, "" if count == 1 else "s", arguments.checkpoint, url,
                     Path(ray._private.worker.global_worker.node.get_logs_dir_path()) / "serve",
                 )  # fmt: skip
-                _watch(serve, stop)
+                _watch(serve, stop, lambda: _deploy(serve, deployment.bind(plan)))
                 log.info("stopping: open streams may go on for %g s", limits.grace_s)
-                if not stop.twice:
-                    _deploy(serve, deployment.options(user_config={STOPPING: True}))
+                _within(lambda: _stop_replicas(serve, limits.grace_s + _STOP_S), limits.grace_s + _STOP_S, stop)
             finally:
-                _end(serve, 0.0 if stop.twice else limits.grace_s + _STOP_S)
+                _within(lambda: _shutdown(serve), _STOP_S, stop)
     if stop.number == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
@@ -112,10 +111,13 @@ def _folder() -> Iterator[Path]:
 
 
 class _Stop(threading.Event):
-    """Set by a signal. number: of the first one. twice: a second one came: end at once."""
+    """Set by a signal. number: of the first one. twice: a second one came: end at once. again: SIGHUP came."""
 
     number: int | None = None
-    twice = False
+    twice = again = False
+
+    def renew(self, number: int, frame: FrameType | None) -> None:
+        self.again = True
 
     def take(self, number: int, frame: FrameType | None) -> None:
         self.twice = self.is_set()
@@ -126,7 +128,8 @@ class _Stop(threading.Event):
 @contextlib.contextmanager
 def _signals() -> Iterator[_Stop]:
     stop = _Stop()
-    before = {number: signal.signal(number, stop.take) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signal.SIGINT: stop.take, signal.SIGTERM: stop.take, signal.SIGHUP: stop.renew}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
     finally:
@@ -189,10 +192,8 @@ def _placed(available: dict[str, float], wanted: int | None, device: str) -> tup
     return count, {"num_cpus": float(math.floor(share)) if share >= 1 else math.floor(share * 100) / 100}
 
 
-def _deployment(
-    serve: Any, plan: Plan, scale: Scale, count: int, resources: dict[str, float], longest_s: float
-) -> Any:
-    """The application of Ray Serve, to be run. longest_s: that a replica which is let go may take to finish."""
+def _deployment(serve: Any, scale: Scale, count: int, resources: dict[str, float], longest_s: float) -> Any:
+    """What Ray Serve is to run, less the plan of a replica. longest_s: that a replica which is let go may take to finish."""
     size: dict[str, Any] = {"num_replicas": count}
     if scale.count is None:
         size = {
@@ -215,10 +216,9 @@ def _deployment(
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        user_config={STOPPING: False},
         logging_config={"enable_access_log": False},
         **size,
-    ).bind(plan)
+    )
 
 
 def _start(serve: Any, host: str, port: int, where: str) -> None:
@@ -253,10 +253,14 @@ def _wait_until_up(url: str, stop: threading.Event) -> None:
         stop.wait(_POLL_S / 5)
 
 
-def _watch(serve: Any, stop: threading.Event) -> None:
-    """Until `stop`: says in the log how many replicas there are, when that changes."""
-    before = None
+def _watch(serve: Any, stop: _Stop, deploy: Callable[[], None]) -> None:
+    """Until `stop`: says in the log how many replicas there are, when that changes; on SIGHUP replaces them all."""
+    before: dict[str, int] | None = None
     while not stop.wait(_POLL_S):
+        if stop.again:
+            stop.again = False
+            log.info("replacing the replicas one after the other; those that go finish what they speak")
+            threading.Thread(target=_renew, args=(deploy,), daemon=True).start()
         try:
             status = serve.status().applications[APPLICATION]
         except Exception as error:  # the controller is being replaced; replicas and proxy go on without it
@@ -269,18 +273,32 @@ def _watch(serve: Any, stop: threading.Event) -> None:
         before = now
 
 
-def _end(serve: Any, seconds: float) -> None:
-    """Lets the replicas finish; those that have not within `seconds` end with Ray."""
-    thread = threading.Thread(target=_shutdown, args=(serve,), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        log.warning("the replicas did not end within %g s: they are ended at once", seconds)
+def _renew(deploy: Callable[[], None]) -> None:
+    try:
+        deploy()
+    except EngineError as error:
+        log.error("%s; those that there were go on", error)
+
+
+def _stop_replicas(serve: Any, seconds: float) -> None:
+    try:
+        serve.get_app_handle(APPLICATION).broadcast("stop").results(timeout_s=seconds)
+    except Exception as error:  # of a replica that is just going, or whose process has died
+        log.warning("not every replica ended its streams: %s", _first_line(error))
 
 
 def _shutdown(serve: Any) -> None:
     with contextlib.suppress(Exception):  # whatever it is, Ray ends next
         serve.shutdown()
+
+
+def _within(work: Callable[[], None], seconds: float, stop: _Stop) -> None:
+    """Waits for `work` so long, and no longer than to a second signal; what has not ended then ends with Ray."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    end_s = time.monotonic() + seconds
+    while thread.is_alive() and not stop.twice and time.monotonic() < end_s:
+        thread.join(_POLL_S / 10)
 
 
 def _check_model(arguments: argparse.Namespace) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import uvicorn
 
-from mktts.server.access.request_id import id_of
+from mktts.server.access.request_id import HEADER, id_of
 from mktts.server.process import largest_message_bytes
 from mktts.server.protocols import QuietWebSocket, TimedHttp
 from mktts.server.studio import Studio
 
+_ID = HEADER.lower().encode()
 _POLL_S = 0.05
 
 
@@ -37,9 +38,27 @@ def serve_with(studio: Studio) -> None:
 
     class Config(theirs):  # type: ignore[misc, valid-type]
         def __init__(self, app: Any, *arguments: Any, **settings: Any) -> None:
-            super().__init__(app, *arguments, **{**settings, **ours})
+            made = (lambda: _OneId(app())) if settings.get("factory") else app
+            super().__init__(made, *arguments, **{**settings, **ours})
 
     uvicorn.Config = Config  # type: ignore[misc]
+
+
+class _OneId:
+    """ASGI middleware: an answer keeps the id that the application gave it; Ray Serve puts its own beside it."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def once(message: Any) -> None:
+            headers = message.get("headers")
+            if headers:
+                found = [index for index, (name, _) in enumerate(headers) if name.lower() == _ID]
+                message = {**message, "headers": [h for i, h in enumerate(headers) if i not in found[1:]]}
+            await send(message)
+
+        await self._app(scope, receive, once)
 
 
 class _SmallBuffers:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mktts.server.studio import Studio
     from mktts.synth import Synthesizer
 
-STOPPING = "stopping"  # the key of the configuration that a replica may be given while it runs
+_POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,10 @@ class Plan:
 
 
 class Replica:
-    """What Ray Serve makes, asks, and lets go. `ingress` puts the application on the replica's socket."""
+    """What Ray Serve makes, asks, and lets go; `serve.ingress` puts the application on the replica's socket.
+
+    Every method is a coroutine, because others would be called from other threads than the event loop's.
+    """
 
     async def __init__(self, plan: Plan) -> None:
         from mktts.server.replicas.protocols import serve_with
@@ -61,24 +65,24 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Any:
         return _Plain(self._app)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raises ServerError when the model fails every stream: then the replica is replaced."""
         if self._studio.health.status == "failing":
             raise ServerError("the model has failed several streams in a row")
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         health = self._studio.health
         return {scaling.OPEN: float(health.streams_open), scaling.CAPACITY: float(health.streams_max)}
 
-    def reconfigure(self, config: dict[str, Any]) -> None:
-        """`stopping`: nothing new is begun from now on, and what is open after the grace is ended, and says so."""
-        if config.get(STOPPING) and not self._studio.stopping:
-            self._studio.stopping = True
-            self._tasks.append(asyncio.create_task(self._end_after_grace()))
-
-    async def _end_after_grace(self) -> None:
-        await asyncio.sleep(self._studio.limits.grace_s)
-        self._studio.cancel_all(Problem(503, "stopping", "the server stopped", retry_after_s=RETRY_AFTER_S))
+    async def stop(self) -> None:
+        """Begins nothing new, and returns when nothing is open: what still is after the grace is ended, and says so."""
+        studio = self._studio
+        studio.stopping = True
+        end_s = time.monotonic() + studio.limits.grace_s
+        while studio.streams_open and time.monotonic() < end_s:
+            await asyncio.sleep(_POLL_S)
+        studio.cancel_all(Problem(503, "stopping", "the server stopped", retry_after_s=RETRY_AFTER_S))
+        await asyncio.sleep(_POLL_S)  # the last messages go out before the connections are closed
 
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):
@@ -109,7 +113,10 @@ def _open(plan: Plan) -> tuple[Synthesizer, Studio, FastAPI]:
     from mktts.server.command import open_studio, reference_sources
 
     arguments = plan.arguments
-    logging.getLogger("mktts").setLevel(logging.INFO)
+    ours = logging.getLogger("mktts")
+    ours.setLevel(logging.INFO)
+    for handler in logging.getLogger("ray.serve").handlers:  # into the replica's own file
+        ours.addHandler(handler)
     synthesizer, studio = open_studio(arguments, plan.limits)
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
     return synthesizer, studio, make_app(studio, plan.keys, plan.origins, sources, plan.hosts)
