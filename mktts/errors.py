@@ -45,9 +45,12 @@ class CapacityError(MkttsError):
 
 
 class BusyError(CapacityError):
-    """Every place is taken for now, of a server or of the engine in this process: ask again later."""
+    """Every place is taken for now, of a server or of the engine in this process: ask again later.
+
+    carries: listeners that it carries at once, where it knows."""
 
     exit_status = 1
+    carries: int | None = None
 
 
 class BackendUnavailable(MkttsError):

@@ -101,7 +101,7 @@ def served(
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = Studio(watched, limits, voices, aliases=aliases, uploads=uploads)
+    studio = Studio(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
     with (
         listen("127.0.0.1", 0, studio.limits) as bound,
         running(Server(studio, **access), bound) as url,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from mktts.batch.board import FRAME_S, Board
@@ -20,19 +20,23 @@ from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
 from mktts.errors import OptionsError
+from mktts.speech.executor import Wishes
 
 Decision = Literal["admit", "queue", "refuse"]
-Reason = Literal["", "too_long", "slots", "pages", "listeners", "first_pcm", "line", "waited"]
+Reason = Literal["", "too_long", "slots", "pages", "listeners", "first_pcm", "most", "line", "waited"]
 
 _MEAN_FRAMES = 87.5  # of an utterance: 2 to 12 s, 7 on average, as in the measurements
 _MEAN_ROWS = 32.0  # of its prompt; both only until ticks have been seen
 _MEMORY_FRAMES = 20_000.0
+_MEAN_MAX_ROWS = 400.0  # that such a stream may grow to, by the default guard; only until some have come
+_MEMORY_STREAMS = 200.0
 
 
 @dataclass(frozen=True)
 class AdmissionSettings:
     """margin: listeners want at most this part of what the tick model can give. first_pcm_s: the longest predicted wait
     for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced streams that are not admitted at once.
+    max_listeners: at once, whatever else could be carried; None: no such bound.
     """
 
     margin: float = 0.95
@@ -40,10 +44,22 @@ class AdmissionSettings:
     host_s: float = 0.3e-3
     max_line: int = 256
     max_wait_s: float = 0.25
+    max_listeners: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1 or not self.first_pcm_s > 0 or min(self.host_s, self.max_line, self.max_wait_s) < 0:
             raise OptionsError(f"expected 0 < margin <= 1, first_pcm_s > 0 and the others at least 0, got {self}")
+        if self.max_listeners is not None and self.max_listeners < 1:
+            raise OptionsError(f"expected max_listeners of at least 1 or None, got {self.max_listeners}")
+
+    def wished(self, wishes: Wishes) -> AdmissionSettings:
+        """These, with what a server wants instead."""
+        return replace(
+            self,
+            max_listeners=wishes.max_listeners,
+            max_line=wishes.max_waiting,
+            max_wait_s=wishes.max_wait_s,
+        )
 
     @classmethod
     def h200(cls) -> AdmissionSettings:
@@ -75,7 +91,8 @@ class Verdict(NamedTuple):
     """What is to be done with a request, and why it was not simply admitted:
 
     too_long: it could never have its pages. slots, pages: all taken. listeners: the ticks would be too slow for all.
-    first_pcm: too many prompts wait. line: too many streams wait. waited: longer than it may.
+    first_pcm: too many prompts wait. most: as many listeners as the settings allow. line: too many streams wait.
+    waited: longer than it may.
     """
 
     decision: Decision
@@ -86,15 +103,18 @@ class Door:
     """Judges requests by the board, the pages and the tick model; keeps the line of those that wait.
 
     The caller opens what is admitted (`Pages.open`, `Board.enter`, `Board.prompt`) before it asks again.
-    reserved_pages: that open streams wait for between two segments; who comes in leaves them to those.
+    reserved_pages: that open streams wait for between two segments; who comes in leaves them to those. settings: may be
+    changed at any time. elsewhere: listeners that something else on the machine serves: they count in `max_listeners`.
     """
 
     def __init__(self, board: Board, pages: Pages, ticks: TickSettings, settings: AdmissionSettings) -> None:
-        self._board, self._pages, self._ticks, self._settings = board, pages, ticks, settings
+        self._board, self._pages, self._ticks, self.settings = board, pages, ticks, settings
         self.reserved_pages = 0
+        self.elsewhere: Callable[[], int] = lambda: 0
         self._listening: deque[Request] = deque()  # paced ones that wait
         self._unheard: deque[Request] = deque()  # unpaced ones
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
+        self._max_rows = _MEAN_MAX_ROWS  # of recent streams, likewise
 
     @property
     def line(self) -> int:
@@ -104,18 +124,19 @@ class Door:
     @property
     def patience_s(self) -> float:
         """Until when all of them may wait: time alone changes nothing before."""
-        return min((r.arrived_s for r in self._listening), default=math.inf) + self._settings.max_wait_s
+        return min((r.arrived_s for r in self._listening), default=math.inf) + self.settings.max_wait_s
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
         one, unless somebody listens to it and nobody to that."""
         if request.max_rows > self._pages.rows_per_slot:
             return Verdict("refuse", "too_long")
+        self._max_rows += (request.max_rows - self._max_rows) / _MEMORY_STREAMS
         first = self._first(request.paced)
         reason = self.obstacle(request, model) if first is None else self.obstacle(first, model) or "line"
         if not reason:
             return Verdict("admit")
-        if request.paced and len(self._listening) >= self._settings.max_line:
+        if request.paced and len(self._listening) >= self.settings.max_line:
             return Verdict("refuse", "line")
         (self._listening if request.paced else self._unheard).append(request)
         return Verdict("queue", reason)
@@ -126,7 +147,7 @@ class Door:
         if first is not None and not self.obstacle(first, model):
             return (self._listening or self._unheard).popleft(), Verdict("admit")
         for request in self._listening:
-            if now_s - request.arrived_s > self._settings.max_wait_s:
+            if now_s - request.arrived_s > self.settings.max_wait_s:
                 self._listening.remove(request)
                 return request, Verdict("refuse", "waited")
         return None
@@ -152,14 +173,18 @@ class Door:
         A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
         unpaced one takes time only from listeners.
         """
-        board, settings = self._board, self._settings
+        board, settings = self._board, self.settings
+        if request.paced and settings.max_listeners is not None:
+            if self.listeners(request.arrived_s) + self.elsewhere() >= settings.max_listeners:
+                return "most"
         if board.open.all():
             return "slots"
         if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
-        if not (board.open & board.paced).any() and not (request.paced and board.open.any()):
+        unpaced = bool((board.open & ~board.paced).any())
+        if not self.listeners(request.arrived_s) and not (request.paced and unpaced):
             return ""
-        listeners = self._listeners() + self._weight(request.paced)
+        listeners = self._due(request.arrived_s) + self._weight(request.paced)
         tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
         if not math.isfinite(tick_s):
             return "listeners"
@@ -170,24 +195,45 @@ class Door:
     def tick_s(self, listeners: float, prompt_rows: int, model: TickModel) -> float:
         """Seconds of the ticks that so many listeners need: of the smallest bucket that makes frames faster than they
         are played, with the prompts that come with them. Infinite where no bucket does."""
-        board, settings, ticks = self._board, self._settings, self._ticks
-        here = board.context_rows[board.open]
+        here = self._board.context_rows[self._board.open]
         context_rows = max(prompt_rows + _MEAN_FRAMES / 2, float(here.mean()) if len(here) else 0.0)
-        wanted_hz = listeners / FRAME_S / settings.margin
+        wanted_hz = listeners / FRAME_S / self.settings.margin
+        for lanes, tick_s in self._possible(context_rows, model):
+            if lanes >= wanted_hz * (tick_s + self.settings.host_s):
+                return tick_s
+        return math.inf
+
+    def carries(self, model: TickModel) -> int:
+        """Listeners that would be admitted at once, of those that came lately or, before any came, of utterances of 7 s
+        with short prompts: as far as ticks, slots, pages and `max_listeners` go. At least 1, as one alone may come."""
+        context_rows = _MEAN_FRAMES * (self._rows / self._frames + 0.5)
+        paces_hz = [lanes / (tick_s + self.settings.host_s) for lanes, tick_s in self._possible(context_rows, model)]
+        by_time = FRAME_S * self.settings.margin * max(paces_hz)
+        by_pages = self._pages.all // self._pages.count(math.ceil(self._max_rows))
+        most = self.settings.max_listeners
+        bounds = (by_time, by_pages, self._board.slots, math.inf if most is None else most)
+        return max(1, int(min(bounds)))
+
+    def listeners(self, now_s: float) -> int:
+        """Open streams that somebody listens to."""
+        return int(self._board.listened(now_s).sum())
+
+    def _possible(self, context_rows: float, model: TickModel) -> Iterator[tuple[int, float]]:
+        """Lanes, and seconds of a tick that has them, each of so many rows, and the prompts that come with them."""
+        ticks = self._ticks
         for lanes in ticks.sizes():
             lanes = min(lanes, math.ceil(ticks.max_rows * self._frames / self._rows))  # more could not begin so fast
             rows = min(math.ceil(lanes * self._rows / self._frames), ticks.max_rows)
             tick_s = model.predict(*ticks.bucket(model, lanes, rows), lanes * context_rows)
             if tick_s > ticks.max_tick_s and lanes > ticks.sizes()[0]:
                 break
-            if lanes >= wanted_hz * (tick_s + settings.host_s):
-                return tick_s
-        return math.inf
+            yield lanes, tick_s
 
-    def _listeners(self) -> float:
+    def _due(self, now_s: float) -> float:
+        """Frames that open streams are due, in those of a listener."""
         board = self._board
-        paced = int((board.open & board.paced).sum())
-        return paced * self._weight(True) + (int(board.open.sum()) - paced) * self._weight(False)
+        unpaced = int((board.open & ~board.paced).sum())
+        return self.listeners(now_s) * self._weight(True) + unpaced * self._weight(False)
 
     def _weight(self, paced: bool) -> float:
         """Frames that a stream is due, in those of a listener: an unpaced one takes what is left, and a little."""

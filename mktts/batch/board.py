@@ -7,6 +7,8 @@ after it are wanted that much later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mktts.batch.tick import Tick
@@ -14,6 +16,9 @@ from mktts.errors import EngineError
 from mktts.spec import FRAME_RATE_HZ
 
 FRAME_S = 1 / FRAME_RATE_HZ
+ABSENT_S = (
+    2.0  # a full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more
+)
 
 
 class Board:
@@ -24,7 +29,8 @@ class Board:
     that a slot has had. prompt_rows: rows of the prompt still to enter. context_rows: rows in the keys and values.
     frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
     where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
-    arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM).
+    arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame
+    that the reader took).
     """
 
     def __init__(self, slots: int) -> None:
@@ -43,6 +49,7 @@ class Board:
         self.arrived_s = np.zeros(slots)
         self.newest_s = np.zeros(slots)
         self.playing_since_s = np.full(slots, -np.inf)
+        self.taken_s = np.zeros(slots)
 
     # ---- news, in any order
 
@@ -57,7 +64,7 @@ class Board:
             self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
         ):  # fmt: skip
             array[slot] = 0
-        self.arrived_s[slot] = self.newest_s[slot] = arrived_s
+        self.arrived_s[slot] = self.newest_s[slot] = self.taken_s[slot] = arrived_s
         self.playing_since_s[slot] = -np.inf
 
     def leave(self, slot: int) -> None:
@@ -88,6 +95,12 @@ class Board:
         """The reader has taken `frames` in all; `full`: its buffer takes no more."""
         self.frames_taken[slot], self.full[slot] = frames, full
 
+    def read(self, slots: Sequence[int], frames: Sequence[int], now_s: float) -> None:
+        """The readers of these slots have taken so many frames in all by now."""
+        where, taken = np.asarray(slots, np.int64), np.asarray(frames, np.int64)
+        self.taken_s[where[self.frames_taken[where] != taken]] = now_s
+        self.frames_taken[where] = taken
+
     # ---- ticks
 
     def begin(self, tick: Tick) -> None:
@@ -112,6 +125,14 @@ class Board:
         late_s = np.where(heard_out & (late_s > 0), late_s, 0.0)
         self.playing_since_s[lanes] += late_s
         return late_s
+
+    # ---- for admission
+
+    def listened(self, now_s: float) -> np.ndarray:
+        """Slots (bool) of streams that somebody listens to: paced ones, but those whose readers have gone away, and
+        those whose text has not come."""
+        begun = self.text_known | (self.frames_made > 0)
+        return self.open & self.paced & begun & ~(self.full & (now_s - self.taken_s > ABSENT_S))
 
     # ---- for the scheduler
 

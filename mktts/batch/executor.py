@@ -22,12 +22,12 @@ from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
 from mktts.batch.pace import Pace
 from mktts.batch.pages import kept_under
-from mktts.batch.refusal import refusal
+from mktts.batch.refusal import refusal, too_long
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.utterance import LaneUtterance
-from mktts.errors import BusyError, CapacityError, EngineError
-from mktts.speech.executor import abandoned
+from mktts.errors import EngineError
+from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
 
 # Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
@@ -69,6 +69,8 @@ class Together:
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
+        self._ticks = TickTimes()
+        self._elsewhere: Callable[[], int] = lambda: 0
         self._pace = Pace(lanes.model)
         self._reset()
 
@@ -76,6 +78,7 @@ class Together:
         """Nothing is open."""
         self._board = Board(self._lanes.slots)
         self._door = Door(self._board, self._pages, self._settings, self._admission)
+        self._door.elsewhere = self._elsewhere
         self._free = list(range(self._lanes.slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # by slot
         self._arrived: deque[Job] = deque()  # not looked at yet
@@ -91,6 +94,39 @@ class Together:
     def open_jobs(self) -> int:
         """See Executor."""
         return len(self._jobs) + len(self._arrived) + len(self._outside) + len(self._in_line)
+
+    @property
+    def listeners(self) -> int:
+        """See Executor."""
+        return self._door.listeners(time.perf_counter())
+
+    @property
+    def carries(self) -> int:
+        """See Executor."""
+        return self._door.carries(self._pace.step_model)
+
+    @property
+    def standing(self) -> Standing:
+        """See Executor."""
+        pages = self._pages
+        return Standing(
+            carries=self.carries,
+            listeners=self.listeners,
+            waiting=self._door.line,
+            lanes=self._lanes.slots,
+            lanes_used=len(self._jobs),
+            pages=pages.all,
+            pages_free=pages.free,
+            ticks=self._ticks,
+        )
+
+    def admit(self, wishes: Wishes) -> None:
+        """See Executor."""
+        self._admission = self._door.settings = self._admission.wished(wishes)
+
+    def beside(self, elsewhere: Callable[[], int]) -> None:
+        """See Executor."""
+        self._elsewhere = self._door.elsewhere = elsewhere
 
     def take(self, job: Job) -> None:
         """See Executor."""
@@ -216,8 +252,7 @@ class Together:
         elif verdict.decision == "queue":
             self._in_line.add(job)
         else:
-            kind = CapacityError if verdict.reason == "too_long" else BusyError
-            job.fail(kind(refusal(verdict.reason, request, self._pages, len(self._jobs))))
+            job.fail(refusal(verdict.reason, request, self._pages, len(self._jobs), self.carries))
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its pages, and its prompt waits to enter."""
@@ -268,7 +303,7 @@ class Together:
                 board.full[slot] = full
                 job.rest(full)
         if slots:
-            board.frames_taken[slots] = taken_frames
+            board.read(slots, taken_frames, now_s)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
@@ -299,7 +334,7 @@ class Together:
         door, pages = self._door, self._pages
         request = self._request(self._jobs[slot], now_s)
         if request.max_rows > pages.rows_per_slot:
-            raise CapacityError(refusal("too_long", request, pages, len(self._jobs)))
+            raise too_long(request, pages)
         if not pages.fits(request.max_rows, request.key, door.reserved_pages):
             door.reserved_pages += pages.count(request.max_rows)
             return False
@@ -346,6 +381,7 @@ class Together:
         tick, board = running.tick, self._board
         self._pace.observe(tick, made, running.follows)
         late_s = board.finish(tick, ended_s)
+        self._ticks.add(made.took_s)
         if self.log is not None:
             self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
         tick_ms = 1e3 * made.took_s / max(len(running.lanes), 1)

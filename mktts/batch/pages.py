@@ -79,6 +79,11 @@ class Pages:
         return -(-rows // self.page_rows)
 
     @property
+    def all(self) -> int:
+        """Pages that somebody may hold."""
+        return len(self._users) - 1
+
+    @property
     def free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)

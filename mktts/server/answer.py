@@ -56,6 +56,7 @@ class Body:
         self.format = format
         self.sample_rate_hz = sample_rate_hz
         self.as_events = as_events
+        self.speed = speed
         self._usage = usage
         self._works = format not in UNCODED or speed != 1 or sample_rate_hz != SAMPLE_RATE_HZ or whole
 
@@ -123,18 +124,21 @@ class AudioAnswer(Response):
         self._utterance.close()
 
     async def _send_all(self, scope: Any, receive: Any, send: Any) -> None:
-        started = False
+        started, sound_s = False, 0.0
         try:
             async with contextlib.aclosing(self._utterance.chunks()) as chunks:
                 async for chunk in chunks:
                     data = await self._body.feed(chunk.pcm)
+                    sound_s += chunk.duration_s / self._body.speed
                     if not data:
                         continue
                     if not started:
                         started = True
                         await self._start(send)
-                    async with asyncio.timeout(self._stall_s):
-                        await send(_body(data))
+                    with self._utterance.sending(sound_s):
+                        async with asyncio.timeout(self._stall_s):
+                            await send(_body(data))
+                    sound_s = 0.0
             rest = b"" if self._utterance.closed else await self._body.finish()
         except Problem as problem:
             if not started:

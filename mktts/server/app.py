@@ -161,7 +161,7 @@ def make_app(
     async def openapi_document() -> Response:
         return JSONResponse(openapi())
 
-    add_pages(app, limits, openapi, anyone)
+    add_pages(app, studio, openapi, anyone)
     add_peer_sockets(app, studio, speaking)
 
     @app.websocket("/{path:path}")  # the last: left to itself, the framework answers 403

@@ -77,10 +77,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
     )
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-streams", type=int, default=_DEFAULTS.max_streams, help="at once (default: %(default)s)")
+    limits.add_argument(
+        "--max-streams", type=int, metavar="N", help="listened to at once (default: as many as the machine carries)"
+    )
+    limits.add_argument(
+        "--max-waiting",
+        type=int,
+        default=_DEFAULTS.max_waiting,
+        metavar="N",
+        help="streams that wait for a place (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--wait",
+        type=float,
+        default=_DEFAULTS.wait_s,
+        metavar="S",
+        help="and for how long; then they are refused with 429 (default: %(default)s)",
+    )
     limits.add_argument("--max-chars", type=int, default=_DEFAULTS.max_chars, help="of one text (default: %(default)s)")
     limits.add_argument(
         "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
+    )
+    limits.add_argument(
+        "--head", type=float, default=_DEFAULTS.head_s, metavar="S", help="for a request's head (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--body",
+        type=float,
+        default=_DEFAULTS.body_s,
+        metavar="S",
+        help="for its body, and more for a long one (default: %(default)s)",
     )
     limits.add_argument(
         "--stall",
@@ -110,6 +136,10 @@ def main(arguments: argparse.Namespace) -> int:
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     limits = Limits(
         max_streams=arguments.max_streams,
+        max_waiting=arguments.max_waiting,
+        wait_s=arguments.wait,
+        head_s=arguments.head,
+        body_s=arguments.body,
         max_chars=arguments.max_chars,
         max_duration_s=arguments.max_duration,
         grace_s=arguments.grace,
@@ -139,8 +169,8 @@ def main(arguments: argparse.Namespace) -> int:
             if studio.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s at %s",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound),
+                "%s with the %s backend on %s at %s, for about %d listeners at once",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound), studio.carries,
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])
@@ -165,6 +195,7 @@ def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesi
     try:
         studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
         synthesizer.warm_up()
+        synthesizer.calibrate()
     except BaseException:
         synthesizer.close()
         raise

@@ -50,7 +50,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
         500: "The generation failed.",
         408: "The body did not come in time.",
-        429: "Every stream is taken for now.",
+        429: "Every place is taken for now; streams_max says of how many.",
         503: "The server is stopping.",
     }
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
@@ -145,7 +145,7 @@ def _drop_impossible(document: dict[str, Any]) -> None:
         document["components"]["schemas"].pop(name, None)
 
 
-def text_page(limits: Limits) -> str:
+def text_page(limits: Limits, carries: int) -> str:
     """GET /: where things are."""
     return f"""mktts: text in, {SAMPLE_RATE_HZ} Hz 16-bit PCM out while it is made.
 
@@ -158,5 +158,5 @@ WS   /tts/ws            text while it is written -> PCM and timings
 WS   /v1/audio/speech/stream  /v1/audio/speech/ws    as vLLM-Omni and Nari speak them
 GET  /health  /ready  /metrics  /openapi.json  /docs
 
-At most {limits.max_streams} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each.
+About {carries} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each at most.
 """

@@ -9,13 +9,16 @@ from mktts.errors import ServerError
 from mktts.spec import FRAME_RATE_HZ
 
 _LONGEST_S = 24 * 3_600
+_MAY_BE_NONE_AT_ALL = ("max_waiting", "wait_s")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Raises ServerError on a value that is not above 0, or not finite.
+    """Raises ServerError on a value that is not above 0 (max_waiting, wait_s: below 0), or not finite.
 
-    max_streams: open at once; one more is refused with 503.
+    max_streams: listened to at once, at most; None: as many as the machine carries. A stream whose text has not come,
+        or that nobody reads, is none of them.
+    max_waiting: streams for which there is no place yet wait, so many, for wait_s; then, and beyond, it is 429.
     max_body_bytes: of a request's body and of one WebSocket message.
     max_chars: of one utterance's text, and of its instruction.
     max_duration_s: of one utterance's audio; also what a request that names no limit gets.
@@ -33,7 +36,9 @@ class Limits:
     kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
-    max_streams: int = 16
+    max_streams: int | None = None
+    max_waiting: int = 64
+    wait_s: float = 0.5
     max_body_bytes: int = 128 * 1024
     max_chars: int = 5_000
     max_duration_s: float = 600.0
@@ -55,7 +60,9 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if value is None:
+                continue
+            if not value >= 0 if field.name in _MAY_BE_NONE_AT_ALL else not value > 0:
                 raise ServerError(f"{field.name} must be above 0, got {value!r}")
             if not math.isfinite(value):
                 raise ServerError(f"{field.name} must be finite, got {value!r}")

@@ -1,12 +1,31 @@
-"""Prometheus metrics of one server; each has its own registry, so that several can live in one process."""
+"""Prometheus metrics of one server; each has its own registry, so that several can live in one process.
+
+Names and units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from mktts.speech.executor import TICK_BOUNDS_S, Standing
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+_OF_ENGINES = {
+    "mktts_streams_carried": ("Streams that are listened to in real time at once, about, by engine.", "carries"),
+    "mktts_streams_listened": ("Streams that somebody listens to, by engine.", "listeners"),
+    "mktts_streams_waiting": ("Streams in line for a place, by engine.", "waiting"),
+    "mktts_lanes": ("Places for streams, by engine.", "lanes"),
+    "mktts_lanes_used": ("Places that a stream has, by engine.", "lanes_used"),
+    "mktts_pages": ("Pages of keys and values, by engine.", "pages"),
+    "mktts_pages_free": ("Pages that nobody holds, by engine.", "pages_free"),
+}
 
 
 class Meters:
@@ -33,6 +52,53 @@ class Meters:
             buckets=_FIRST_AUDIO_S,
             registry=self.registry,
         )
+        self.first_byte_s = Histogram(
+            "mktts_first_byte_seconds",
+            "From the request (or the first text) to the first write of sound to the connection.",
+            ("route",),
+            buckets=_FIRST_AUDIO_S,
+            registry=self.registry,
+        )
+        self.underruns = Counter(
+            "mktts_underruns",
+            "Writes later than the place of a listener who plays from the first one on, without a prebuffer.",
+            registry=self.registry,
+        )
+        self.late_s = Counter("mktts_late_seconds", "By which those writes were late.", registry=self.registry)
+
+    def watch(self, standing: Callable[[], Mapping[str, Standing]], behind: Callable[[], int]) -> None:
+        """Adds what is asked for when somebody looks: how the engines stand, and how many streams are behind."""
+        self.registry.register(_Engines(standing, behind))
+
+    def late(self, late_s: float) -> None:
+        """A write came so many seconds after its listener had played everything."""
+        self.underruns.inc()
+        self.late_s.inc(late_s)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    def __init__(self, standing: Callable[[], Mapping[str, Standing]], behind: Callable[[], int]) -> None:
+        self._standing, self._behind = standing, behind
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "mktts_streams_behind", "Streams whose listeners have played all that went out.", self._behind()
+        )
+        standing = self._standing()
+        for name, (text, field) in _OF_ENGINES.items():
+            family = GaugeMetricFamily(name, text, labels=("engine",))
+            for engine, one in standing.items():
+                family.add_metric((engine,), getattr(one, field))
+            yield family
+        ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
+        for engine, one in standing.items():
+            counts = list(accumulate(list(one.ticks.counts)))
+            bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
+            ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
+        yield ticks
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # nothing is asked for before somebody looks

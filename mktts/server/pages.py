@@ -11,8 +11,8 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from mktts.server.document import text_page
-from mktts.server.limits import Limits
 from mktts.server.reference_page import reference_page
+from mktts.server.studio import Studio
 
 PAGE = Path(__file__).parent / "page"
 # What a page may load, and where it may go: this server alone. blob: is sound that the page has made itself.
@@ -28,7 +28,7 @@ _HEADERS = {
 }
 
 
-def add_pages(app: FastAPI, limits: Limits, document: Callable[[], dict[str, Any]], anyone: dict[Any, Any]) -> None:
+def add_pages(app: FastAPI, studio: Studio, document: Callable[[], dict[str, Any]], anyone: dict[Any, Any]) -> None:
     """document: the OpenAPI document. anyone: documented refusals without a key."""
 
     @app.head("/", include_in_schema=False)
@@ -41,7 +41,7 @@ def add_pages(app: FastAPI, limits: Limits, document: Callable[[], dict[str, Any
         """Where things are; for a browser, a page to try them."""
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_HEADERS | _BY_ACCEPT)
-        return PlainTextResponse(text_page(limits), headers=_BY_ACCEPT)
+        return PlainTextResponse(text_page(studio.limits, studio.carries), headers=_BY_ACCEPT)
 
     @app.head("/docs", include_in_schema=False)
     @app.get("/docs", include_in_schema=False)

@@ -33,22 +33,35 @@ _CALLERS = {
 
 
 class Problem(MkttsError):
-    """status: of HTTP. code: for programs. param: the key that is wrong. retry_after_s: when asking again may help."""
+    """status: of HTTP. code: for programs. param: the key that is wrong. retry_after_s: when asking again may help.
+    streams_max: see ErrorDetail."""
 
     def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        streams_max: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.streams_max = streams_max
 
     def detail(self, id: str | None = None) -> ErrorDetail:
         """id: of the utterance that it ended; None takes that of the request."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return ErrorDetail(
-            message=str(self), type=kind, param=self.param, code=self.code, request_id=id or current_id()
+            message=str(self),
+            type=kind,
+            param=self.param,
+            code=self.code,
+            request_id=id or current_id(),
+            streams_max=self.streams_max,
         )
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
@@ -65,7 +78,7 @@ def from_error(error: BaseException) -> Problem:
     if isinstance(error, Problem):
         return error
     if isinstance(error, BusyError):
-        return Problem(429, "busy", str(error), retry_after_s=RETRY_AFTER_S)
+        return Problem(429, "busy", str(error), retry_after_s=RETRY_AFTER_S, streams_max=error.carries)
     for kind, (code, param) in _CALLERS.items():
         if isinstance(error, kind):
             return Problem(422, code, str(error), param)

@@ -58,13 +58,15 @@ class SpeechRequest(Manner):
 
 class ErrorDetail(StrictModel):
     """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
-    request_id: of the request (X-Request-Id), or of the utterance."""
+    request_id: of the request (X-Request-Id), or of the utterance. streams_max: where every place is taken, about how
+    many streams are carried at once."""
 
     message: str
     type: str
     param: str | None
     code: str
     request_id: str | None = None
+    streams_max: int | None = None
 
 
 class ErrorBody(StrictModel):
@@ -97,7 +99,8 @@ class ModelInfo(StrictModel):
 
 
 class Health(StrictModel):
-    """status: failing after several streams in a row ended by an error; stopping after the signal to stop."""
+    """status: failing after several streams in a row ended by an error; stopping after the signal to stop.
+    streams_max: that are listened to in real time at once, about; streams_open: whether anybody listens or not."""
 
     status: Literal["ok", "failing", "stopping"]
     model: ModelInfo

@@ -16,6 +16,7 @@ from mktts.server.schemas import Health, Manner, ModelInfo, Route, StreamState
 from mktts.server.utterance import Utterance
 from mktts.server.voices import DEFAULT, voice_aliases
 from mktts.spec import SAMPLE_RATE_HZ, language_named
+from mktts.speech.executor import Standing, Wishes
 from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Studio:
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self._synthesizer = synthesizer
+        synthesizer.admit(Wishes(self.limits.max_streams, self.limits.max_waiting, self.limits.wait_s))
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         config = checkpoint.config
@@ -73,6 +75,7 @@ class Studio:
         self.meters = Meters(
             self.model.checkpoint, synthesizer.backend_name, str(synthesizer.device), self.model.random_weights
         )
+        self.meters.watch(lambda: self.standing, lambda: self.streams_behind)
         self._open: dict[str, Utterance] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
@@ -157,6 +160,16 @@ class Studio:
         return any(utterance.request_id == request_id for utterance in self._open.values())
 
     @property
+    def standing(self) -> dict[str, Standing]:
+        """How the engines stand at the moment, by their names."""
+        return self._synthesizer.standing
+
+    @property
+    def streams_behind(self) -> int:
+        """Open streams whose listeners wait for more to be made."""
+        return sum(utterance.is_behind for utterance in self._open.values())
+
+    @property
     def health(self) -> Health:
         status: Literal["ok", "failing", "stopping"] = "failing" if self._failures >= _FAILING_AFTER else "ok"
         synthesizer = self._synthesizer
@@ -171,19 +184,24 @@ class Studio:
             languages=self.languages,
             takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
-            streams_max=self.limits.max_streams,
+            streams_max=self.carries,
         )
 
+    @property
+    def carries(self) -> int:
+        """Streams that are listened to in real time at once, about: see `Synthesizer.carries`."""
+        return self._synthesizer.carries
+
     def admit(self) -> None:
-        """Raises Problem where no further stream can be opened now."""
+        """Raises Problem where no further stream can be opened now. Whether there is a place for one the engine says:
+        its chunks then begin, or raise."""
         if self.stopping:
             raise Problem(503, "stopping", "the server is stopping", retry_after_s=RETRY_AFTER_S)
-        if len(self._open) >= self.limits.max_streams:
-            message = f"all {self.limits.max_streams} streams are taken"
-            raise Problem(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
     def _keep(self, utterance: Utterance) -> Utterance:
         self._open[utterance.id] = utterance
+        utterance.on_first_byte = self.meters.first_byte_s.labels(utterance.route).observe
+        utterance.on_underrun = self.meters.late
         self.meters.open_streams.set(len(self._open))
         return utterance
 
@@ -193,6 +211,9 @@ class Studio:
         if len(self._ended) > self.limits.kept_states:
             self._ended.popitem(last=False)
         self.meters.open_streams.set(len(self._open))
+        if state.error is not None and state.error.code == "busy":
+            self.meters.refused.labels("busy").inc()
+            return
         self.meters.streams.labels(utterance.route, state.finish_reason).inc()
         self.meters.audio_s.inc(state.audio_s)
         if state.first_audio_ms is not None:

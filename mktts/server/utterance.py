@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mktts.server.access.request_id import current_id, new_id
+from mktts.server.gathering import gathered
 from mktts.server.problems import Problem, from_error
 from mktts.server.schemas import Route, StreamState
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.speech.player import Player
 
 if TYPE_CHECKING:
     from mktts.speech.options import Chunk
     from mktts.speech.stream import Stream
+
+_HELD_UP_S = 0.05  # that a write took: it waited for the client
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +49,54 @@ class Utterance:
         self._frames = 0
         self._samples = 0
         self._first_audio_s: float | None = None
+        self._player = Player()
+        self._peeked: Chunk | None = None
+        self.on_first_byte: Callable[[float], None] = lambda seconds: None
+        self.on_underrun: Callable[[float], None] = lambda late_s: None
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """Chunks as they are made; ends where the stream does. Raises Problem where the generation failed."""
+    async def begun(self) -> None:
+        """Waits for the first chunk, which `chunks` then begins with, or for the end. Raises Problem where the stream
+        was refused, or failed."""
+        async with contextlib.aclosing(self._made()) as made:
+            self._peeked = await anext(made, None)
+
+    def chunks(self) -> AsyncGenerator[Chunk]:
+        """Chunks as they are to be written: at once, or several together where the listener has time. Ends where the
+        stream does. Raises Problem where the generation failed. Call `sent` with every write."""
+        return gathered(self._made(), self._lead_s)
+
+    def sent(self, duration_s: float) -> None:
+        """Sound of so many seconds is being written to the connection now."""
+        now_s = time.perf_counter()
+        if self._player.dry_s is None:
+            self.on_first_byte(now_s - self._started_s)
+        _, late_s = self._player.play(now_s, duration_s)
+        if late_s > 0:
+            self.on_underrun(late_s)
+
+    @contextlib.contextmanager
+    def sending(self, duration_s: float) -> Iterator[None]:
+        """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
+        self.sent(duration_s)
+        began_s = time.perf_counter()
+        yield
+        if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
+            self._player.pause(now_s)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its listener has played all that went out, and waits for more to be made."""
+        return not self.closed and not self._stream.rests and self._lead_s() < 0
+
+    def _lead_s(self) -> float:
+        return self._player.lead_s(time.perf_counter())
+
+    async def _made(self) -> AsyncGenerator[Chunk]:
+        """Chunks as they are made."""
         try:
+            if self._peeked is not None:
+                peeked, self._peeked = self._peeked, None
+                yield peeked
             async for chunk in self._stream:
                 if self._first_audio_s is None:
                     self._first_audio_s = time.perf_counter() - self._started_s
@@ -55,16 +104,23 @@ class Utterance:
                 self._samples += len(chunk.pcm)
                 yield chunk
         except Exception as error:
-            self.problem = from_error(error)
-            if self.problem.status >= 500:
-                log.exception("stream %s failed", self.id)
+            if self.problem is None:
+                self.problem = from_error(error)
+                if self.problem.status >= 500:
+                    log.exception("stream %s failed", self.id)
             raise self.problem from error
         if self.problem is not None:  # the server ended it
             raise self.problem
 
-    def heard(self) -> None:
-        """The clock of the first audio starts now: at the first text of a stream that is fed."""
-        self._started_s = time.perf_counter()
+    def fed(self, text: str = "") -> None:
+        """Text has come, or its end. With the first that can be seen the clock of the first audio starts; to a listener
+        who waited for text nothing is late for a frame's time from now on."""
+        now_s = time.perf_counter()
+        if self.chars == 0 and text.strip():
+            self._started_s = now_s
+        self.chars += len(text)
+        if self._stream.rests:
+            self._player.pause(now_s + 1 / FRAME_RATE_HZ)
 
     def fail(self, problem: Problem) -> None:
         """Ends the generation for a reason that the client receives."""

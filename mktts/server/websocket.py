@@ -108,6 +108,7 @@ class SpeechSocket:
             self._feed(message.text)
         elif isinstance(message, Finish):
             self._writing = False
+            self._utterance.fed()
             self._try(self._session.finish)
         else:
             self._end()
@@ -126,7 +127,7 @@ class SpeechSocket:
             self._then(partial(self._refuse, problem))
             return
         self._writing = message.text is None
-        self._then(partial(self._send_all, self._utterance))
+        self._then(partial(self._send_all, self._utterance, known=not self._writing))
 
     def _then(self, send: Callable[[], Awaitable[None]]) -> None:
         """Sends after all that is being sent. Raises Problem when a client that does not read asks for ever more."""
@@ -147,9 +148,7 @@ class SpeechSocket:
 
     def _feed(self, text: str) -> None:
         utterance = self._utterance
-        if utterance.chars == 0 and text.strip():
-            utterance.heard()
-        utterance.chars += len(text)
+        utterance.fed(text)
         self._try(self._studio.check_chars, utterance.chars)
         if not utterance.closed:
             self._try(self._session.feed, text)
@@ -174,8 +173,11 @@ class SpeechSocket:
     def _waits_for_text(self) -> bool:
         return self._writing and not self._utterance.closed
 
-    async def _send_all(self, utterance: Utterance) -> None:
+    async def _send_all(self, utterance: Utterance, known: bool) -> None:
+        """known: the whole text, so that a place is found, or not, before anything is said of it."""
         try:
+            if known and not await self._has_place(utterance):
+                return
             weights = self._studio.model.random_weights
             await self._send(
                 Started(id=utterance.id, seed=utterance.seed, sample_rate_hz=SAMPLE_RATE_HZ, random_weights=weights)
@@ -196,6 +198,16 @@ class SpeechSocket:
         finally:
             utterance.close()
 
+    async def _has_place(self, utterance: Utterance) -> bool:
+        try:
+            await utterance.begun()
+        except Problem as problem:
+            if problem.code == "busy":
+                utterance.close()
+                await self._refuse(problem)
+                return False
+        return True  # what else is wrong the state holds
+
     async def _send_chunk(self, utterance: Utterance, chunk: Chunk) -> None:
         note = ChunkNote(
             id=utterance.id,
@@ -204,9 +216,10 @@ class SpeechSocket:
             frames=chunk.frames,
             timings=ChunkTimings(**asdict(chunk.timings)),
         )
-        await self._send(note)
-        async with asyncio.timeout(self._studio.limits.stall_s):
-            await self._socket.send_bytes(to_pcm16(chunk.pcm))
+        with utterance.sending(chunk.duration_s):
+            await self._send(note)
+            async with asyncio.timeout(self._studio.limits.stall_s):
+                await self._socket.send_bytes(to_pcm16(chunk.pcm))
 
     async def _send(self, message: StrictModel) -> None:
         async with asyncio.timeout(self._studio.limits.stall_s):

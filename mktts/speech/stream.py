@@ -53,6 +53,11 @@ class Stream:
         return self._job.finish_reason
 
     @property
+    def rests(self) -> bool:
+        """Whether it waits for its text, or for its reader."""
+        return self._job.resting
+
+    @property
     def codes(self) -> Tensor:
         """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
         frames = [torch.as_tensor(codes) for codes in list(self._job.codes)]

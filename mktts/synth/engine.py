@@ -19,13 +19,14 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
 from mktts.errors import EngineError
-from mktts.speech.executor import Executor
+from mktts.speech.executor import Executor, Standing, Wishes
 from mktts.speech.job import Bell, EngineName, Job, News, Tally, Work
 
 _LOG = logging.getLogger(__name__)
@@ -100,6 +101,15 @@ class Engine:
             self._check_open()
             self._inbox.put(executor)
 
+    def admit(self, wishes: Wishes) -> None:
+        """What a server wants of admission, of every executor, those that are added later too."""
+        self.ask(partial(self._worker.admit, wishes))
+
+    @property
+    def standing(self) -> dict[EngineName, Standing]:
+        """How each executor stands at the moment."""
+        return {executor.name: executor.standing for executor in list(self._worker.executors)}
+
     def ask(self, call: Callable[[], None]) -> None:
         """Has the worker's thread call, between two ticks; after `close`, nobody does."""
         self._inbox.put(_Call(call))
@@ -130,27 +140,43 @@ class Engine:
 
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without
-    news."""
+    news. executors: changed by its own thread alone."""
 
     def __init__(self, inbox: SimpleQueue[Any], executors: list[Executor], bell: Bell) -> None:
         self.sleeps = True
         self._inbox = inbox
-        self._executors = executors
+        self.executors: list[Executor] = []
+        self._wishes: Wishes | None = None
         self._bell = bell
+        for executor in executors:
+            self._add(executor)
+
+    def admit(self, wishes: Wishes) -> None:
+        self._wishes = wishes
+        for executor in self.executors:
+            executor.admit(wishes)
+
+    def _add(self, executor: Executor) -> None:
+        self.executors.append(executor)
+        executor.beside(lambda: sum(other.listeners for other in self.executors if other is not executor))
+        if self._wishes is not None:
+            executor.admit(self._wishes)
 
     def run(self) -> None:
         wake_s = math.inf
         while self._news(wake_s):
-            alone = sum(executor.open_jobs for executor in self._executors) == 1
-            wake_s = min(_turn(executor, alone) for executor in self._executors)
+            alone = sum(executor.open_jobs for executor in self.executors) == 1
+            wake_s = min(_turn(executor, alone) for executor in self.executors)
             self._bell.sound()
             self.sleeps = wake_s == math.inf
-        for executor in self._executors:
+        for executor in self.executors:
             try:
                 executor.close()
             except BaseException:
                 _LOG.exception("an executor could not be closed")
-        self._executors.clear()  # the models are free, whoever keeps the closed engine
+        for executor in self.executors:
+            executor.beside(lambda: 0)  # no circle: nothing of it waits for the garbage collector
+        self.executors.clear()  # the models are free, whoever keeps the closed engine
         self._bell.sound()
 
     def _news(self, wake_s: float) -> bool:
@@ -169,20 +195,20 @@ class _Worker:
                 elif isinstance(item, _Call):
                     _called(item.call)
                 else:
-                    self._executors.append(item)
+                    self._add(item)
                 item = self._inbox.get_nowait()
         except Empty:
             return True
 
     def _take(self, job: Job) -> None:
-        for executor in self._executors:
+        for executor in self.executors:
             if executor.name == job.engine:
                 executor.take(job)
                 return
         job.fail(EngineError(f"nothing here makes streams of the engine {job.engine!r}"))
 
     def _hear(self, job: Job) -> None:
-        for executor in self._executors:
+        for executor in self.executors:
             if executor.name == job.engine:
                 executor.hear(job)
 

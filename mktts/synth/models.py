@@ -40,6 +40,7 @@ class Models:
         self._single, self._together = single, together
         self._later = later
         self._making = False
+        self._singly = SINGLE_STREAMS  # that are due at once and served so
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
@@ -65,6 +66,16 @@ class Models:
             raise EngineError("the synthesizer is closed: load another one")
         return self._together.model
 
+    def prepare(self) -> None:
+        """For a server: makes the second model now, where one is to come; and where streams of both would share a CPU,
+        all of them are made together, so that one of the two knows how many are carried."""
+        later, self._later = self._later, None
+        if later is not None:
+            self._making = True
+            self._make(later)
+        if self._together is not None and self._single is not None and not self._together.model.lanes.overlaps:
+            self._singly = 0
+
     def check(self, sampling: Sampling) -> None:
         """Raises EngineError after `let_go`, and SamplingError for rng="torch" where there is no single engine."""
         if self.any() is not self._single and sampling.rng == "torch":
@@ -81,7 +92,7 @@ class Models:
         model = self.any()
         if model is not self._single:
             return model, "batch"
-        if (due < SINGLE_STREAMS and singly < OPEN_SINGLY) or sampling.rng == "torch":
+        if (due < self._singly and singly < OPEN_SINGLY) or sampling.rng == "torch":
             return model, "single"
         if self._together is None:
             self._begin()

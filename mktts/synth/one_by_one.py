@@ -5,28 +5,42 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
+from mktts.batch.pages import Pages
+from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import TickSettings, next_tick
 from mktts.batch.tick_model import TickModel
-from mktts.speech.executor import abandoned
+from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
 from mktts.speech.options import Chunk
 
 _SLOTS = 1_024  # streams that take turns; more wait for one of them to end
 _TICKS = TickSettings.one()
 _TICK_MODEL = TickModel(constant_s=1.0, lane_s=0.0, row_s=0.0, attention_s=0.0)  # nothing depends on it: one size
+_FRAME_S = 1e-3  # until some were made: whoever comes then is let in
+_MEMORY_FRAMES = 500.0
+_ADMISSION = AdmissionSettings(margin=0.9, first_pcm_s=0.5)
 
 
 class OneByOne:
     """One stream a tick: new ones first, then who has least ahead of its listener. Each makes its own frame (`step`);
     a lone one may ask for several frames of one launch. One that waits for its text or its reader is not looked at
-    before there is news of it."""
+    before there is news of it.
+
+    Everybody is let in before `admit`; from then on as many as frames are made for in time, by those made so far.
+    """
 
     name: EngineName = "single"
 
     def __init__(self) -> None:
+        self._admission: AdmissionSettings | None = None
+        self._elsewhere: Callable[[], int] = lambda: 0
+        self._ticks = TickTimes()
+        self._spent_s, self._frames = _FRAME_S, 1.0  # of recent frames, exponentially weighted
         self._reset()
 
     def _reset(self) -> None:
@@ -37,11 +51,48 @@ class OneByOne:
         self._awake: dict[int, Job] = {}
         self._asleep: dict[Job, int] = {}
         self._outside: deque[Job] = deque()
+        self._in_line: set[Job] = set()
+        # Its keys and values are each stream's own: there is no book of pages that could be full.
+        self._pages = Pages(2, _SLOTS, rows_per_slot=1, page_rows=1)
+        self._door = Door(self._board, self._pages, _TICKS, self._admission or _ADMISSION)
+        self._door.elsewhere = self._elsewhere
 
     @property
     def open_jobs(self) -> int:
         """See Executor."""
-        return len(self._jobs) + len(self._outside)
+        return len(self._jobs) + len(self._outside) + len(self._in_line)
+
+    @property
+    def listeners(self) -> int:
+        """See Executor."""
+        return self._door.listeners(time.perf_counter())
+
+    @property
+    def carries(self) -> int:
+        """See Executor."""
+        return self._door.carries(self._model)
+
+    @property
+    def standing(self) -> Standing:
+        """See Executor."""
+        return Standing(
+            carries=self.carries,
+            listeners=self.listeners,
+            waiting=self._door.line + len(self._outside),
+            lanes=_SLOTS,
+            lanes_used=len(self._jobs),
+            pages=0,
+            pages_free=0,
+            ticks=self._ticks,
+        )
+
+    def admit(self, wishes: Wishes) -> None:
+        """See Executor."""
+        self._admission = self._door.settings = _ADMISSION.wished(wishes)
+
+    def beside(self, elsewhere: Callable[[], int]) -> None:
+        """See Executor."""
+        self._elsewhere = self._door.elsewhere = elsewhere
 
     def take(self, job: Job) -> None:
         """See Executor."""
@@ -56,21 +107,23 @@ class OneByOne:
 
     def turn(self, now_s: float, alone: bool) -> float:
         """See Executor."""
-        while self._outside and self._free:
-            self._enter(self._outside.popleft(), now_s)
+        self._let_in(now_s)
         board = self._board
+        board.read(list(self._awake), [job.taken_frames for job in self._awake.values()], now_s)
         for slot, job in list(self._awake.items()):
             board.text_known[slot] = runnable = job.runnable()
-            board.frames_taken[slot] = job.taken_frames
             if not job.open:
                 self._leave(slot)
             elif not runnable:
+                board.full[slot] = job.watched
                 job.rest(True)
                 self._asleep[job] = slot
                 del self._awake[slot]
+            else:
+                board.full[slot] = False
         tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
         if tick.empty:
-            return tick.wake_s
+            return min(tick.wake_s, self._door.patience_s)
         slot = int(tick.lanes[0])
         job = self._jobs[slot]
 
@@ -79,27 +132,72 @@ class OneByOne:
             return work.step()
 
         board.begin(tick)
+        before, began_s = len(job.codes), time.perf_counter()
         job.advance(step)
+        ended_s = time.perf_counter()
+        self._spent(ended_s - began_s, len(job.codes) - before)
         board.frames_made[slot] = len(job.codes)
         board.chunk(slot, job.made_frames, len(job.codes) + 1)  # its listener has what is in chunks
-        board.finish(tick, time.perf_counter())
+        board.finish(tick, ended_s)
         if not job.open:
             self._leave(slot)
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
         """See Executor."""
-        for job in (*self._jobs.values(), *self._outside):
+        for job in (*self._jobs.values(), *self._outside, *self._in_line):
             with contextlib.suppress(Exception):
                 job.fail(abandoned(error))
         self._reset()
 
     def close(self) -> None:
         """See Executor."""
-        for job in (*self._jobs.values(), *self._outside):
+        for job in (*self._jobs.values(), *self._outside, *self._in_line):
             with contextlib.suppress(Exception):
                 job.cancel()
                 job.end(None)
+
+    # ---- who comes in
+
+    @property
+    def _model(self) -> TickModel:
+        """What a frame takes, with its part of a chunk's PCM."""
+        return TickModel(constant_s=self._spent_s / self._frames, lane_s=0.0, row_s=0.0, attention_s=0.0)
+
+    def _spent(self, took_s: float, frames: int) -> None:
+        keep = 1 - 1 / _MEMORY_FRAMES
+        self._spent_s = keep * self._spent_s + took_s
+        self._frames = keep * self._frames + frames
+        self._ticks.add(took_s)
+
+    def _let_in(self, now_s: float) -> None:
+        if self._admission is None:
+            while self._outside and self._free:
+                self._enter(self._outside.popleft(), now_s)
+            return
+        for job in [job for job in self._in_line if job.cancelled]:
+            self._in_line.discard(job)
+            self._door.give_up(job)
+            job.end(None)
+        model = self._model
+        while (left := self._door.next(now_s, model)) is not None:
+            self._in_line.discard(left[0].name)
+            self._judged(*left, now_s)
+        while self._outside:
+            job = self._outside.popleft()
+            request = Request(now_s, 1, 1, job.paced, name=job)
+            self._judged(request, self._door.ask(request, model), now_s)
+
+    def _judged(self, request: Request, verdict: Verdict, now_s: float) -> None:
+        job: Job = request.name
+        if not job.open or job.cancelled:
+            job.end(None)
+        elif verdict.decision == "admit":
+            self._enter(job, now_s)
+        elif verdict.decision == "queue":
+            self._in_line.add(job)
+        else:
+            job.fail(refusal(verdict.reason, request, self._pages, len(self._jobs), self.carries))
 
     def _enter(self, job: Job, now_s: float) -> None:
         slot = self._free.pop()

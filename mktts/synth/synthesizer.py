@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
@@ -16,10 +17,11 @@ from mktts.batch.log import TICKS
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import whole_number
-from mktts.errors import OptionsError, PromptError
+from mktts.errors import BusyError, OptionsError, PromptError
 from mktts.model.prompt import Layout, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
+from mktts.speech.executor import Standing, Wishes
 from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.job import EngineName
@@ -73,6 +75,8 @@ class StreamSettings(TypedDict, total=False):
     options: StreamOptions | None
 
 
+_CALIBRATION = {False: (3, 12), True: (32, 192)}  # streams at once, on a CPU and on a CUDA device
+_CALIBRATION_FRAMES = 16
 _OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
 _OF_A_CHOICE = {field.name for field in fields(Choice)}
 
@@ -246,6 +250,41 @@ class Synthesizer:
         """What the batch engine did last, one record a tick of dtype `mktts.batch.log.TICKS`, oldest first."""
         together = self._models.together
         return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
+
+    def admit(self, wishes: Wishes) -> None:
+        """For a server: from now on a stream that finds no place in time ends by BusyError, on either engine; and where
+        a batch engine is to come it is made now, which takes seconds. Raises EngineError after `close`."""
+        self._models.prepare()
+        self._engine.admit(wishes)
+
+    @property
+    def standing(self) -> dict[EngineName, Standing]:
+        """How each engine stands at the moment."""
+        return self._engine.standing
+
+    @property
+    def carries(self) -> int:
+        """Listeners that are served in real time at once, as far as is known: learnt from what was made so far."""
+        standing = self.standing
+        return max((one.carries for one in standing.values()), default=1)
+
+    def calibrate(self) -> None:
+        """A second of streams as a server has them, so that `carries` is of this machine. Call it after `warm_up`."""
+        for served_by in self._models.each():
+            for streams in (1,) if served_by[1] == "single" else _CALIBRATION[self.device.type == "cuda"]:
+                self._crowd(streams, served_by)
+
+    def _crowd(self, streams: int, served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName]) -> None:
+        settings: StreamSettings = {"max_frames": _CALIBRATION_FRAMES, "options": StreamOptions(guard=Guard.off())}
+        crowd = [
+            self._stream(
+                "Ready.", {**settings, **self._any_voice(), "seed": seed}, time.perf_counter(), True, served_by
+            )
+            for seed in range(streams)
+        ]
+        for stream in crowd:
+            with stream, contextlib.suppress(BusyError):  # it carries fewer
+                stream.read()
 
     def warm_up(self) -> None:
         """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import pytest
-from served import TEXT, Served, first_speaker, served, until
+from served import TEXT, WAIT_S, Served, first_speaker, served, until
 
 from mktts.audio import to_pcm16
 from mktts.errors import ServerError
@@ -308,13 +308,13 @@ def kept() -> list[object]:
 
 
 async def test_many_short_requests_at_concurrency_16_leave_nothing_behind(synthesizer):
-    with served(synthesizer, Limits(kept_states=16)) as server:
+    with served(synthesizer, Limits(kept_states=16, wait_s=WAIT_S)) as server:
         await many(server, 96)
 
 
 @pytest.mark.slow
 async def test_a_thousand_short_requests_at_concurrency_16_leave_nothing_behind(synthesizer):
-    with served(synthesizer, Limits(kept_states=16)) as server:
+    with served(synthesizer, Limits(kept_states=16, wait_s=WAIT_S)) as server:
         await many(server, 1_000)
 
 

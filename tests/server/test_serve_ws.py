@@ -255,12 +255,20 @@ def test_an_utterance_that_waits_for_text_too_long_gives_its_place_back(synthesi
 
 
 def test_one_stream_too_many_is_told_to_come_back(synthesizer):
-    with served(synthesizer, Limits(max_streams=1)) as server, connect(server.ws) as one, connect(server.ws) as other:
-        send(one, "start")
-        read(one)
-        send(other, "start")
-        answer = read(other)
-        assert answer["error"]["code"] == "busy" and answer["retry_after_s"] >= 1
+    limits = Limits(max_streams=1, wait_s=0.1)
+    with served(synthesizer, limits) as server, connect(server.ws) as one, connect(server.ws) as other:
+        send(one, "start", text=TEXT, max_frames=5_000)
+        assert read(one)["type"] == "started"
+        for text in ({"text": TEXT}, {}):  # the whole text, and one that is still being written
+            send(other, "start", **text)
+            if not text:
+                assert read(other)["type"] == "started"
+                send(other, "text", text=TEXT)
+                send(other, "finish")
+            answer = read(other)
+            assert answer["error"]["code"] == "busy" and answer["error"]["streams_max"] == 1
+            assert answer["type"] == ("error" if text else "finished")
+            assert not text or answer["retry_after_s"] >= 1
         send(one, "cancel")
-        assert read(one)["type"] == "finished"
+        assert read_to_end(one)[2]["finish_reason"] == "cancelled"
         assert say(other, PIECES, max_frames=2)[2]["finish_reason"] == "max_frames"

@@ -22,7 +22,7 @@ def make(request):
 
 
 def executor_of(synth):
-    return synth._engine._worker._executors[0]
+    return synth._engine._worker.executors[0]
 
 
 @pytest.mark.parametrize("error", [KeyError("a wrong book"), MemoryError("no memory"), SystemExit(1)], ids=repr)
@@ -66,7 +66,7 @@ def test_the_streams_of_another_engine_go_on():
     with fake_synthesizer(backend, engine="auto") as synth:
         single = [speak(synth, seed, frames=30) for seed in (1, 2)]
         together = speak(synth, seed=3, frames=30)
-        broken = synth._engine._worker._executors[1]
+        broken = synth._engine._worker.executors[1]
         broken._look_round = lambda now_s: 1 / 0
         backend.release()
         with pytest.raises(EngineError, match="ZeroDivisionError"):
@@ -120,7 +120,7 @@ class _Work:
 def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog):
     synth = fake_synthesizer(engine="auto")
     streams = [synth.open(options=ONE) for _ in range(3)]
-    synth._engine._worker._executors[0].close = lambda: 1 / 0
+    synth._engine._worker.executors[0].close = lambda: 1 / 0
     synth.close()
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 3
     assert "could not be closed" in caplog.text and not synth._engine._thread.is_alive()

@@ -1,7 +1,8 @@
 """`python -m mktts bench`: timings for people as a table, then for programs as one line of JSON.
 
 This checkpoint on this machine (mktts.measure.bench.here); with --peers ours beside other programs on one card
-(mktts.measure.bench.runner); with --load the real-time listeners that are carried (mktts.measure.bench.load).
+(mktts.measure.bench.runner); with --load the real-time listeners that are carried (mktts.measure.bench.load);
+with --url those of a server (mktts.measure.bench.load.served).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mktts.common import write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench import here, runner
 from mktts.measure.bench.load import command as load
+from mktts.measure.bench.load import served
 from mktts.measure.bench.settings import BenchSettings
 from mktts.spec import FRAME_MS
 
@@ -26,6 +28,7 @@ EXAMPLES = """examples:
   python -m mktts bench --checkpoint random:0.6b --load-only
   python -m mktts bench --peers --output bench.json
   python -m mktts bench --load --listeners 2,4 --seconds 10
+  python -m mktts bench --url http://127.0.0.1:8000 --listeners 2,4 --seconds 10
   python -m mktts bench --load --engine batch --listeners 512,1024 --context 332 --into load.json
   python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json"""
 
@@ -69,13 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a section (default: %(default)s)",
     )
     load.add_arguments(parser)
+    served.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a table, then the document. 0 where no expected figure is missing, else 1."""
-    if arguments.load and arguments.peers:
-        raise MetricsError("--load and --peers are two measurements: name one")
-    measure = load.measure if arguments.load else _beside_peers if arguments.peers else _here
+    if arguments.load + arguments.peers + (arguments.url is not None) > 1:
+        raise MetricsError("--load, --peers and --url are measurements of their own: name one")
+    measure = (
+        _of_server if arguments.url else load.measure if arguments.load else _beside_peers if arguments.peers else _here
+    )
     document, table = measure(arguments)
     if not arguments.json_only:
         print(table)
@@ -100,6 +106,11 @@ def _here(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     document["settings"]["checkpoint"] = source
     _store(arguments.output, document)
     return document, here.table(document)
+
+
+def _of_server(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    document = served.measure(arguments)
+    return document, load.table(document)
 
 
 def _beside_peers(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:

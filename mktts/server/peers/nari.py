@@ -113,6 +113,7 @@ class NariSocket(PeerSocket):
             if kind == "input_text.append":
                 self._append(message.get("text"))
             else:
+                self._utterance.fed()
                 self._session.finish()
         except MkttsError as error:
             raise from_error(error) from None
@@ -126,9 +127,7 @@ class NariSocket(PeerSocket):
     def _append(self, text: Any) -> None:
         if not isinstance(text, str) or not text:
             raise Problem(400, "invalid_value", "text: expected a string that is not empty", "text")
-        if self._utterance.chars == 0 and text.strip():
-            self._utterance.heard()
-        self._utterance.chars += len(text)
+        self._utterance.fed(text)
         self.studio.check_chars(self._utterance.chars, "text", KEYS)
         self._session.feed(text)
 
@@ -137,7 +136,8 @@ class NariSocket(PeerSocket):
         sent = 0
         async with contextlib.aclosing(self._utterance.chunks()) as chunks:
             async for chunk in chunks:
-                await self.send(to_pcm16(chunk.pcm))
+                with self._utterance.sending(chunk.duration_s):
+                    await self.send(to_pcm16(chunk.pcm))
                 sent += 1
         return sent
 

@@ -139,6 +139,12 @@ class OmniSocket(PeerSocket):
             return
         total_bytes, failed = 0, False
         try:
+            try:
+                await begun.utterance.begun()
+            except Problem as problem:
+                if problem.code == "busy":
+                    await self._refuse(problem, **place)
+                    return
             head = {"format": begun.sound.format, "sample_rate": begun.sound.sample_rate_hz}
             await self.send({"type": "audio.start", **place, "sentence_text": request.input, **head})
             try:
@@ -152,12 +158,14 @@ class OmniSocket(PeerSocket):
 
     async def _send_sound(self, begun: Begun) -> int:
         """Bytes sent. Raises Problem where the generation failed."""
-        total_bytes = 0
+        total_bytes, sound_s = 0, 0.0
         async with contextlib.aclosing(begun.utterance.chunks()) as chunks:
             async for chunk in chunks:
+                sound_s += chunk.duration_s / begun.sound.speed
                 if data := await begun.sound.feed(chunk.pcm):
-                    await self.send(data)
-                    total_bytes += len(data)
+                    with begun.utterance.sending(sound_s):
+                        await self.send(data)
+                    total_bytes, sound_s = total_bytes + len(data), 0.0
         if rest := await begun.sound.finish():
             await self.send(rest)
             total_bytes += len(rest)

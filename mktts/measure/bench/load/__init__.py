@@ -5,6 +5,7 @@
 * listener: one listener's arithmetic; visits: who comes when, and what for; crowd: all of them on one event loop,
   whose record is an attendance
 * point: one load held for its time, in figures; book: the file that points and figures are merged into
+* served: the same of a server by its address; remote: its streams; fleet: listeners in processes of their own
 * frames: ticks by themselves; soak: minutes of everything at once; mixed: both engines beside each other
 
 **Listeners** are streams that are open at once, from the call of `stream` to its last chunk, the mean over the held

@@ -7,7 +7,7 @@ later point takes the place of an earlier one of the same conditions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,12 @@ def merge(
     points: Iterable[dict[str, Any]] = (),
     figures: dict[str, dict[str, Any]] | None = None,
     reports: dict[str, Any] | None = None,
+    derive: Callable[[list[dict[str, Any]], bool], dict[str, dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
     """Puts points, figures and reports (name -> what a section has to say besides) into the file; returns all of it.
 
-    beside: `provenance`, with the command. gpu: which rule `carried` has. Raises MetricsError for a point that was
+    beside: `provenance`, with the command. gpu: which rule `carried` has. derive: all figures of such a
+    file in place of those that `carried` adds. Raises MetricsError for a point that was
     not held or lacks a name, for a figure or report of a run that was not held, and for a file of another device:
     nothing is written then.
     """
@@ -78,8 +80,8 @@ def merge(
         kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
     kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
     given = {name: {**value, **beside} for name, value in (figures or {}).items()}
-    derived = carried(kept, gpu)
-    others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
+    derived = (derive or carried)(kept, gpu)
+    others = {} if derive else {name: value for name, value in document["figures"].items() if name not in DERIVED}
     document |= {
         **{name: beside[name] for name in ("device", "driver", "torch")},
         "points": kept,

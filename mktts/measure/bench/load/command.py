@@ -15,7 +15,7 @@ from mktts.errors import MetricsError
 from mktts.measure.bench.load import book
 from mktts.measure.bench.load.point import clean
 from mktts.measure.bench.load.sections import SECTIONS, Numbers, Result, Subject
-from mktts.measure.bench.load.settings import HELD_S, LoadSettings, of_file
+from mktts.measure.bench.load.settings import HELD_S, LoadSettings, loads, of_file
 from mktts.measure.environment import head
 from mktts.measure.tables import cell
 
@@ -23,6 +23,7 @@ _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
 _COLUMNS = (
     ("offered", "listeners"), ("open", "open_mean"), ("playing", "playing_mean"), ("rows", "context_rows"),
+    ("byte p99", "ttfb_p99_ms"),
     ("p50 ms", "ttfc_p50_ms"), ("p95 ms", "ttfc_p95_ms"), ("p99 ms", "ttfc_p99_ms"), ("audible p95", "audible_p95_ms"),
     ("underruns", "underruns"), ("refused", "refused"), ("errors", "errors"), ("audio s/s", "audio_s_per_s"),
 )  # fmt: skip
@@ -94,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         require_writable(arguments.into)
     named = arguments.listeners
     default = (_GPU_LISTENERS if gpu else _CPU_LISTENERS) if sections == ["listeners"] else ""
-    listeners = _loads(named if named is not None else default)
+    listeners = loads(named if named is not None else default)
     known = book.read(arguments.into)["points"] if arguments.into and not arguments.again else []
     beside = book.provenance(settings.device)
 
@@ -155,7 +156,7 @@ def table(document: dict[str, Any]) -> str:
         marks += [f"{run['engine']}, codec {run['codec']}", *(["deterministic"] if run["deterministic"] else [])]
         marks += [] if run["held"] else ["not held: cannot be reported"]
         marks += ["stutters, refuses or fails"] if not clean(run) else []
-        values = (run[key] for _, key in _COLUMNS)
+        values = (run.get(key) for _, key in _COLUMNS)
         lines.append(" ".join(f"{_shown(value):>11}" for value in values) + "  " + ", ".join(marks))
         late = run["generator"]
         lines.append(
@@ -183,14 +184,3 @@ def table(document: dict[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return "-" if value is None else cell(round(value, 2) if isinstance(value, float) else value)
-
-
-def _loads(words: str) -> tuple[int, ...]:
-    """ "64,128" -> (64, 128). Raises MetricsError."""
-    try:
-        loads = tuple(int(word) for word in words.split(",") if word.strip())
-    except ValueError:
-        raise MetricsError(f"--listeners takes whole numbers with commas between them, got {words!r}") from None
-    if any(load < 1 for load in loads):
-        raise MetricsError(f"--listeners takes numbers of at least 1, got {words!r}")
-    return loads

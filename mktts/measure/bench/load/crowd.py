@@ -179,6 +179,7 @@ class _Crowd:
             pass
         except Exception as error:
             self._failed(listener, error)
+        listener.byte_s = getattr(stream, "first_byte_s", None)
         listener.engine = getattr(stream, "engine", "single")  # of a fed text only known since its beginning
         if visit.keeps and not self._closing:
             seen.kept.append((visit, stream.codes, stream.finish_reason))

@@ -46,6 +46,7 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
     held: the run went on to its end and took long enough to be reported. arrivals, refused, unanswered (neither PCM nor
     refusal when the run ended), errors: of the held time. open_mean, open_max, playing_mean: streams between call and
     end, and listeners between first PCM and the end of playing. ttfc_accepted_*: of those that were not refused.
+    ttfb_*: to the head of a server's answer.
     underruns: whose player ran dry in the held time; late_*: how long it then waited. audio_s_per_s: consumed.
     generator: how late the loop of the listeners was, and what it took. host_us_per_frame: CPU time of everything else
     in the process, waiting for the device by spinning included.
@@ -58,8 +59,10 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
         raise MetricsError("the run ended before its warm-up did: nothing was measured")
     came = [one for one in seen.listeners if one.timed and begin_s <= one.planned_s < end_s]
     counted = [one for one in came if one.first_s is not None or not one.left]  # who left first waits for nothing
-    ttfc_s = [math.inf if one.first_s is None else one.first_s - one.planned_s for one in counted]
+    ttfc_s = [_since(one.first_s, one) for one in counted]
     accepted_s = [wait_s for wait_s, one in zip(ttfc_s, counted, strict=True) if not one.refused]
+    heads = any(one.byte_s is not None for one in counted)  # of answers that come over a connection
+    byte_s = [_since(one.byte_s, one) for one in counted] if heads else []
     audible_s = [one.audible_s - one.planned_s for one in counted if one.audible_s is not None]
     gaps = late_gaps(seen.listeners, begin_s, end_s, seen.closed_s)
     errors = Counter(one.error for one in seen.listeners if one.error)
@@ -76,6 +79,7 @@ def measured(seen: Attendance, settings: LoadSettings) -> dict[str, Any]:
         "open_mean": _mean_open(seen, begin_s, end_s),
         "open_max": _most_open(seen, begin_s, end_s),
         "playing_mean": _mean_playing(seen, begin_s, end_s),
+        **_spread("ttfb", byte_s, (50, 95, 99)),
         **_spread("ttfc", ttfc_s, (50, 95, 99, 100)),
         **_spread("ttfc_accepted", accepted_s, (50, 99)),
         **_spread("audible", audible_s, (50, 95, 99)),
@@ -141,6 +145,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def clean(point: dict[str, Any]) -> bool:
     """Whether everybody who came was served without a stutter."""
     return not any(point[name] for name in ("underruns", "refused", "unanswered", "errors"))
+
+
+def _since(at_s: float | None, one: Listener) -> float:
+    return math.inf if at_s is None else at_s - one.planned_s
 
 
 def _spread(name: str, values_s: Sequence[float], percents: tuple[int, ...]) -> dict[str, float | None]:

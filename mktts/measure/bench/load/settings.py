@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mktts.checkpoint import Checkpoint
-from mktts.errors import OptionsError
+from mktts.errors import MetricsError, OptionsError
 from mktts.spec import FRAME_RATE_HZ
 
 if TYPE_CHECKING:
@@ -129,3 +129,14 @@ def load(settings: LoadSettings, checkpoint: Checkpoint, keys_values_bytes: int 
 def of_file(settings: LoadSettings) -> dict[str, Any]:
     """The settings as a document holds them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
+
+
+def loads(words: str) -> tuple[int, ...]:
+    """ "64,128" -> (64, 128). Raises MetricsError."""
+    try:
+        loads = tuple(int(word) for word in words.split(",") if word.strip())
+    except ValueError:
+        raise MetricsError(f"--listeners takes whole numbers with commas between them, got {words!r}") from None
+    if any(load < 1 for load in loads):
+        raise MetricsError(f"--listeners takes numbers of at least 1, got {words!r}")
+    return loads

@@ -76,8 +76,8 @@ def said(checkpoint: Checkpoint, rows: int | None, kind: ContextKind = "auto") -
     if kind == "natural":
         if rows is not None:
             raise MetricsError("natural texts have the rows that they have: leave the context out")
-        mean = [build(Request(_spoken(index, frames))) for index in range(4) for frames in (25, 87, 150)]
-        return Said(kind, round(sum(mean) / len(mean)), _spoken, {"options": StreamOptions(guard=Guard.off())})
+        mean = [build(Request(spoken(index, frames))) for index in range(4) for frames in (25, 87, 150)]
+        return Said(kind, round(sum(mean) / len(mean)), spoken, {"options": StreamOptions(guard=Guard.off())})
     rows = SHORT_ROWS if rows is None else rows
     encode = checkpoint.tokenizer().encode
 
@@ -132,7 +132,7 @@ def _words_of(tokens: int, count: Callable[[str], int]) -> str:
     return min(found, key=lambda piece: (found[piece], len(piece)))
 
 
-def _spoken(index: int, frames: int) -> str:
+def spoken(index: int, frames: int) -> str:
     """Sentences that take longer to say than `frames`, cut behind a word."""
     text = "".join(_SENTENCES[(index + i) % len(_SENTENCES)] for i in range(8))
     end = text.find(" ", round(frames * _CHARS_A_FRAME))
