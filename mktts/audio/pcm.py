@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from mktts.errors import AudioError
@@ -15,7 +17,11 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 
     Raises AudioError unless `pcm` is one-dimensional, float32 and finite.
     """
-    return np.rint(np.clip(_checked(pcm), -1, 1) * _FULL_SCALE).astype("<i2").tobytes()
+    scaled = _checked(pcm) * np.float32(_FULL_SCALE)
+    np.rint(scaled, out=scaled)
+    np.minimum(scaled, _FULL_SCALE, out=scaled)
+    np.maximum(scaled, -_FULL_SCALE, out=scaled)
+    return scaled.astype("<i2").tobytes()
 
 
 def from_pcm16(samples: bytes | np.ndarray) -> np.ndarray:
@@ -55,6 +61,7 @@ def _checked(pcm: np.ndarray) -> np.ndarray:
     if not isinstance(pcm, np.ndarray) or pcm.ndim != 1 or pcm.dtype != np.float32:
         shape = f"{pcm.dtype} {pcm.shape}" if isinstance(pcm, np.ndarray) else type(pcm).__name__
         raise AudioError(f"PCM must be a float32 array (samples,), got {shape}")
-    if not np.isfinite(pcm).all():
+    # The sum is finite only where every sample is; it takes a third of the time of asking each.
+    if not math.isfinite(np.add.reduce(pcm)) and not np.isfinite(pcm).all():
         raise AudioError(f"PCM must be finite, found NaN or infinity at sample {int(np.argmin(np.isfinite(pcm)))}")
     return pcm

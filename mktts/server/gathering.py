@@ -6,8 +6,8 @@ second to play hears no difference.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -18,45 +18,36 @@ KEPT_LEAD_S = 0.5  # that a listener has while something is held back
 MOST_FRAMES = round(FRAME_RATE_HZ)  # held back, a second
 
 
-async def gathered(chunks: AsyncGenerator[Chunk], lead_s: Callable[[], float]) -> AsyncGenerator[Chunk]:
-    """The same speech in fewer chunks. lead_s: seconds that the listener has to play, of what went out."""
+class Takes(Protocol):
+    """As `mktts.speech.stream.Stream.take`."""
+
+    async def __call__(self, within_s: float | None = None) -> Chunk | None: ...
+
+
+async def gathered(take: Takes, lead_s: Callable[[], float]) -> AsyncGenerator[Chunk]:
+    """The chunks of a stream, fewer and larger ones where there is time. lead_s: seconds that the listener has to play,
+    of what went out. What `take` raises comes behind what was held back."""
     held: list[Chunk] = []
-    coming: asyncio.Task[Chunk | None] | None = None
-    try:
-        while True:
-            if coming is None and not held:
-                chunk = await anext(chunks, None)
-            else:
-                coming = coming or asyncio.ensure_future(_next(chunks))
-                wait_s = lead_s() - KEPT_LEAD_S if held else None
-                if wait_s is None or wait_s > 0:
-                    await asyncio.wait((coming,), timeout=wait_s)
-                if not coming.done():
-                    yield joined(held)
-                    held = []
-                    continue
-                done, coming = coming, None
-                if held and done.exception() is not None:
-                    yield joined(held)
-                chunk = done.result()
-            if chunk is not None:
-                held.append(chunk)
-            if held and (chunk is None or lead_s() <= KEPT_LEAD_S or _frames(held) >= MOST_FRAMES):
+    while True:
+        try:
+            chunk = await take(max(0.0, lead_s() - KEPT_LEAD_S) if held else None)
+        except TimeoutError:
+            if not held:
+                raise
+            yield joined(held)
+            held = []
+            continue
+        except Exception:
+            if held:
                 yield joined(held)
-                held = []
-            if chunk is None:
-                return
-    finally:
-        if coming is not None:
-            coming.cancel()
-            await asyncio.wait((coming,))
-            if not coming.cancelled():
-                coming.exception()  # nobody wants to know
-        await chunks.aclose()
-
-
-async def _next(chunks: AsyncGenerator[Chunk]) -> Chunk | None:
-    return await anext(chunks, None)
+            raise
+        if chunk is not None:
+            held.append(chunk)
+        if held and (chunk is None or lead_s() <= KEPT_LEAD_S or _frames(held) >= MOST_FRAMES):
+            yield joined(held)
+            held = []
+        if chunk is None:
+            return
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:

@@ -12,7 +12,7 @@ from mktts.server.access.request_id import current_id
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.problems import RETRY_AFTER_S, Problem, from_error
-from mktts.server.schemas import Health, Manner, ModelInfo, Route, StreamState
+from mktts.server.schemas import Draws, Health, Manner, ModelInfo, Route, StreamState
 from mktts.server.utterance import Utterance
 from mktts.server.voices import DEFAULT, voice_aliases
 from mktts.spec import SAMPLE_RATE_HZ, language_named
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mktts.speech.stream import Session
     from mktts.synth import Synthesizer
 
+_DRAWS = tuple(Draws.model_fields)  # the names of Sampling.flat
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 
 
@@ -283,7 +284,9 @@ class Studio:
 
     def _sampling(self, manner: Manner) -> Sampling:
         sampling = self._synthesizer.sampling
-        wishes = manner.model_dump(include=set(sampling.flat()))
+        wishes = {name: getattr(manner, name) for name in _DRAWS}
+        if not any(value is not None for value in wishes.values()):
+            return sampling
         if wishes["predictor_greedy"] is None:
             wishes["predictor_greedy"] = wishes["greedy"]
         return sampling.with_flat(wishes)

@@ -57,13 +57,12 @@ class Utterance:
     async def begun(self) -> None:
         """Waits for the first chunk, which `chunks` then begins with, or for the end. Raises Problem where the stream
         was refused, or failed."""
-        async with contextlib.aclosing(self._made()) as made:
-            self._peeked = await anext(made, None)
+        self._peeked = await self._take()
 
     def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written: at once, or several together where the listener has time. Ends where the
         stream does. Raises Problem where the generation failed. Call `sent` with every write."""
-        return gathered(self._made(), self._lead_s)
+        return gathered(self._take, self._lead_s)
 
     def sent(self, duration_s: float) -> None:
         """Sound of so many seconds is being written to the connection now."""
@@ -91,26 +90,30 @@ class Utterance:
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
 
-    async def _made(self) -> AsyncGenerator[Chunk]:
-        """Chunks as they are made."""
+    async def _take(self, within_s: float | None = None) -> Chunk | None:
+        """The next chunk as it is made; None at the end. Raises Problem, and TimeoutError where `within_s` is over."""
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
         try:
-            if self._peeked is not None:
-                peeked, self._peeked = self._peeked, None
-                yield peeked
-            async for chunk in self._stream:
-                if self._first_audio_s is None:
-                    self._first_audio_s = time.perf_counter() - self._started_s
-                self._frames += chunk.frames
-                self._samples += len(chunk.pcm)
-                yield chunk
+            chunk = await self._stream.take(within_s)
+        except TimeoutError:
+            raise
         except Exception as error:
             if self.problem is None:
                 self.problem = from_error(error)
                 if self.problem.status >= 500:
                     log.exception("stream %s failed", self.id)
             raise self.problem from error
-        if self.problem is not None:  # the server ended it
-            raise self.problem
+        if chunk is None:
+            if self.problem is not None:  # the server ended it
+                raise self.problem
+            return None
+        if self._first_audio_s is None:
+            self._first_audio_s = time.perf_counter() - self._started_s
+        self._frames += chunk.frames
+        self._samples += len(chunk.pcm)
+        return chunk
 
     def fed(self, text: str = "") -> None:
         """Text has come, or its end. With the first that can be seen the clock of the first audio starts; to a listener

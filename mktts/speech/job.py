@@ -149,23 +149,41 @@ class Job:
         """Waits for the next chunk; None at the end. Raises what ended the utterance, if something did."""
         return self._accept(self._chunks.get())
 
-    async def take_async(self) -> Chunk | None:
-        """As `take`, for an event loop: the worker wakes the loop, no thread waits.
+    async def take_async(self, within_s: float | None = None) -> Chunk | None:
+        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Raises TimeoutError where there is
+        nothing within `within_s`; nothing is lost by that.
 
         Other tasks get their turn before every chunk, also while many are waiting to be taken.
         """
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(0)
-        while True:
-            with contextlib.suppress(Empty):
-                return self._accept(self._chunks.get_nowait())
-            waiter = loop.create_future()
-            self._waiter = (loop, waiter)
-            try:
+        if not self._chunks.empty():  # otherwise the wait for it is their turn
+            await asyncio.sleep(0)
+        alarm: asyncio.TimerHandle | None = None
+        over: list[bool] = []
+        try:
+            while True:
+                try:
+                    return self._accept(self._chunks.get_nowait())
+                except Empty:
+                    pass
+                if over:
+                    raise TimeoutError
+                waiter = loop.create_future()
+                self._waiter = (loop, waiter)
+                if within_s is not None:
+                    alarm = alarm or loop.call_later(within_s, self._ring, over)
                 if self._chunks.empty():  # asked again: the worker may have put one before it could see the waiter
                     await waiter
-            finally:
-                self._waiter = None
+        finally:
+            self._waiter = None
+            if alarm is not None:
+                alarm.cancel()
+
+    def _ring(self, over: list[bool]) -> None:
+        """In the consumer's loop: it has waited long enough."""
+        over.append(True)
+        if self._waiter is not None:
+            _set([self._waiter[1]])
 
     def _accept(self, item: Any) -> Chunk | None:
         if item is _END or self.cancelled:

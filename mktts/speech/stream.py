@@ -106,17 +106,26 @@ class Stream:
             raise StopIteration
         return chunk
 
+    async def take(self, within_s: float | None = None) -> Chunk | None:
+        """The next chunk; None at the end. Raises as `__anext__`, and TimeoutError where there is none within
+        `within_s`: the stream goes on."""
+        try:
+            return await self._job.take_async(within_s)
+        except TimeoutError:
+            if within_s is None:
+                self._job.cancel()
+            raise
+        except BaseException:  # cancelling the task that waits cancels the generation
+            self._job.cancel()
+            raise
+
     def __aiter__(self) -> Stream:
         """As `__iter__`."""
         self._job.check_unread()
         return self
 
     async def __anext__(self) -> Chunk:
-        try:
-            chunk = await self._job.take_async()
-        except BaseException:  # cancelling the task that waits cancels the generation
-            self._job.cancel()
-            raise
+        chunk = await self.take()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
