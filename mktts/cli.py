@@ -38,6 +38,7 @@ GROUPS: dict[str, Group] = {
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
+        "bench scale": ("mktts.measure.bench.load.scale", "measure what a second GPU adds, and what its death costs"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
         "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
         "agent evals": ("mktts.agent.evals", "run Pipecat's evals against a running bot"),

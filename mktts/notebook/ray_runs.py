@@ -33,7 +33,7 @@ def cluster(address: str | None) -> Iterator[Any]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise BackendUnavailable('--ray needs the package ray, which is not installed: pip install "mktts[ray]"') from None
+        raise BackendUnavailable('--ray needs the package ray: pip install "mktts[ray]"') from None
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # tells whom the cluster obeys: this user
     alone = {} if address else {"include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
     try:

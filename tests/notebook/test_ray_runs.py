@@ -39,7 +39,9 @@ def test_a_grid_by_ray_leaves_what_a_grid_without_it_leaves(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     path = notebook(Path("books/n.ipynb"), CELL)
-    reader = notebook(Path("books/reader.ipynb"), "import pandas\nassert len(pandas.read_parquet('../o/metrics.parquet')) >= 4")
+    reader = notebook(
+        Path("books/reader.ipynb"), "import pandas\nassert len(pandas.read_parquet('../o/metrics.parquet')) >= 4"
+    )
     calls = ["--set", "SEED=1,2,3,4", "--out", Path("o/runs")]
 
     assert run(path, reader, *calls, "--ray") == 1

@@ -38,7 +38,9 @@ def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
     """--replicas, --ray-address, --session-header."""
     group = parser.add_argument_group("several GPUs, by Ray Serve (pip install 'mktts[ray]')")
     group.add_argument(
-        "--replicas", metavar="N|auto", help="complete servers behind the address, one a GPU; auto: as streams need them"
+        "--replicas",
+        metavar="N|auto",
+        help="complete servers at one address, one a GPU; auto: as streams need them",
     )
     group.add_argument(
         "--ray-address", metavar="ADDRESS", help="of a running Ray cluster (default: one is started here)"

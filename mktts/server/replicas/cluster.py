@@ -47,8 +47,7 @@ def serve_replicas(plan: Plan, scale: Scale) -> int:
     Raises BackendUnavailable where Ray is not installed, and ServerError where the address is taken, or there are fewer
     devices than replicas.
     """
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
-        raise BackendUnavailable(_NEEDED)
+    _require_ray()
     arguments, limits = plan.arguments, plan.limits
     _check_model(arguments)
     port = arguments.port
@@ -78,7 +77,8 @@ def serve_replicas(plan: Plan, scale: Scale) -> int:
                 _wait_until_up(url, stop)
                 log.info(
                     "%s%d replica%s of %s at %s; their logs: %s",
-                    "up to " if scale.count is None else "", count, "" if count == 1 else "s", arguments.checkpoint, url,
+                    "up to " if scale.count is None else "", count, "" if count == 1 else "s",
+                    arguments.checkpoint, url,
                     Path(ray._private.worker.global_worker.node.get_logs_dir_path()) / "serve",
                 )  # fmt: skip
                 _watch(serve, stop, lambda: _deploy(serve, deployment.bind(plan)))
@@ -89,6 +89,15 @@ def serve_replicas(plan: Plan, scale: Scale) -> int:
     if stop.number == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
+
+
+def _require_ray() -> None:
+    try:
+        found = importlib.util.find_spec("ray.serve")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise BackendUnavailable(_NEEDED)
 
 
 def refuse_left_behind(found: list[Orphan], port: int) -> None:
@@ -185,7 +194,9 @@ def _placed(available: dict[str, float], wanted: int | None, device: str) -> tup
         raise ServerError(f"--device {device}: every replica has a GPU of its own; leave it out, or give cuda or cpu")
     if device == "cuda" or (device == "auto" and gpus):
         if not gpus or (wanted or 1) > gpus:
-            raise ServerError(f"a replica needs a GPU of its own: expected at most {gpus} --replicas, got {wanted or 1}")
+            raise ServerError(
+                f"a replica needs a GPU of its own: expected at most {gpus} --replicas, got {wanted or 1}"
+            )
         return wanted or gpus, {"num_gpus": 1, "num_cpus": min(1.0, cpus / gpus)}
     count = wanted or max(1, cpus // 2)
     share = cpus / count
@@ -193,7 +204,7 @@ def _placed(available: dict[str, float], wanted: int | None, device: str) -> tup
 
 
 def _deployment(serve: Any, scale: Scale, count: int, resources: dict[str, float], longest_s: float) -> Any:
-    """What Ray Serve is to run, less the plan of a replica. longest_s: that a replica which is let go may take to finish."""
+    """What Ray Serve is to run, less the plan of a replica. longest_s: that a replica may take to finish."""
     size: dict[str, Any] = {"num_replicas": count}
     if scale.count is None:
         size = {

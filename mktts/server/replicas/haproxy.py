@@ -60,7 +60,8 @@ backend servers
     # /ready turns 503 when a server is to stop, which still finishes what it speaks.
     option httpchk GET /ready
     http-check expect status 200
-    default-server check inter 500ms fastinter 100ms downinter 250ms fall 2 rise 1 observe layer4 error-limit 3 on-error mark-down
+    default-server check inter 500ms fastinter 100ms downinter 250ms fall 2 rise 1
+    default-server observe layer4 error-limit 3 on-error mark-down
 {servers}
 """
 

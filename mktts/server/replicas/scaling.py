@@ -1,4 +1,4 @@
-"""How many replicas the open streams need: the policy of Ray Serve's autoscaler, which calls it a few times a second."""
+"""How many replicas the open streams need: the policy of Ray Serve's autoscaler, called a few times a second."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         arguments.into.parent.mkdir(parents=True, exist_ok=True)
         require_writable(arguments.into)
-    body = {**_body(server, arguments.speaker), **_more(arguments.keys)}
+    body = {**body_of(server, arguments.speaker), **_more(arguments.keys)}
     remote = RemoteServer(url, body, key, ("max_frames", "seed") if server.random_weights else ())
     processes = arguments.processes or max(1, min(8, (os.cpu_count() or 2) // 2))
     if processes < 1:
@@ -144,7 +144,7 @@ async def _got(url: str, key: str | None) -> dict[str, Any]:
 def figures(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
     """Of the largest load that was carried: everybody in time for the whole run, and the first byte within
     FIRST_BYTE_MS (on a CPU, the first audible sound within book.AUDIBLE_MS). Nothing where none was."""
-    passed = [point for point in points if point["held"] and clean(point) and _prompt(point, gpu)]
+    passed = [point for point in points if point["held"] and clean(point) and is_prompt(point, gpu)]
     if not passed:
         return {}
     best = max(passed, key=lambda point: point["open_mean"])
@@ -159,7 +159,8 @@ def figures(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
     }
 
 
-def _prompt(point: dict[str, Any], gpu: bool) -> bool:
+def is_prompt(point: dict[str, Any], gpu: bool) -> bool:
+    """Whether its listeners waited no longer than a load that counts as carried may let them."""
     wait_ms, most_ms = (point["ttfb_p99_ms"], FIRST_BYTE_MS) if gpu else (point["audible_p95_ms"], book.AUDIBLE_MS)
     return wait_ms is not None and wait_ms <= most_ms
 
@@ -168,16 +169,25 @@ def _point(
     remote: RemoteServer, server: Server, settings: LoadSettings, listeners: int, processes: int
 ) -> dict[str, Any]:
     begin_s, end_s = settings.warm_s, settings.warm_s + settings.seconds
-    said = Said("text", 0, _words, {}) if server.random_weights else Said("natural", 0, spoken, {})
     plan = visits(settings, listeners)
-    seen = attend_in_processes(remote, said, plan, (begin_s, end_s, end_s + settings.tail_s), processes)
+    seen = attend_in_processes(remote, said_to(server), plan, (begin_s, end_s, end_s + settings.tail_s), processes)
+    return measured(seen, settings) | conditions(server, settings, listeners, processes)
+
+
+def said_to(server: Server) -> Said:
+    """What listeners of it ask for."""
+    return Said("text", 0, _words, {}) if server.random_weights else Said("natural", 0, spoken, {})
+
+
+def conditions(server: Server, settings: LoadSettings, listeners: int, processes: int) -> dict[str, Any]:
+    """What a point says about its conditions. listeners: offered. processes: that play them."""
     model = server.health.get("model", {})
-    return measured(seen, settings) | {
+    return {
         "listeners": listeners,
         "codec": "the server's",
         "deterministic": False,
         "context_rows": 0,
-        "context": said.kind,
+        "context": said_to(server).kind,
         "checkpoint": settings.checkpoint,
         "model_size": model.get("size", ""),
         "random_weights": server.random_weights,
@@ -193,7 +203,8 @@ def _words(index: int, frames: int) -> str:
     return f"{WORDS}."
 
 
-def _body(server: Server, voice: str | None) -> dict[str, Any]:
+def body_of(server: Server, voice: str | None = None) -> dict[str, Any]:
+    """The keys of every request to it; None: by the first of its voices."""
     voice = voice or (server.health.get("speakers") or ["alloy"])[0]
     return {"model": server.model, "voice": voice, "response_format": "pcm"}
 
