@@ -115,7 +115,12 @@ def test_requirements_are_pinned_and_each_has_its_reason():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert lines[-1] == "-e ."
     packages = [line for line in lines[:-1] if line.strip() and not line.startswith("#")]
-    name, pin, marker, reason = r"[A-Za-z0-9_.-]+", r"==[0-9][0-9A-Za-z.]*", r"( ; [^#;]+?)?", r"\s+# \S.{3,}"
+    name, pin, marker, reason = (
+        r"[A-Za-z0-9_.-]+(\[[a-z,]+\])?",
+        r"==[0-9][0-9A-Za-z.]*",
+        r"( ; [^#;]+?)?",
+        r"\s+# \S.{3,}",
+    )
     assert [line for line in packages if not re.fullmatch(name + pin + marker + reason, line)] == []
 
 
@@ -129,7 +134,7 @@ def test_every_import_is_pinned_or_standard():
         "pytest-asyncio": "pytest_asyncio",
     }
     with_torch = {"triton"}  # comes with torch's CUDA builds in the version that they pin; used only where it is there
-    pins = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[a-z,]+\])?==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     known = {provides.get(pin, pin) for pin in pins} | {"mktts"} | with_torch | set(sys.stdlib_module_names)
     imported: dict[str, str] = {}
     for path in FILES:

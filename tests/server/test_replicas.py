@@ -123,9 +123,9 @@ def test_proxies_left_behind_are_found_and_named(tmp_path, caplog):
     processes = tmp_path / "proc"
     process(processes, 1, 0, "/sbin/init")
     process(processes, 10, 1, "ray::HAProxyManager")
-    process(processes, 11, 10, "/opt/haproxy", "-db", "-f", str(config))  # kept by Ray
-    process(processes, 12, 1, "/opt/haproxy", "-db", "-f", str(config), "-sf", "11")
-    process(processes, 13, 1, "/usr/sbin/haproxy", "-f", "/etc/haproxy/haproxy.cfg")  # somebody else's
+    process(processes, 11, 10, "haproxy", "-db", "-f", str(config))  # kept by Ray
+    process(processes, 12, 1, "haproxy", "-db", "-f", str(config), "-sf", "11")
+    process(processes, 13, 1, "haproxy", "-f", "haproxy.cfg")  # somebody else's
     process(processes, 14, 1, "grep", "haproxy", "-f", str(config))
     assert orphans(processes) == [Orphan(12, (9101, 8000))]
 
@@ -141,9 +141,7 @@ def test_the_plain_configuration_is_one_that_haproxy_takes(tmp_path, capsys):
     assert run("serve haproxy", "--server", "127.0.0.1:8001", "--server", "[::1]:8002", "--port", "8100") == 0
     (tmp_path / "haproxy.cfg").write_text(text := capsys.readouterr().out)
     assert "bind 127.0.0.1:8100" in text and "server mktts2 [::1]:8002" in text
-    checked = subprocess.run(
-        [haproxy, "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True
-    )
+    checked = subprocess.run([haproxy, "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True)
     assert checked.returncode == 0 and "WARNING" not in checked.stderr, checked.stderr
 
 

@@ -26,6 +26,7 @@ from mktts.server.access.hosts import is_loopback
 from mktts.server.replicas import scaling
 from mktts.server.replicas.arguments import Scale
 from mktts.server.replicas.ingress import DRAIN_S, environment
+from mktts.server.replicas.opening import read_aliases, read_voices, reference_sources
 from mktts.server.replicas.orphans import FOLDER_PREFIX, Orphan, orphans
 from mktts.server.replicas.replica import Plan, Replica
 
@@ -315,7 +316,6 @@ def _within(work: Callable[[], None], seconds: float, stop: _Stop) -> None:
 def _check_model(arguments: argparse.Namespace) -> None:
     """Raises what a replica would raise for a checkpoint, a voice or an alias: here it is one line, and at once."""
     from mktts.checkpoint import open_checkpoint
-    from mktts.server.command import read_aliases, read_voices, reference_sources
 
     open_checkpoint(arguments.checkpoint, arguments.revision)
     read_voices(arguments.voice)

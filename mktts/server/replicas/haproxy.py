@@ -23,8 +23,8 @@ from mktts.server.limits import Limits
 from mktts.server.replicas.arguments import SESSION_HEADER
 
 EXAMPLES = """examples:
-  python -m mktts serve haproxy --server 127.0.0.1:8001 --server 127.0.0.1:8002 > haproxy.cfg
-  python -m mktts serve haproxy --server gpu1:8000 --server gpu2:8000 --host 0.0.0.0 --port 80 > haproxy.cfg
+  python -m mktts serve haproxy --server 127.0.0.1:8001 --server 127.0.0.1:8002 | tee haproxy.cfg
+  python -m mktts serve haproxy --server gpu1:8000 --server gpu2:8000 --host 0.0.0.0 --port 80 | tee haproxy.cfg
 
 Then `haproxy -f haproxy.cfg` (Debian: apt-get install haproxy). New listeners go to the server with the fewest; those
 with the same x-session-id stay with the server that they met first. A server that is stopped finishes what it speaks,

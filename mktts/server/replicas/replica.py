@@ -14,6 +14,7 @@ from mktts.errors import ServerError
 from mktts.server.limits import Limits
 from mktts.server.problems import RETRY_AFTER_S, Problem
 from mktts.server.replicas import scaling
+from mktts.server.replicas.opening import open_studio, reference_sources
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -110,7 +111,6 @@ class _Plain:
 def _open(plan: Plan) -> tuple[Synthesizer, Studio, FastAPI]:
     """In a thread: loading takes longer than Ray waits for a sign of life."""
     from mktts.server.app import make_app
-    from mktts.server.command import open_studio, reference_sources
 
     arguments = plan.arguments
     ours = logging.getLogger("mktts")

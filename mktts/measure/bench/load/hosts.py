@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def behind_haproxy(words: Sequence[str], devices: Sequence[int | None], port: in
         config.write_text(configuration([url.removeprefix("http://") for url in urls], "127.0.0.1", port))
         proxy = subprocess.Popen([haproxy, "-db", "-f", str(config)], stdout=subprocess.DEVNULL)
         stack.callback(_end, proxy)
+        _wait_until_ready(f"http://127.0.0.1:{port}")
         yield Host(f"http://127.0.0.1:{port}", tuple(process.pid for process, _ in starting))
 
 
@@ -92,6 +94,17 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
         if process.poll() is not None or time.monotonic() > end_s:
             last = text.strip().splitlines()[-1:] or ["it said nothing"]
             raise EngineError(f"a server did not start: {last[0]}")
+        time.sleep(_POLL_S)
+
+
+def _wait_until_ready(url: str) -> None:
+    """Raises EngineError where a proxy does not come to know its servers."""
+    end_s = time.monotonic() + _DOWN_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=1):
+            return
+        if time.monotonic() > end_s:
+            raise EngineError(f"the proxy at {url} did not find its servers")
         time.sleep(_POLL_S)
 
 

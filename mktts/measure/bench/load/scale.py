@@ -103,18 +103,25 @@ def figures(points: list[dict[str, Any]], reports: dict[str, dict[str, Any]]) ->
 def killed(seen: Attendance, killed_s: float) -> dict[str, Any]:
     """What the death of a replica at `killed_s` (of the clock of `seen`) did to the streams of the run.
 
-    ended_within_s: the longest that a stream which was lost went on after it.
+    disturbed_streams: of those that were open then and not lost, or came later in the held time: that ran dry after it,
+    had no sound, were refused or broke off. ended_within_s: the longest that a stream which was lost went on after it.
+    Raises MetricsError where the run did not come to its end.
     """
+    if seen.end is None:
+        raise MetricsError("the run did not come to its end")
+    end_s = seen.end.at_s
     lost = [one for one in seen.listeners if one.error and _was_open(one, killed_s)]
-    others = [one for one in seen.listeners if one not in lost and one.timed and not one.left]
-    gaps = late_gaps(others, 0.0, seen.closed_s, seen.closed_s)
-    silent = [one for one in others if one.error or one.refused or (one.first_s is None and one.ended_s is not None)]
+    later = [one for one in seen.listeners if one.opened_s is not None and killed_s < one.planned_s < end_s]
+    others = [one for one in seen.listeners if one not in lost and _was_open(one, killed_s)] + later
+    others = [one for one in others if one.timed and not one.left]
+    dry = late_gaps(others, killed_s, end_s, seen.closed_s)
+    failed = [one.error is not None or one.refused or one.first_s is None for one in others]
     return {
-        "streams": len(seen.listeners),
+        "streams": len(lost) + len(others),
         "open_streams": sum(_was_open(one, killed_s) for one in seen.listeners),
+        "begun_after": len(later),
         "lost_streams": len(lost),
-        "disturbed_streams": sum(bool(found) for found in gaps) + len(silent),
-        "begun_after": sum((one.opened_s or 0.0) > killed_s for one in others),
+        "disturbed_streams": sum(bool(gaps) or bad for gaps, bad in zip(dry, failed, strict=True)),
         "ended_within_s": max((one.ended_s - killed_s for one in lost if one.ended_s is not None), default=None),
     }
 
