@@ -161,7 +161,7 @@ def test_no_configuration_is_made_of_what_is_no_address(servers, port, message):
         configuration(servers, "127.0.0.1", port)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan(checkpoint_cache) -> Plan:
     arguments = argparse.Namespace(**vars(parse(["serve", "--checkpoint", "random:tiny", "--device", "cpu"])))
     del arguments.run
