@@ -86,7 +86,9 @@ DEV void consumer(Ctx& c) {
     if (p.prefill) continue;
     u32 tag = ++c.tag;
     head_logits<TalkerHead>(c, tag, VT);
+    MARK(c, 15);
     int code = sample<VT>(c, tag, 0, frame);
+    MARK(c, 16);
     if (code == p.ends[0]) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
     load_row<Talker>(c, p.embeddings0 + (u64)code * T_H, sum);

@@ -21,6 +21,7 @@ DEV int get32_host(const int* p) {
 }
 DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEV u64 cycles() { u64 t; asm volatile("mov.u64 %0,%clock64;" : "=l"(t)); return t; }
+DEV u32 cycles_low() { u32 t; asm volatile("mov.u32 %0,%clock;" : "=r"(t)); return t; }
 
 // L2 is the meeting point of the blocks: relaxed, device scope.
 DEV void put32(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }

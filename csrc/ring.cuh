@@ -5,7 +5,13 @@
 
 DEV u32 ring_wait(Ctx& c) {
   Watch w = {0, 0};
+#ifdef TRACE
+  const u32 begun = cycles_low();
+#endif
   while (!__all_sync(~0u, barrier_test(&c.s->full[c.stage], c.phase))) if (give_up(c, w, 5)) break;
+#ifdef TRACE
+  c.starved += cycles_low() - begun;
+#endif
   return smem(c.s->ring[c.stage]);
 }
 // One lane speaks for its warp. compute-sanitizer's racecheck counts only the lane that arrives as having finished its
@@ -27,6 +33,17 @@ DEV void ring_release(Ctx& c) {
 // alone moves no more than 2.7 TB/s. The talker, whose attention has two exchanges more, is quickest with one, the
 // predictor with two (H200, 0.6B: talker 0.354 and 0.373 ms, predictor 0.900 and 0.847).
 constexpr u32 TALKER_COPIES = 1, PREDICTOR_COPIES = 2;
+// With -DSTILL no weights are copied: every stage counts as full as it lies there, all zeros. What a frame then takes
+// is its chain of exchanges and arithmetic without the stream beside it, which is all that such a build is for.
+#ifdef STILL
+DEV void fill_stage(Ctx& c, u32 stage, const u8*, u32, u64) {
+  if (c.lane < FILL_ARRIVALS) barrier_arrive(&c.s->full[stage]);
+}
+#else
+DEV void fill_stage(Ctx& c, u32 stage, const u8* from, u32 bytes, u64 policy) {
+  copy_stage(c.s->ring[stage], from, bytes, &c.s->full[stage], policy, c.lane);
+}
+#endif
 struct Feeder { u32 stage, phase, count, copies; bool on; };
 DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   if (!f.on) return;
@@ -38,7 +55,7 @@ DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
     const u32 n = f.count - f.copies;
     while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {}
   }
-  copy_stage(c.s->ring[f.stage], from, bytes, &c.s->full[f.stage], policy, c.lane);
+  fill_stage(c, f.stage, from, bytes, policy);
   f.count++; if (++f.stage == RING) { f.stage = 0; f.phase ^= 1; }
 }
 // A matrix of the tape: whole stages, the last one may be short.

@@ -10,6 +10,7 @@ DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
   Row<Talker> rows[1] = {x};
   layers<Talker, true, 1>(c, position, rows, norm, p.talker_norms, p.talker_final, hidden);
   x = rows[0];
+  MARK(c, 14);
   final_norm<Talker>(c, x, norm);
 }
 // Whether the host still wants more: block 0 asks it early in a frame, all blocks take the answer at its end.
@@ -30,6 +31,9 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
   c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag;
   c.s = s; c.p = &p; c.u = &p.stream;
+#ifdef TRACE
+  c.starved = 0;
+#endif
   if (c.tid == 0) {
     for (int i = 0; i < RING; i++) {
       barrier_init(&s->full[i], FILL_ARRIVALS);
@@ -43,6 +47,9 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   for (u32 i = c.tid; i < sizeof(s->vec0) / 4; i += blockDim.x) ((u32*)s->vec0)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->inner) / 4; i += blockDim.x) ((u32*)s->inner)[i] = 0;
   for (u32 i = c.tid; i < sizeof(s->vec1) / 4; i += blockDim.x) ((u32*)s->vec1)[i] = 0;
+#ifdef STILL
+  for (u32 i = c.tid; i < sizeof(s->ring) / 4; i += blockDim.x) ((u32*)s->ring)[i] = 0;
+#endif
   __syncthreads();
   if (c.warp >= WARPS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -47,7 +47,7 @@ struct Params {
   Exchange* exchange;
   int* status;                                                 // device: error, block, thread, wait, tag
   u16 *debug_logits, *debug_hidden;                            // optional: [frames][16][VT], [frames][T_L][T_H]
-  u64* trace;                                                  // optional
+  u64* trace;                                                  // with TRACE: [CTAS][TRACE]
   Stream stream;
   u64 timeout_ns;
   u32 tag;
@@ -85,15 +85,21 @@ struct Ctx {
   Shared* s;
   const Params* p;
   const Stream* u;
+#ifdef TRACE
+  u32 starved;
+#endif
 };
 
-// With -DTRACE every block notes when its first thread passed each point: (point << 56 | clock), TRACE_WORDS a block.
-constexpr int TRACE_WORDS = 2000;
+// With -DTRACE=n every block notes when its first thread passed each point, the first n times: [point:8 | starved:16 |
+// clock:40], both in cycles; `starved` is how long its warp waited for weights since its last mark. Read by
+// mktts/kernel/trace.py. Without it a mark is nothing at all.
 #ifdef TRACE
 DEV void mark(Ctx& c, u64 id) {
+  const u64 starved = c.starved < 0xffffu ? c.starved : 0xffffu;
+  c.starved = 0;
   if (c.tid != 0) return;
   const u32 n = c.s->traced++;
-  if (n < TRACE_WORDS) c.p->trace[c.block * TRACE_WORDS + n] = (id << 56) | (cycles() & 0xffffffffffffffull);
+  if (n < TRACE) c.p->trace[c.block * TRACE + n] = (id << 56) | (starved << 40) | (cycles() & 0xffffffffffull);
 }
 #define MARK(c, id) mark(c, id)
 #else

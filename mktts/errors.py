@@ -67,6 +67,10 @@ class ConnectionLost(EngineError):
     """A server cannot be reached, or was lost or stopped in the middle: a later try may find it, or another one."""
 
 
+class SentencesError(MkttsError, ValueError):
+    """A table of sentences cannot be read, or the folder that its speech goes to cannot be used for it."""
+
+
 class MetricsError(MkttsError, ValueError):
     """A figure cannot be computed or recorded: no audio, not a number, not a scalar."""
 

@@ -23,7 +23,7 @@ EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT
 CORE = [Requirement(line) for line in PROJECT["dependencies"]]
 ROOM_EXTRAS = {
     "audio": ("server",),
-    "synth": ("upstream", "play"),
+    "synth": ("upstream", "play", "ray"),
     "measure": ("upstream", "train", "agent"),
     "notebook": ("notebooks", "upstream", "ray"),
     "server": ("server", "ray"),

@@ -22,7 +22,7 @@ ALLOWED = {
     "synth": "model checkpoint kernel codec speech batch",
     "llm": "model checkpoint kernel",
     "measure": "model checkpoint kernel codec speech batch synth llm server pipecat",
-    "notebook": "model checkpoint speech synth measure",
+    "notebook": "model checkpoint kernel speech synth measure",
     "server": "model checkpoint speech synth",
     "pipecat": "model checkpoint speech synth",
     "agent": "model checkpoint speech synth measure server pipecat",

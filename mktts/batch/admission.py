@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from mktts.batch.board import FRAME_S, Board
+from mktts.batch.board import ABSENT_S, FRAME_S, Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
@@ -34,12 +34,14 @@ _MEMORY_STREAMS = 200.0
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """margin: listeners want at most this part of what the tick model can give. first_pcm_s: the longest predicted wait
-    for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced streams that are not admitted at once.
-    max_listeners: at once, whatever else could be carried; None: no such bound.
+    """margin: listeners want at most this part of what the tick model can give. lead_s: nobody comes in while a quarter
+    of those who have listened for a while is less ahead (`Tick.lead_s`): then the ticks give less than the model says.
+    first_pcm_s: the longest predicted wait for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced
+    streams that are not admitted at once. max_listeners: at once, whatever else could be carried; None: no such bound.
     """
 
     margin: float = 0.95
+    lead_s: float = 0.3
     first_pcm_s: float = 0.1
     host_s: float = 0.3e-3
     max_line: int = 256
@@ -47,7 +49,11 @@ class AdmissionSettings:
     max_listeners: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin <= 1 or not self.first_pcm_s > 0 or min(self.host_s, self.max_line, self.max_wait_s) < 0:
+        if (
+            not 0 < self.margin <= 1
+            or not self.first_pcm_s > 0
+            or min(self.lead_s, self.host_s, self.max_line, self.max_wait_s) < 0
+        ):
             raise OptionsError(f"expected 0 < margin <= 1, first_pcm_s > 0 and the others at least 0, got {self}")
         if self.max_listeners is not None and self.max_listeners < 1:
             raise OptionsError(f"expected max_listeners of at least 1 or None, got {self.max_listeners}")
@@ -115,16 +121,21 @@ class Door:
         self._unheard: deque[Request] = deque()  # unpaced ones
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
         self._max_rows = _MEAN_MAX_ROWS  # of recent streams, likewise
+        self._lead_s = math.inf
 
     @property
     def line(self) -> int:
         """Streams that wait."""
         return len(self._listening) + len(self._unheard)
 
-    @property
-    def patience_s(self) -> float:
+    def patience_s(self, now_s: float) -> float:
         """Until when all of them may wait: time alone changes nothing before."""
-        return min((r.arrived_s for r in self._listening), default=math.inf) + self.settings.max_wait_s
+        if not self._listening:
+            return math.inf
+        board = self._board
+        gone_s = board.taken_s[board.open & board.full] + ABSENT_S  # when readers who take nothing count no more
+        first_s = min(request.arrived_s for request in self._listening) + self.settings.max_wait_s
+        return min([first_s, *gone_s[gone_s >= now_s]])
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
@@ -144,7 +155,7 @@ class Door:
     def next(self, now_s: float, model: TickModel) -> tuple[Request, Verdict] | None:
         """One that leaves the line now: admitted, or refused after its longest wait. None: nobody, for now."""
         first = self._first(paced=False)
-        if first is not None and not self.obstacle(first, model):
+        if first is not None and not self.obstacle(first, model, now_s):
             return (self._listening or self._unheard).popleft(), Verdict("admit")
         for request in self._listening:
             if now_s - request.arrived_s > self.settings.max_wait_s:
@@ -161,30 +172,35 @@ class Door:
         """Whose turn it is before that of a request that arrives now."""
         return next(iter(self._listening if paced else self._listening or self._unheard), None)
 
-    def ticked(self, tick: Tick) -> None:
-        """Learns how many prompt rows come with the frames: call it with every tick that runs."""
+    def planned(self, tick: Tick) -> None:
+        """Learns how far listeners are ahead, and how many prompt rows come with the frames: call it with every tick,
+        also with an empty one."""
+        self._lead_s = tick.lead_s
         keep = math.exp(-len(tick.lanes) / _MEMORY_FRAMES)
         self._frames = keep * self._frames + len(tick.lanes)
         self._rows = keep * self._rows + tick.rows
 
-    def obstacle(self, request: Request, model: TickModel) -> Reason:
-        """What stands against admitting `request` now; "" for nothing.
+    def obstacle(self, request: Request, model: TickModel, now_s: float | None = None) -> Reason:
+        """What stands against admitting `request`, now or when it arrives; "" for nothing.
 
         A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
         unpaced one takes time only from listeners.
         """
         board, settings = self._board, self.settings
+        at_s = request.arrived_s if now_s is None else now_s
         if request.paced and settings.max_listeners is not None:
-            if self.listeners(request.arrived_s) + self.elsewhere() >= settings.max_listeners:
+            if self.listeners(at_s) + self.elsewhere() >= settings.max_listeners:
                 return "most"
         if board.open.all():
             return "slots"
         if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
         unpaced = bool((board.open & ~board.paced).any())
-        if not self.listeners(request.arrived_s) and not (request.paced and unpaced):
+        if not self.listeners(at_s) and not (request.paced and unpaced):
             return ""
-        listeners = self._due(request.arrived_s) + self._weight(request.paced)
+        if self._lead_s < settings.lead_s:
+            return "listeners"
+        listeners = self._due(at_s) + self._weight(request.paced)
         tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
         if not math.isfinite(tick_s):
             return "listeners"
@@ -209,7 +225,8 @@ class Door:
         context_rows = _MEAN_FRAMES * (self._rows / self._frames + 0.5)
         paces_hz = [lanes / (tick_s + self.settings.host_s) for lanes, tick_s in self._possible(context_rows, model)]
         by_time = FRAME_S * self.settings.margin * max(paces_hz)
-        by_pages = self._pages.all // self._pages.count(math.ceil(self._max_rows))
+        most_rows = min(math.ceil(self._max_rows), self._pages.rows_per_slot)
+        by_pages = self._pages.all // self._pages.count(most_rows)
         most = self.settings.max_listeners
         bounds = (by_time, by_pages, self._board.slots, math.inf if most is None else most)
         return max(1, int(min(bounds)))

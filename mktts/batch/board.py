@@ -132,7 +132,7 @@ class Board:
         """Slots (bool) of streams that somebody listens to: paced ones, but those whose readers have gone away, and
         those whose text has not come."""
         begun = self.text_known | (self.frames_made > 0)
-        return self.open & self.paced & begun & ~(self.full & (now_s - self.taken_s > ABSENT_S))
+        return self.open & self.paced & begun & ~(self.full & (now_s - self.taken_s >= ABSENT_S))
 
     # ---- for the scheduler
 

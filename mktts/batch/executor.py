@@ -11,9 +11,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
@@ -23,6 +22,7 @@ from mktts.batch.model import LaneModel
 from mktts.batch.pace import Pace
 from mktts.batch.pages import kept_under
 from mktts.batch.refusal import refusal, too_long
+from mktts.batch.running import Lane, Running, fail_all
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.utterance import LaneUtterance
@@ -34,28 +34,6 @@ from mktts.speech.job import EngineName, Job
 # many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.
 _LATE_S = 12e-3
 _STARTING_S = 3e-3  # where no tick runs yet
-
-
-class _Lane(NamedTuple):
-    """Who had a lane in a tick."""
-
-    slot: int
-    job: Job
-    work: LaneUtterance
-    segment: int
-
-
-@dataclass
-class _Running:
-    """A launched tick. jobs: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before it
-    still ran."""
-
-    tick: Tick
-    lanes: list[_Lane]
-    jobs: list[Job]
-    launched: Any
-    ends_s: float
-    follows: bool
 
 
 class Together:
@@ -87,8 +65,8 @@ class Together:
         self._awake: dict[int, Job] = {}  # those of `_jobs` that are looked at before every tick
         self._asleep: dict[Job, int] = {}  # the others, with their slots: they wait for text, and news of it
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
-        self._running: deque[_Running] = deque()  # two at most, and one between two turns
-        self._room = False  # somebody has left since the line was looked at
+        self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._room = False  # somebody has left, or reads no more, since the line was looked at
 
     @property
     def open_jobs(self) -> int:
@@ -108,17 +86,9 @@ class Together:
     @property
     def standing(self) -> Standing:
         """See Executor."""
-        pages = self._pages
-        return Standing(
-            carries=self.carries,
-            listeners=self.listeners,
-            waiting=self._door.line,
-            lanes=self._lanes.slots,
-            lanes_used=len(self._jobs),
-            pages=pages.all,
-            pages_free=pages.free,
-            ticks=self._ticks,
-        )
+        pages, line = self._pages, self._door.line
+        lanes = self._lanes.slots, len(self._jobs)
+        return Standing(self.carries, self.listeners, line, *lanes, pages.all, pages.free, self._ticks)
 
     def admit(self, wishes: Wishes) -> None:
         """See Executor."""
@@ -152,6 +122,7 @@ class Together:
         self._look_round(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         tick = next_tick(self._board, begins_s, self._pace.model, self._settings)
+        self._door.planned(tick)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         if running is not None:
@@ -162,7 +133,7 @@ class Together:
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._room and not self._arrived:
-            return self._pause(tick)
+            return self._pause(tick, now_s)
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
@@ -185,12 +156,12 @@ class Together:
             with contextlib.suppress(Exception):
                 end(job)
 
-    def _pause(self, tick: Tick) -> float:
+    def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without news; -inf where some has come."""
         for slot in self._board.able().tolist():  # they are ahead, and what their readers take is news
             if self._jobs[slot].watch() != self._board.frames_taken[slot]:
                 return float("-inf")
-        return min(tick.wake_s, self._door.patience_s)
+        return min(tick.wake_s, self._door.patience_s(now_s))
 
     # ---- who comes in
 
@@ -301,6 +272,7 @@ class Together:
                 pending = made[slot] - job.made_frames
                 full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
                 board.full[slot] = full
+                self._room |= full and not was_full[slot]  # it may count no more
                 job.rest(full)
         if slots:
             board.read(slots, taken_frames, now_s)
@@ -348,19 +320,18 @@ class Together:
         for slot in tick.lanes.tolist():
             job = self._jobs[slot]
             work: LaneUtterance = job.work
-            lanes.append(_Lane(slot, job, work, work.number))
+            lanes.append(Lane(slot, job, work, work.number))
             rows.append(work.row)
         jobs = [*(lane.job for lane in lanes), *(self._jobs[piece.slot] for piece in tick.pieces if not piece.last)]
         try:
             launched = self._lanes.launch(tick, rows)
         except Exception as error:
-            _fail(jobs, error)
+            fail_all(jobs, error)
             return
         follows = bool(self._running)
-        running = _Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
+        running = Running(tick, lanes, jobs, launched, begins_s + tick.predicted_s, follows)
         self._running.append(running)
         board.begin(tick)
-        self._door.ticked(tick)
         for slot, _, work, _ in lanes:
             work.went()
             if not work.may_go_on:
@@ -375,7 +346,7 @@ class Together:
         try:
             made = self._lanes.collect(running.launched)
         except Exception as error:
-            _fail(running.jobs, error)
+            fail_all(running.jobs, error)
             return
         ended_s = time.perf_counter()
         tick, board = running.tick, self._board
@@ -390,7 +361,7 @@ class Together:
             if lane.job.open and lane.work.number == lane.segment and lane.work.segment is not None:
                 self._keep_prefix(lane.slot, lane.work.segment.prompt)
 
-    def _give(self, lanes: Sequence[_Lane], made: Made, tick_ms: float, ended_s: float) -> None:
+    def _give(self, lanes: Sequence[Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
@@ -422,9 +393,3 @@ class Together:
         key = kept_under(prompt)
         if key is not None and not self._pages.find(key):
             self._lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
-
-
-def _fail(jobs: Sequence[Job], error: Exception) -> None:
-    """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
-    for job in jobs:
-        job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))

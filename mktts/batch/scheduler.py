@@ -160,6 +160,7 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
+    settled_s = _settled_s(board, able[speaking], leads_s, settings)
     context_rows = float(board.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
@@ -180,7 +181,7 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
-            return Tick(wake_s=_wake_s(board, able, now_s, settings))
+            return Tick(wake_s=_wake_s(board, able, now_s, settings), lead_s=settled_s)
         order = _order(board, able[waiting], lead_s[waiting], now_s, settings)
         pieces = _pieces(board, order[:1], settings.min_rows, 1, settings.whole_prompts)
         new = [piece.slot for piece in pieces if piece.last]
@@ -205,7 +206,16 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
         context_rows=context_rows,
         predicted_s=model.predict(*bucket, context_rows),
         wake_s=now_s,
+        lead_s=settled_s,
     )
+
+
+def _settled_s(board: Board, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
+    """`Tick.lead_s`, of `slots` by their `leads_s`, ascending. A stream's first chunks are small, so it cannot be far
+    ahead before it comes to those that stay as large as they are."""
+    settled = board.paced[slots] & (board.chunk_start[slots] >= sum(settings.chunks[:-1]))
+    leads_s = leads_s[settled]
+    return float(leads_s[len(leads_s) // 4]) if len(leads_s) else float(np.inf)
 
 
 def _row_budget(lanes: int, leads_s: np.ndarray, context_rows: float, model: TickModel, settings: TickSettings) -> int:

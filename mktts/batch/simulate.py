@@ -163,6 +163,7 @@ class _Play:
                 request = Request(at_s, self._traffic.prompt_rows, self._rows_ahead + frames, name=frames)
                 self._enter(request, self._door.ask(request, self._model), now_s, run if live else None)
             tick = next_tick(self._board, now_s, self._model, self._ticks)
+            self._door.planned(tick)
             if tick.empty:
                 coming_s = arrivals[index][0] if index < len(arrivals) else warm_s + seconds
                 wake_s = min(tick.wake_s, coming_s, self._leaving[0][0] if self._leaving else np.inf)
@@ -204,7 +205,6 @@ class _Play:
         took_s *= max(0.2, 1 + self._noise * self._rng.standard_normal())
         ended_s = began_s + took_s
         board.begin(tick)
-        self._door.ticked(tick)
         late_s = board.finish(tick, ended_s)
         if self._fit is not None:
             self._model = self._fit.observe(*tick.bucket, tick.context_rows, took_s)

@@ -25,7 +25,7 @@ class Tick:
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
     frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see Board.
     pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to.
+    attends to. lead_s: of those who have listened for a while, a quarter is less ahead than this.
     """
 
     bucket: tuple[int, int] = (0, 0)
@@ -37,6 +37,7 @@ class Tick:
     context_rows: int = 0
     predicted_s: float = 0.0
     wake_s: float = np.inf
+    lead_s: float = np.inf
 
     @property
     def empty(self) -> bool:

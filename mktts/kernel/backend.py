@@ -30,7 +30,7 @@ from mktts.kernel.params import (
     set_choice,
 )
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import choose_shape
+from mktts.kernel.tape import Shape, choose_shape
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
 from mktts.model.backend import Frame, StartPrompt, check_start
@@ -110,14 +110,8 @@ class MegakernelBackend:
         rows = len(embeds)
         if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
-        slots = -(-(rows + max_frames) // self.shape.group) + 1
-        kv = (talker.num_hidden_layers, talker.num_key_value_heads, self.shape.group, slots, 2, talker.head_dim)
-        rest = torch.zeros(2, talker.hidden_size, dtype=self.dtype, device=self.device)
         state = MegakernelStream(
-            kv=torch.empty(kv, dtype=self.dtype, device=self.device),
-            hidden=rest[0],
-            sum=rest[1],
-            seen=torch.zeros(talker.vocab_size // 32, dtype=torch.int32, device=self.device),
+            **new_state_tensors(self.shape, rows + max_frames, self.dtype, self.device),
             out=pinned_words(MAX_FRAMES_A_LAUNCH),
             sampling=sampling,
             seed=checked_seed(seed),
@@ -235,6 +229,17 @@ class MegakernelBackend:
         params.min_frames = MIN_NEW_FRAMES
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
         return params
+
+
+def new_state_tensors(shape: Shape, positions: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """What a stream of `positions`, prompt and frames, owns on the device, by the names of `MegakernelStream`."""
+    rest = torch.zeros(2, shape.talker.hidden_size, dtype=dtype, device=device)
+    return {
+        "kv": torch.empty(shape.cache(positions), dtype=dtype, device=device),
+        "hidden": rest[0],
+        "sum": rest[1],
+        "seen": torch.zeros(shape.talker.vocab_size // 32, dtype=torch.int32, device=device),
+    }
 
 
 def _stream_params(state: MegakernelStream) -> StreamParams:

@@ -110,6 +110,12 @@ class Prefill:
         return self._length
 
     @property
+    def nbytes(self) -> int:
+        """Device memory of the workspace, of the tables and of what goes in and out; the graphs' is not in it."""
+        held = (self._kv, self._rotary, self._input, self._hidden, self._counts, *self._qk_norms)
+        return sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
+
+    @property
     def keys(self) -> Tensor:
         """Rotated keys of the filled positions, (layers, kv heads, length, head_dim): a view, until the next call."""
         return self._kv[0, :, :, : self._length]

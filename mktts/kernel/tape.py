@@ -36,6 +36,11 @@ class Shape:
         """Blocks that share one key-value head."""
         return self.blocks // self.talker.num_key_value_heads
 
+    def cache(self, positions: int) -> tuple[int, ...]:
+        """Dimensions of the talker's keys and values: (layers, kv heads, group, slots, 2, head_dim)."""
+        t, slots = self.talker, -(-positions // self.group) + 1
+        return t.num_hidden_layers, t.num_key_value_heads, self.group, slots, 2, t.head_dim
+
     @property
     def defines(self) -> dict[str, int]:
         t, p = self.talker, self.predictor

@@ -60,6 +60,11 @@ class TapeStack(Stack):
         return self._layers[index]
 
     @property
+    def room_bytes(self) -> int:
+        """Device memory of the room for one layer."""
+        return sum(matrix.nbytes for matrix in self._room.values())
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         """Rows of queries; of keys, or values; of gates, or ups."""
         c = self.config

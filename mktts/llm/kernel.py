@@ -89,8 +89,7 @@ class TextKernelBackend:
         """See `TextBackend.start`."""
         stack = self.config.stack
         check_start(stack, prompt, max_tokens)
-        slots = -(-(len(prompt) + max_tokens) // self.shape.group) + 1
-        kv = (stack.num_hidden_layers, stack.num_key_value_heads, self.shape.group, slots, 2, stack.head_dim)
+        kv = self.shape.cache(len(prompt) + max_tokens)
         state = TextKernelState(
             kv=torch.empty(kv, dtype=self.dtype, device=self.device),
             hidden=torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),

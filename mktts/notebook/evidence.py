@@ -27,6 +27,7 @@ COMMANDS = {
     "--parts kernel,text --output outputs/reference/h200/parity.json",
     "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
     "--output outputs/reference/h200/parity_batch.json",
+    "trace": "python -m mktts trace --output outputs/reference/h200/trace.json",
 }
 SHOWN_IN = {
     "agent": "README: the agent's times",
@@ -37,6 +38,7 @@ SHOWN_IN = {
     "load": "08_many_voices",
     "parity": "02_parity",
     "parity_batch": "README: the batch engine's promise",
+    "trace": "09_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0

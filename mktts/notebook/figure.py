@@ -25,6 +25,9 @@ COLOURS = {
     "prefill": "#CC79A7",
     "launch": "#56B4E9",
     "other": "#999999",
+    "product": "#009E73",  # inside a launch: a matrix product, a hop between blocks, a wait for weights
+    "hop": "#D55E00",
+    "weights": "#F0E442",
     "mktts": "#0072B2",
     "faster-qwen3-tts": "#CC79A7",
     "upstream": "#D55E00",

@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "single", "batch"),
         help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
     )
+    parser.add_argument(
+        "--codec-precision",
+        default="full",
+        choices=("full", "fast"),
+        help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-streams", type=int, metavar="N", help="listened to at once (default: as many as the machine carries)"
@@ -163,8 +169,8 @@ def main(arguments: argparse.Namespace) -> int:
             if studio.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s at %s, for about %d listeners at once",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, url_of(bound), studio.carries,
+                "%s with the %s backend on %s, for about %d listeners at once, at %s",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, studio.carries, url_of(bound),
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])

@@ -28,7 +28,7 @@ def done(input_tokens: int, output_tokens: int) -> bytes:
 
 def failed(problem: Problem) -> bytes:
     """What broke the speech off; OpenAI's clients raise it."""
-    return _event({"type": "error", "error": problem.detail().model_dump()})
+    return _event({"type": "error", "error": problem.detail().shown()})
 
 
 def _event(content: dict[str, Any]) -> bytes:

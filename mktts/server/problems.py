@@ -19,7 +19,7 @@ from mktts.errors import (
     VoiceError,
 )
 from mktts.server.access.request_id import HEADER, current_id
-from mktts.server.schemas import ErrorBody, ErrorDetail
+from mktts.server.schemas import ErrorDetail
 
 RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
 _CALLERS = {
@@ -69,7 +69,7 @@ class Problem(MkttsError):
         more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         more |= {} if detail.request_id is None else {HEADER: detail.request_id}
         # ASCII: a message may quote a name that has half a surrogate pair in it
-        body = json.dumps(ErrorBody(error=detail).model_dump(), ensure_ascii=True)
+        body = json.dumps({"error": detail.shown()}, ensure_ascii=True)
         return Response(body, self.status, {**more, **(headers or {})}, media_type="application/json")
 
 

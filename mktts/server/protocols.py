@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class TimedHttp(H11Protocol):
-    """HTTP/1.1 whose request heads must come within `head_s`; then the connection is closed.
+    """HTTP/1.1 whose request heads must come within `head_s`; then a half one is answered by 408, and
+    the connection is closed.
 
     The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
     requests uvicorn's own limit holds.)
@@ -51,8 +52,12 @@ class TimedHttp(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """As uvicorn's, in the shape of every other error."""
+        self._refuse(400, b"Bad Request", "invalid_http", msg)
+
+    def _refuse(self, status: int, reason: bytes, code: str, message: str) -> None:
+        """Answers a request that no application will see, and hangs up."""
         id = new_id()
-        detail = {"message": msg, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+        detail = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         body = json.dumps({"error": {**detail, "request_id": id}}).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -61,7 +66,7 @@ class TimedHttp(H11Protocol):
             (HEADER.encode(), id.encode()),
         ]
         try:
-            head = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
+            head = self.conn.send(h11.Response(status_code=status, headers=headers, reason=reason))
             self.transport.write(head + self.conn.send(h11.Data(data=body)) + self.conn.send(h11.EndOfMessage()))
         except h11.LocalProtocolError:  # an answer is on its way already
             pass
@@ -78,6 +83,9 @@ class TimedHttp(H11Protocol):
 
     def _too_late(self) -> None:
         self._timer = None
+        if self.conn.trailing_data[0]:  # otherwise nothing was asked
+            message = f"the head of the request did not come within {self.head_s:g} s: send it again"
+            self._refuse(408, b"Request Timeout", "head_timeout", message)
         self.transport.close()
 
 

@@ -68,6 +68,10 @@ class ErrorDetail(StrictModel):
     request_id: str | None = None
     streams_max: int | None = None
 
+    def shown(self) -> dict[str, str | int | None]:
+        """As clients of OpenAI's shape get it: streams_max only where there is something to say."""
+        return self.model_dump(exclude={"streams_max"} if self.streams_max is None else None)
+
 
 class ErrorBody(StrictModel):
     error: ErrorDetail

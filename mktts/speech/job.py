@@ -107,6 +107,7 @@ class Job:
         self._reason: FinishReason | None = None
         self._read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._when_over: Callable[[], None] | None = None
 
     def begin(self, work: Work, engine: EngineName, tally: Tally | None = None) -> None:
         """Before the worker is given it, once: what makes the utterance."""
@@ -139,6 +140,13 @@ class Job:
     def tell(self) -> None:
         """Lets the worker look at it again. Any thread."""
         self._inbox.put(News(self))
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Has `call` called, quickly and perhaps twice, when the worker is done with an utterance that has begun: from
+        its thread, or from here where it is already."""
+        self._when_over = call
+        if self._work is None:  # asked behind the line above: the worker saw that, or we see this
+            call()
 
     def check_unread(self) -> None:
         """Raises EngineError where every chunk was taken; cancelled utterances stay empty without a word."""
@@ -251,6 +259,8 @@ class Job:
             work.close()
         finally:  # whatever closing does, nobody waits for more
             self._put(_END)
+            if self._when_over is not None:
+                self._when_over()
 
     def rest(self, resting: bool) -> None:
         """Says whether it waits for its text, or for its consumer."""

@@ -75,6 +75,11 @@ class Stream:
 
     close = cancel
 
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Has `call` called, perhaps twice, when the generation has ended, however it did; at once if it has already.
+        It runs in the worker's thread, where it must neither wait nor raise. For a stream whose text is known."""
+        self._job.when_over(call)
+
     async def aclose(self) -> None:
         """`cancel`, for contextlib.aclosing."""
         self._job.cancel()

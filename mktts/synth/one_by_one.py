@@ -52,8 +52,9 @@ class OneByOne:
         self._asleep: dict[Job, int] = {}
         self._outside: deque[Job] = deque()
         self._in_line: set[Job] = set()
+        self._room = False  # somebody has left, or reads no more, since the line was looked at
         # Its keys and values are each stream's own: there is no book of pages that could be full.
-        self._pages = Pages(2, _SLOTS, rows_per_slot=1, page_rows=1)
+        self._pages = Pages(_SLOTS + 1, _SLOTS, rows_per_slot=1, page_rows=1)
         self._door = Door(self._board, self._pages, _TICKS, self._admission or _ADMISSION)
         self._door.elsewhere = self._elsewhere
 
@@ -116,14 +117,17 @@ class OneByOne:
                 self._leave(slot)
             elif not runnable:
                 board.full[slot] = job.watched
+                self._room |= job.watched  # it may count no more
                 job.rest(True)
                 self._asleep[job] = slot
                 del self._awake[slot]
             else:
                 board.full[slot] = False
         tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
+        if tick.empty and self._room and self.open_jobs > len(self._jobs):
+            return float("-inf")  # and somebody waits for it
         if tick.empty:
-            return min(tick.wake_s, self._door.patience_s)
+            return min(tick.wake_s, self._door.patience_s(now_s))
         slot = int(tick.lanes[0])
         job = self._jobs[slot]
 
@@ -171,6 +175,7 @@ class OneByOne:
         self._ticks.add(took_s)
 
     def _let_in(self, now_s: float) -> None:
+        self._room = False
         if self._admission is None:
             while self._outside and self._free:
                 self._enter(self._outside.popleft(), now_s)
@@ -209,3 +214,4 @@ class OneByOne:
         del self._jobs[slot], self._awake[slot]
         self._board.leave(slot)
         self._free.append(slot)
+        self._room = True

@@ -31,7 +31,7 @@ from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.generation import StepModel
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_models
-from mktts.synth.many import say_many
+from mktts.synth.many import Asked, Said, say_each, say_many
 from mktts.synth.models import Models
 from mktts.synth.one_by_one import OneByOne
 
@@ -77,6 +77,7 @@ class StreamSettings(TypedDict, total=False):
 
 _CALIBRATION = {False: (3, 12), True: (32, 192)}  # streams at once, on a CPU and on a CUDA device
 _CALIBRATION_FRAMES = 16
+_WAITING = 8  # of so many streams that are made together, one more is open: who leaves is followed at once
 _OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
 _OF_A_CHOICE = {field.name for field in fields(Choice)}
 
@@ -194,6 +195,18 @@ class Synthesizer:
         if at_once is not None:
             whole_number("at_once", at_once, at_least=1)
         return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._models.room)
+
+    def say_each(self, ask: Callable[[], Asked | None], *, at_once: int | None = None) -> Iterator[Said]:
+        """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
+
+        ask: gives the next one, or None where there is none for now: see `mktts.synth.many.say_each`. One whose
+        `StreamOptions.buffer_frames` are fewer than it has never ends, because nobody reads it before it is over.
+        at_once: None takes a few more than the engine has room for, which then wait for a place.
+        """
+        if at_once is not None:
+            whole_number("at_once", at_once, at_least=1)
+        room = self._models.room
+        return say_each(self._stream_unpaced, ask, at_once or room + room // _WAITING)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:
         """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`.

@@ -182,3 +182,58 @@ def test_listeners_stand_before_others_and_of_each_kind_the_first_comes_first(da
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(OptionsError):
         AdmissionSettings(**wrong)
+
+
+def test_what_is_carried_is_what_is_let_in():
+    slower = replace(MODEL, lane_s=2 * MODEL.lane_s)
+    for place in (Place(pages=25_000), Place(model=slower, pages=25_000), Place(max_listeners=12)):
+        carries = place.door.carries(place.model)
+        place.fill()
+        assert carries == pytest.approx(place.inside, rel=0.03)  # those that came have longer contexts
+    assert Place(slots=50).door.carries(MODEL) == 50
+    assert Place(pages=71).door.carries(MODEL) == 10  # of 400 rows, 7 pages each, before anybody came
+    assert Place(model=TickModel(0.2, 0.1, 1e-3, 0.0)).door.carries(TickModel(0.2, 0.1, 1e-3, 0.0)) == 1
+
+
+def test_so_many_listeners_are_allowed_whatever_could_be_carried():
+    place = Place(max_listeners=3, max_line=1)
+    assert place.fill() == ("queue", "most") and place.inside == 3
+    assert place.ask() == ("refuse", "line")
+    assert place.ask(paced=False) == ("queue", "most")  # a listener waits before it
+    other = Place(max_listeners=3)
+    other.door.elsewhere = lambda: 2
+    assert other.fill() == ("queue", "most") and other.inside == 1
+
+
+def test_a_reader_who_is_gone_holds_nobody_up_and_one_who_plays_does():
+    place = Place(max_listeners=2)
+    place.fill()
+    place.board.taken(0, 5, full=True)
+    place.board.taken(1, 5, full=True)
+    place.board.read([0, 1], [6, 5], now_s=1.5)
+    assert place.door.patience_s(1.6) == pytest.approx(0.25)  # of the one in line
+    assert place.door.listeners(1.9) == 2 and place.door.next(0.2, MODEL) is None
+    assert place.door.listeners(2.0) == 1 and place.door.listeners(3.4) == 1 and place.door.listeners(3.5) == 0
+    request, verdict = place.door.next(2.1, MODEL)
+    assert verdict == ("admit", "")
+    place.board.read([1], [6], now_s=3.0)
+    assert place.door.listeners(3.2) == 2
+
+
+def test_the_line_is_looked_at_again_when_a_reader_may_be_gone():
+    place = Place(max_listeners=1, max_wait_s=60.0)
+    place.ask()
+    place.board.taken(0, 5, full=True)
+    assert place.ask(arrived_s=1.0).decision == "queue"
+    assert place.door.patience_s(1.0) == 2.0  # two seconds after it took something
+    assert place.door.patience_s(2.5) == 61.0
+    assert place.door.next(2.0, MODEL)[1] == ("admit", "")
+
+
+def test_a_machine_slower_than_real_time_serves_a_listener_beside_one_who_is_gone():
+    slow = TickModel(0.2, 0.1, 1e-3, 0.0)
+    place = Place(model=slow)
+    place.ask()
+    place.board.taken(0, 5, full=True)
+    assert place.ask(arrived_s=1.0) == ("queue", "listeners")
+    assert place.door.next(2.0, slow)[1] == ("admit", "")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mktts.batch.admission import AdmissionSettings, Door
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.simulate import Traffic, _Play, simulate
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick_model import TickFit, TickModel
 
 H200 = TickModel.h200()
 # As the live loop was: no bucket under 64 lanes, no lane given away, no admission.
@@ -108,6 +108,17 @@ def test_a_machine_slower_than_believed_is_learnt_before_listeners_notice():
     slow = replace(H200, lane_s=1.6 * H200.lane_s, attention_s=1.3 * H200.attention_s)
     run = simulate(Traffic(3_000), TickSettings.h200(), H200, seconds=6, truth=slow, noise=0.05)
     assert run.underruns == 0 and run.refused > 0
+
+
+@pytest.mark.parametrize(("least_lead_s", "underruns"), [(AdmissionSettings().lead_s, (0, 0)), (0.0, (500, 10_000))])
+def test_what_the_tick_model_never_learns_shows_in_the_leads(monkeypatch, least_lead_s, underruns):
+    """Consumers that share the host, pauses that no tick is blamed for: a sixth slower than believed, for ever."""
+    monkeypatch.setattr(TickFit, "observe", lambda self, *_: self.model)
+    slow = replace(H200, constant_s=1.15 * H200.constant_s, lane_s=1.15 * H200.lane_s, row_s=1.15 * H200.row_s)
+    door = AdmissionSettings(lead_s=least_lead_s)
+    run = simulate(Traffic(4_000), TickSettings.h200(), H200, door, seconds=6, truth=slow, slots=4_000)
+    assert underruns[0] <= run.underruns <= underruns[1] and run.refused > 500
+    assert run.frames / 6 > 24_000
 
 
 def test_nothing_is_left_behind_when_a_fifth_leaves_early():

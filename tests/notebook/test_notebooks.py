@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from load_document import load_file
+from traces import document_of
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.notebook import evidence, grid, runs
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TITLES = [
     "00_machine", "01_weights", "02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "06_report", "07_voice",
-    "08_many_voices",
+    "08_many_voices", "09_megakernel",
 ]  # fmt: skip
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
 COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
@@ -222,6 +223,11 @@ SMALL = {
         ["codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
         ["cost.png", "listeners.png", "one_after_another.wav", "ticks.png"],
     ),
+    "09_megakernel": (
+        ["SIZE=tiny"],
+        ["blocks", "exchange_equal", "has_trace", "tape_by_hand"],
+        ["filling.png", "places.png"],
+    ),
 }
 
 
@@ -279,6 +285,15 @@ def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(r
     )
 
 
+@pytest.mark.slow
+def test_a_trace_is_drawn_from_the_file_that_is_named(run_notebook, tmp_path):
+    (tmp_path / "trace.json").write_text(json.dumps(document_of((2, 1), 16)))
+    found, folder = run_notebook("09_megakernel", ["SIZE=tiny", f"TRACE={tmp_path / 'trace.json'}"])
+    assert found["has_trace"] and found["frame_alone_us"] < found["frame_us"]
+    drawn = {"where.png", "hops.png", "layers.png", "blocks_talker.png", "blocks_predictor.png"}
+    assert drawn <= {path.name for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("stem", "settings", "error"),
     [
@@ -286,6 +301,10 @@ def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(r
         ("04_metrics", ["REPEATS=0"], "OptionsError: REPEATS must be a whole number of at least 1"),
         ("03_streaming", ["SCHEDULE=a"], "OptionsError: SCHEDULE must be frames per chunk"),
         ("02_parity", ["SCHEDULE=0"], "OptionsError: SCHEDULE must be frames per chunk"),
+        pytest.param(
+            *("09_megakernel", ["SIZE=tiny", "BLOCK=16"], "OptionsError: BLOCK must be in 0..15"),
+            marks=pytest.mark.slow,
+        ),
         ("08_many_voices", ['LISTENERS="4,0"'], "OptionsError: LISTENERS must be numbers of listeners"),
     ],
 )

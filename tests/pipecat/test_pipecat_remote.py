@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from served import Served, first_speaker, served
 from websockets.asyncio.client import connect
 
 from mktts.audio import to_pcm16
+from mktts.batch import board
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -294,12 +297,13 @@ async def test_a_voice_that_the_server_lacks_is_found_out_at_the_start(server):
         source.check(Style(voice="mine.safetensors"))
 
 
-async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny):
+async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
+    monkeypatch.setattr(board, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
     tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with Talk(tts) as talk:
         async with connect(server.ws, additional_headers=headers) as other:
-            await other.send('{"type": "start"}')
+            await other.send(json.dumps({"type": "start", "text": "Once upon a time. " * 20, "max_frames": 5_000}))
             await other.recv()
             await talk.say(*turn("One two."))
             await talk.until(lambda: talk.of(TTSStoppedFrame))

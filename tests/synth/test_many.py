@@ -10,6 +10,7 @@ import pytest
 from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
 
 from mktts.errors import EngineError, OptionsError, TextError
+from mktts.synth.many import Asked
 
 TEXTS = [f"Text number {number}." for number in range(12)]
 
@@ -139,3 +140,69 @@ def test_leaving_early_ends_what_is_open(make, leave):
 def test_how_many_at_once_is_checked_at_the_call(make, at_once):
     with make() as synth, pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
         synth.say_many(TEXTS, at_once=at_once)
+
+
+# ---- each as soon as it is over
+
+
+def asks(synth, texts):
+    """What gives them out one by one."""
+    left = iter([Asked(text, {"seed": number}, number) for number, text in enumerate(texts)])
+    return partial(next, left, None)
+
+
+@pytest.mark.parametrize("at_once", [None, 1, 3])
+def test_each_text_has_settings_and_errors_of_its_own(make, at_once):
+    with make(FakeBackend(eos_after=5)) as synth:
+        texts = ["Good.", "\x00", "Good too.", "Good as well."]
+        found = {said.asked.name: said for said in synth.say_each(asks(synth, texts), at_once=at_once)}
+        assert sorted(found) == [0, 1, 2, 3]
+        assert isinstance(found[1].error, TextError) and found[1].stream is None
+        for number in (0, 2, 3):
+            said = found[number]
+            assert said.error is None and said.stream.finish_reason == "eos" and said.stream.seed == number
+            assert np.array_equal(said.pcm, synth.say(texts[number], seed=number))
+        assert open_now(synth) == 0
+
+
+def test_what_is_asked_for_because_of_the_last_one_is_made_too(make):
+    with make(FakeBackend(eos_after=3)) as synth:
+        left = [Asked("One.", {}, 1)]
+        names = []
+        for said in synth.say_each(lambda: left.pop() if left else None):
+            names.append(said.asked.name)
+            if len(names) < 4:
+                left.append(Asked("More.", {}, said.asked.name + 1))
+        assert names == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("leave", ["close", "dropped", "ask"])
+def test_leaving_them_early_ends_what_is_open(make, leave):
+    with make() as synth:
+        asked = [Asked("Text.", {"max_frames": frames, "options": ONE}) for frames in (1, 20, 20, 20)]
+
+        def ask():
+            if not asked and leave == "ask":
+                raise ZeroDivisionError
+            return asked.pop(0) if asked else None
+
+        said = synth.say_each(ask, at_once=3)
+        if leave == "ask":
+            with pytest.raises(ZeroDivisionError):
+                list(said)
+        else:
+            next(said)
+            if leave == "close":
+                said.close()
+            else:
+                del said
+        assert open_now(synth) == 0
+
+
+def test_as_many_as_fit_and_a_few_more_are_open():
+    with fake_synthesizer(engine="batch", slots=16) as synth:
+        taken = []
+        said = synth.say_each(lambda: taken.append(1) or Asked("Text.", {"max_frames": 2}))
+        next(said)
+        assert len(taken) == 16 + 2 + 1
+        said.close()

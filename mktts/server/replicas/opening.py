@@ -23,13 +23,14 @@ def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesi
     from mktts.checkpoint import open_checkpoint
     from mktts.server.studio import Studio
     from mktts.server.uploads.folder import VoiceFolder
-    from mktts.synth import Synthesizer
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     voices = read_voices(arguments.voice)
     aliases = read_aliases(arguments.voice_alias)
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
-    synthesizer = Synthesizer.load(checkpoint, **loading(arguments), engine=arguments.engine)
+    batch = BatchSettings(codec=arguments.codec_precision)
+    synthesizer = Synthesizer.load(checkpoint, **{**loading(arguments), "engine": arguments.engine, "batch": batch})
     try:
         studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
         synthesizer.warm_up()

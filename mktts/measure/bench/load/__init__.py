@@ -6,7 +6,8 @@
   whose record is an attendance
 * point: one load held for its time, in figures; book: the file that points and figures are merged into
 * served: the same of a server by its address; remote: its streams; fleet: listeners in processes of their own
-* frames: ticks by themselves; soak: minutes of everything at once; mixed: both engines beside each other
+* frames: ticks by themselves; soak: minutes of everything at once; mixed: both engines beside each other;
+  others: another implementation, a process (seat) for each listener
 
 **Listeners** are streams that are open at once, from the call of `stream` to its last chunk, the mean over the held
 time. Each takes every chunk as soon as it is there and plays from its first PCM on, in real time, without a prebuffer.

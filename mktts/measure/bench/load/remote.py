@@ -149,10 +149,13 @@ async def exchange(method: str, url: str, key: str | None, body: bytes = b"") ->
 
 
 def _h11() -> Any:
+    """The library, which uvicorn brings."""
     try:
-        import h11
-    except ModuleNotFoundError:
-        raise BackendUnavailable("bench --url needs the package h11: pip install -r requirements.txt") from None
+        from uvicorn.protocols.http.h11_impl import h11
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"bench --url needs the package {error.name}: pip install -r requirements.txt"
+        ) from None
     return h11
 
 

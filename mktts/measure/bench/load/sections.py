@@ -14,11 +14,12 @@ import numpy as np
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.bench.load import frames, mixed, soak
+from mktts.measure.bench.load import frames, mixed, others, soak
 from mktts.measure.bench.load.attendance import Attendance
 from mktts.measure.bench.load.book import figure
 from mktts.measure.bench.load.crowd import attend
 from mktts.measure.bench.load.point import held_ticks, measured, named, percentile, ticked
+from mktts.measure.bench.load.seat import Seat
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
 from mktts.measure.bench.load.visits import Visit, visits
@@ -26,6 +27,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 BURST, BURSTS, BURST_LISTENERS = 128, 5, 64
 OVERLOAD = 2  # times the capacity
+PEER_PROCESSES = (1, 2, 4)
 
 
 class Subject:
@@ -194,6 +196,17 @@ def both_engines(subject: Subject, numbers: Numbers) -> Iterator[Result]:
     yield Result([], figures, {"mixed": report}, {} if count is None else {"listeners": count}, failed)
 
 
+def peers(subject: Subject, numbers: Numbers) -> Iterator[Result]:
+    """faster-qwen3-tts in as many processes as listeners: see mktts.measure.bench.load.others."""
+    settings = subject.settings
+    subject.close()  # what it has loaded takes memory
+    seat = Seat(settings.checkpoint, settings.revision, settings.device, "faster", settings.frames)
+    loads = numbers.listeners or PEER_PROCESSES
+    figures, report = others.run(seat.words, loads, settings.seconds, settings.seed)
+    report |= {"peer": "faster-qwen3-tts", "checkpoint": settings.checkpoint, "chunk_frames": seat.chunk_frames}
+    yield Result([], figures, {"peers": report}, {"listeners": ",".join(map(str, loads))})
+
+
 SECTIONS: dict[str, Section] = {
     "listeners": listeners,
     "burst": burst,
@@ -202,6 +215,7 @@ SECTIONS: dict[str, Section] = {
     "say_many": say_many,
     "soak": soaked,
     "mixed": both_engines,
+    "peers": peers,
 }
 
 

@@ -1,0 +1,190 @@
+"""What happens inside a launch: the marks that a build of csrc/ with -DTRACE leaves, read back.
+
+Every block notes the clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`). From
+one mark to the next is a phase. `TracedBackend` records marks on a card, everything else here reads them anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.errors import EngineError
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
+from mktts.kernel.launch import Launcher
+from mktts.kernel.params import point
+from mktts.model.backend import Frame
+from mktts.spec import ModelConfig
+
+# The points in the order in which a block passes them: a layer of the talker and of the predictor, then what follows a
+# stack's layers.
+TALKER_LAYER = (1, 2, 3, 11, 12, 13, 4, 5, 6, 7, 8, 9, 10)
+PREDICTOR_LAYER = (1, 2, 3, 11, 4, 5, 6, 7, 8, 9, 10)
+TAIL = (14, 15, 16)
+SUM_TAKEN = 6  # every block has just received the same residual
+_CLOCK_BITS, _STARVED_BITS = 40, 16
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What lies between two marks; `kind` is hop (it ends with words that other blocks sent), product, or other."""
+
+    name: str
+    kind: str
+
+
+# (point, next point) -> phase. A wait for weights can lie in any of them: a warp takes its next ones before it polls.
+PHASES = {
+    (1, 2): Phase("weigh by the input norm", "other"),
+    (2, 3): Phase("query, key, value product", "product"),
+    (3, 11): Phase("hop: queries, keys, values", "hop"),
+    (11, 4): Phase("attention", "other"),
+    (11, 12): Phase("attention", "other"),
+    (12, 13): Phase("hop: parts of attention", "hop"),
+    (13, 4): Phase("hop: attention outputs", "hop"),
+    (4, 5): Phase("output projection", "product"),
+    (5, 6): Phase("hop: sum after attention", "hop"),
+    (6, 7): Phase("weigh by the second norm", "other"),
+    (7, 8): Phase("gate and up product", "product"),
+    (8, 9): Phase("hop: activations", "hop"),
+    (9, 10): Phase("down projection", "product"),
+    (10, 1): Phase("hop: sum after feed-forward", "hop"),
+    (10, 14): Phase("hop: sum after feed-forward", "hop"),
+    (14, 15): Phase("last norm and head", "product"),
+    (15, 16): Phase("hop: logits, and the draw", "hop"),
+    (16, 1): Phase("next input", "other"),
+}
+
+
+def frame_points(talker_layers: int, predictor_layers: int, passes: int = 15) -> np.ndarray:
+    """The points of one frame in order (P,) int: the talker with code 0, then `passes` of the predictor."""
+    one_pass = PREDICTOR_LAYER * predictor_layers + TAIL
+    return np.array(TALKER_LAYER * talker_layers + TAIL + one_pass * passes)
+
+
+def talker_points(talker_layers: int) -> int:
+    """How many of a frame's points belong to the talker with code 0."""
+    return len(TALKER_LAYER) * talker_layers + len(TAIL)
+
+
+def room_of(points: np.ndarray) -> int:
+    """Words that a block needs for the marks of a launch, and one to see that there were no more."""
+    return MAX_FRAMES_A_LAUNCH * len(points) + 1
+
+
+def phases_of(points: np.ndarray) -> list[Phase]:
+    """The phase that begins at each point of a frame; after the last one comes the next frame's first."""
+    return [PHASES[here, following] for here, following in zip(points, np.roll(points, -1), strict=True)]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Of one launch. Clocks of different blocks have no common zero.
+
+    points (n,): in order, the same for all blocks. cycles (blocks, n) int64: never falling. starved (blocks, n) int64:
+    cycles for which the marking warp waited for weights since its mark before.
+    """
+
+    points: np.ndarray
+    cycles: np.ndarray
+    starved: np.ndarray
+
+
+def decode(words: np.ndarray) -> Marks:
+    """Marks from the kernel's words (blocks, room) uint64, 0 where none was left.
+
+    Raises EngineError where blocks left different marks, or more than there was room for.
+    """
+    words = np.asarray(words, np.uint64)
+    points = (words >> np.uint64(_CLOCK_BITS + _STARVED_BITS)).astype(np.int64)
+    count = int((points[0] != 0).sum())
+    if count in (0, words.shape[1]) or (points != points[0]).any():
+        raise EngineError(f"expected the same marks of every block, fewer than {words.shape[1]}: found {count} of one")
+    clock = (words[:, :count] & np.uint64((1 << _CLOCK_BITS) - 1)).astype(np.int64)
+    steps = np.diff(clock, axis=1) % (1 << _CLOCK_BITS)
+    cycles = np.concatenate([clock[:, :1], clock[:, :1] + np.cumsum(steps, axis=1)], axis=1)
+    starved = (words[:, :count] >> np.uint64(_CLOCK_BITS)).astype(np.int64) & ((1 << _STARVED_BITS) - 1)
+    return Marks(points[0, :count], cycles, starved)
+
+
+def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: int) -> np.ndarray:
+    """The inverse of `decode`, as the kernel writes them: (blocks, room) uint64."""
+    clock = (cycles % (1 << _CLOCK_BITS)).astype(np.uint64)
+    waited = np.minimum(starved, (1 << _STARVED_BITS) - 1).astype(np.uint64) << np.uint64(_CLOCK_BITS)
+    words = np.zeros((len(cycles), room), np.uint64)
+    words[:, : len(points)] = (points.astype(np.uint64) << np.uint64(_CLOCK_BITS + _STARVED_BITS)) | waited | clock
+    return words
+
+
+def aligned(marks: Marks) -> np.ndarray:
+    """Cycles (blocks, n) on one clock: blocks are laid so that on the median they receive the residual together.
+
+    What it cannot show is a block that always receives later than the others.
+    """
+    taken = marks.cycles[:, marks.points == SUM_TAKEN]
+    middle = taken - taken[:1]  # of two multiprocessors: the difference of their clocks, and of their receipts
+    offsets = np.median(middle, axis=1)
+    return np.rint(marks.cycles - (offsets - np.median(offsets))[:, None]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Frames of a launch that follow one another without a pause: the first is left out, and the last, which none
+    follows.
+
+    cycles (frames, blocks, P + 1): at the points of each frame, and at the next one's first. starved (frames, blocks,
+    P): within each phase.
+    """
+
+    cycles: np.ndarray
+    starved: np.ndarray
+
+
+def steady(marks: Marks, points: np.ndarray) -> Steady:
+    """Raises EngineError where the launch's marks are not those of at least three whole frames of `points`."""
+    frames, rest = divmod(len(marks.points), len(points))
+    if rest or frames < 3 or (marks.points.reshape(frames, -1) != points).any():
+        raise EngineError(f"expected marks of three whole frames or more, {len(points)} each: {len(marks.points)} came")
+    on_one_clock, each = aligned(marks), len(points)
+    begins = range(each, (frames - 1) * each, each)
+    cycles = np.stack([on_one_clock[:, at : at + each + 1] for at in begins])
+    return Steady(cycles, np.stack([marks.starved[:, at + 1 : at + each + 1] for at in begins]))
+
+
+class TracedBackend(MegakernelBackend):
+    """The frame kernel in three builds: as it is, with marks, and with marks but without its stream of weights.
+
+    Streams never end by themselves. Without the stream a frame's codes mean nothing; its times do.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
+        """Raises BackendUnavailable as `MegakernelBackend`."""
+        super().__init__(config, tensors, device)
+        self._fixed.ends[:] = [-1] * 4
+        self.points = frame_points(config.talker.num_hidden_layers, config.predictor.num_hidden_layers)
+        room = room_of(self.points)
+        self._room = torch.zeros(self.shape.blocks, room, dtype=torch.int64, device=self.device)
+        defines = {**self.shape.defines, "TRACE": room}
+        builds = (defines, {**defines, "STILL": 1})
+        self._marking = [Launcher("frame.cu", "mktts_frames", build, self.device) for build in builds]
+
+    def traced(
+        self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False, debug: Debug | None = None
+    ) -> tuple[list[Frame], Marks]:
+        """As `frames`, of a stream that has made one: the frames of one launch, and its marks.
+
+        still: by the build without the stream of weights.
+        """
+        usual, self._launcher = self._launcher, self._marking[still]
+        self._room.zero_()
+        point(self._fixed, {"trace": self._room})
+        try:
+            frames = list(self.frames(state, rows, debug))
+        finally:
+            self._launcher = usual
+            point(self._fixed, {"trace": None})
+        return frames, decode(self._room.cpu().numpy().view(np.uint64))

@@ -1,0 +1,1 @@
+"""The frame kernel's trace: recorded on a card, kept as one document."""

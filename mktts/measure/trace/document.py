@@ -1,0 +1,142 @@
+"""What is kept of recorded launches: medians by phase, one frame of all marks, and one layer of each stack block by
+block."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mktts.errors import MetricsError
+from mktts.kernel.trace import (
+    PREDICTOR_LAYER,
+    TAIL,
+    TALKER_LAYER,
+    Marks,
+    Steady,
+    frame_points,
+    phases_of,
+    steady,
+    talker_points,
+)
+
+if TYPE_CHECKING:
+    from mktts.model.backend import Frame
+
+BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
+UNIT_NS = 4  # of times that are kept in 16 bits
+_PERCENTS = (50, 10, 90)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one build: its frames, and its marks where the build leaves any."""
+
+    frames: Sequence[Frame]
+    marks: Marks | None = None
+
+
+def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> dict[str, Any]:
+    """What is kept of launches by build, "" and BUILDS; `layers` of talker and predictor.
+
+    Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
+    them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
+    Raises MetricsError where there is nothing, EngineError for marks of another kernel.
+    """
+    if not all(made.get(build) for build in ("", *BUILDS)):
+        raise MetricsError(f"expected launches of three builds, found {sorted(k for k, v in made.items() if v)}")
+    points = frame_points(*layers)
+    kept = {build: [steady(launch.marks, points) for launch in made[build]] for build in BUILDS}
+    ghz = _clock_ghz(made[BUILDS[0]], kept[BUILDS[0]])
+    phases = {build: _phases(launches, points, layers[0], ghz) for build, launches in kept.items()}
+    frames = {build: _typical(launches) for build, launches in kept.items()}
+    return {
+        "settings": {"talker_layers": layers[0], "predictor_layers": layers[1], "marks": len(points)},
+        "clock_ghz": ghz,
+        "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
+        "phases": phases,
+        "frame": {build: _frame(cycles, ghz) for build, cycles in frames.items()},
+        "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
+    }
+
+
+def _clock_ghz(launches: Sequence[Launch], kept: Sequence[Steady]) -> float:
+    """Cycles over nanoseconds: block 0 notes both, and its frames follow one another at once."""
+    ratios = []
+    for launch, marks in zip(launches, kept, strict=True):
+        took_ns = [1e6 * (frame.talker_ms + frame.predictor_ms) for frame in launch.frames[1:-1]]
+        ratios.append((marks.cycles[-1, 0, -1] - marks.cycles[0, 0, 0]) / sum(took_ns))
+    return float(np.median(ratios))
+
+
+def _frame_us(launches: Sequence[Launch]) -> float:
+    """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
+    times = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
+    return round(1e3 * float(np.median(times)), 2)
+
+
+def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz: float) -> list[dict[str, Any]]:
+    spans = np.concatenate([np.diff(launch.cycles, axis=2) for launch in kept])  # (frames, blocks, P)
+    starved = np.concatenate([launch.starved for launch in kept])
+    phases = phases_of(points)
+    stacks = np.array(["talker", "predictor"])[(np.arange(len(points)) >= talker_points(talker_layers)).astype(int)]
+    rows = []
+    for stack in ("talker", "predictor"):
+        for phase in dict.fromkeys(phases):
+            mine = np.array([p == phase for p in phases]) & (stacks == stack)
+            if not mine.any():
+                continue
+            one = np.percentile(spans[:, :, mine], _PERCENTS) / ghz / 1e3
+            whole, waited = (np.median(a[:, :, mine].sum(2).mean(1)) / ghz / 1e3 for a in (spans, starved))
+            row = {"stack": stack, "phase": phase.name, "kind": phase.kind, "count": int(mine.sum())}
+            row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
+            rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
+    return rows
+
+
+def _typical(kept: Sequence[Steady]) -> np.ndarray:
+    """Cycles (blocks, P + 1) of the frame whose length is the median."""
+    frames = np.concatenate([launch.cycles for launch in kept])
+    lengths = (frames[:, :, -1] - frames[:, :, 0]).mean(1)
+    return frames[np.argsort(lengths)[len(lengths) // 2]]
+
+
+def _frame(cycles: np.ndarray, ghz: float) -> dict[str, Any]:
+    """One frame, its blocks' median: `steps` from mark to mark; and the `spread` of blocks at each, 5 to 95 %."""
+    middle = np.median(cycles, axis=0)
+    low, high = np.percentile(cycles, (5, 95), axis=0)
+    return {"steps": packed(np.diff(middle) / ghz), "spread": packed((high - low) / ghz)}
+
+
+def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz: float) -> dict[str, Any]:
+    """Two stretches of the frame block by block: the talker's middle layer, and a predictor pass from its last layer
+    on; (marks, blocks) since the first of them."""
+    each = len(PREDICTOR_LAYER)
+    a_pass = talker_points(layers[0]) + 8 * (each * layers[1] + len(TAIL)) - each - len(TAIL)
+    begins = {"talker": layers[0] // 2 * len(TALKER_LAYER), "predictor": a_pass}
+    counts = {"talker": len(TALKER_LAYER), "predictor": each + len(TAIL)}
+    found = {}
+    for stack, begin in begins.items():
+        here = cycles[:, begin : begin + counts[stack] + 1].T
+        points_here = np.append(points, points[0])[begin : begin + counts[stack] + 1]
+        found[stack] = {"points": points_here.tolist(), "times": packed((here - here.min()) / ghz)}
+    return found
+
+
+def packed(times_ns: np.ndarray) -> dict[str, Any]:
+    """Times as text: 16 bits each in UNIT_NS. Raises MetricsError for one below 0 or too long (262 us)."""
+    units = np.rint(np.asarray(times_ns) / UNIT_NS)
+    if not units.size or units.min() < 0 or units.max() > 0xFFFF:
+        raise MetricsError(f"expected times of 0 to {0xFFFF * UNIT_NS} ns")
+    data = base64.b85encode(zlib.compress(units.astype("<u2").tobytes(), 9)).decode()
+    return {"shape": list(units.shape), "data": data}
+
+
+def unpacked(kept: Mapping[str, Any]) -> np.ndarray:
+    """The inverse of `packed`, in microseconds."""
+    units = np.frombuffer(zlib.decompress(base64.b85decode(kept["data"])), "<u2")
+    return units.reshape(kept["shape"]) * (UNIT_NS / 1e3)

@@ -1,0 +1,65 @@
+"""The account of device memory: against tensors that exist, the compiler, and what csrc/README.md says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compiler import needs_nvrtc
+from memory_table import computed, written
+
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.tensors import expected_tensors
+from mktts.kernel.build import SHARED, compile_kernel
+from mktts.kernel.memory import MAILBOXES, WEIGHTS, account
+from mktts.kernel.params import Params
+from mktts.kernel.tape import Shape, choose_shape
+from mktts.kernel.tape_stack import TapeStack
+from mktts.kernel.weights import model_weights
+from mktts.measure.inspection import config_at
+
+
+def account_at(size: str, positions: int = 100) -> tuple[Shape, dict[str, int]]:
+    config = config_at(size)
+    shape = choose_shape(config, 132)
+    return shape, account(shape, {n: s.shape for n, s in expected_tensors(config).items()}, positions)
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-projected"])
+def test_every_byte_of_the_packed_weights_is_in_it(size):
+    checkpoint = open_checkpoint(f"random:{size}")
+    shape, found = account_at(size)
+    tensors = checkpoint.tensors()
+    projected = size == "tiny-projected"
+    made = model_weights(shape, lambda name: tensors[name].to(torch.bfloat16), projected)
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in made.values()}
+    assert sum(found.get(row, 0) for row in WEIGHTS) == sum(held.values())
+    assert found["prefill: one layer unpacked"] == TapeStack(shape, made).room_bytes
+
+
+def test_every_weight_that_a_launch_points_to_is_in_one_row():
+    named = [name for names in WEIGHTS.values() for name in names]
+    weights = {
+        field for field, kind in Params._fields_ if re.match("talker_|predictor_|projection|embed|inputs", field)
+    }
+    assert sorted(named) == sorted(weights)
+
+
+@pytest.mark.parametrize("size", ["tiny", "1.7b"])
+@needs_nvrtc
+def test_the_mailboxes_are_as_large_as_the_compiler_makes_them(size):
+    shape, found = account_at(size)
+    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a", SHARED)
+    rounded = sum(found[row] for row in MAILBOXES) + 7
+    assert rounded // 8 * 8 == build.constants["exchange_bytes"]
+
+
+def test_keys_and_values_grow_by_what_a_position_takes():
+    few, many = (account_at("0.6b", positions)[1] for positions in (160, 1_760))
+    grown = many["a stream: keys and values of 1760 positions"] - few["a stream: keys and values of 160 positions"]
+    assert grown == 1_600 * config_at("0.6b").talker.kv_bytes_per_position
+
+
+def test_the_readme_of_csrc_has_the_table():
+    assert written() == computed()

@@ -1,0 +1,203 @@
+"""Marks: read back from the kernel's words, in the order in which csrc leaves them, and laid on one clock."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from compiler import needs_nvrtc
+from machine_code import code_of
+from traces import FRAMES, GHZ, launch_of
+
+from mktts.checkpoint import open_checkpoint
+from mktts.errors import BackendUnavailable, EngineError
+from mktts.kernel import build as kernel_build
+from mktts.kernel import trace
+from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, source
+from mktts.kernel.tape import choose_shape
+from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, encode, frame_points, room_of, steady
+from mktts.measure.inspection import config_at
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling
+
+LAYERS = (3, 2)
+POINTS = frame_points(*LAYERS)
+# A kernel of one matrix that feeds its ring, and marks three points.
+SMALL = """
+DEV void feeder(Ctx& c) {
+  Feeder f = {0, 0, 0, TALKER_COPIES, true}; const u8* tape = c.p->talker_tape;
+  feed_matrix<Talker::Qkv>(c, f, tape, stream_policy()); feed_end(c, f);
+}
+DEV void consumer(Ctx& c) {
+  MARK(c, 1); Fragments<Talker::Qkv> w; preload(c, w); MARK(c, 2);
+  float v[1]; gemv<Talker::Qkv>(c, w, v); MARK(c, 3);
+  publish(&c.p->exchange->h[0][0][c.tid], 1, v[0]);
+}
+extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) small(const __grid_constant__ Params p) {
+  run<feeder, consumer>(p);
+}"""
+
+
+def small(arch: str, code: str = SMALL, **more: int) -> list[int]:
+    """The machine code of SMALL at tiny shapes."""
+    defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2, **more}
+    flags = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
+    library, version = kernel_build.nvrtc()
+    if arch in ("sm_100", "sm_120") and version < (12, 8):
+        pytest.skip(f"NVRTC {version} does not know {arch}")
+    return code_of(kernel_build._compile(library, source(SHARED) + code, SHARED, flags).cubin)
+
+
+# ---- the kernel's side
+
+
+# The source has three branches: below sm_90, sm_90a, above. One target of each is quick enough for every run.
+@pytest.mark.parametrize(
+    "arch",
+    [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS],
+)
+@needs_nvrtc
+def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
+    usual, marking = small(arch), small(arch, TRACE=100)
+    assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
+    assert len(marking) > len(usual)
+    assert small(arch, TRACE=100, STILL=1) != marking
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@needs_nvrtc
+def test_the_frame_kernel_without_marks_is_that_from_which_they_were_cut(arch, monkeypatch):
+    defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2}
+    usual = code_of(compile_kernel(defines, arch).cubin)
+    whole = kernel_build.source
+    monkeypatch.setattr(kernel_build, "source", lambda *a: re.sub(r"(?m)^ *MARK\(c, \d+\);$", "", whole(*a)))
+    assert code_of(compile_kernel(defines, arch).cubin) == usual
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("still", [{}, {"STILL": 1}], ids=["", "still"])
+@pytest.mark.parametrize("arch", TARGETS)
+@needs_nvrtc
+def test_the_frame_kernel_with_marks_compiles_for_every_target(arch, still):
+    defines = {**choose_shape(config_at("0.6b"), 132).defines, "RING": 2, "TRACE": 9_897}
+    build = compile_kernel({**defines, **still}, arch)
+    assert 0 < build.registers <= 255
+    assert build.constants["params_bytes"] == compile_kernel(defines, arch, SHARED).constants["params_bytes"]
+
+
+def body(file: str, head: str) -> str:
+    """A function's lines, without its inner functions' names resolved."""
+    text = (CSRC / file).read_text(encoding="utf-8")
+    return re.search(rf"{head}[^;{{]*\{{\n(.*?)\n\}}\n", text, re.DOTALL)[1]
+
+
+def marks_in(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"MARK\(c, (\d+)\)", text)]
+
+
+def test_the_order_of_points_is_that_of_csrc():
+    """The marks of each function, and its calls in their place."""
+    layer = body("layer.cuh", r"DEV void layer\(")
+    assert layer.count("talker_attention(") == layer.count("predictor_attention<") == 1
+    before, _, after = layer.partition("if constexpr (TALKER) talker_attention")
+    around = tuple(marks_in(before)), tuple(marks_in(after))
+    attention = {stack: body("attention.cuh", rf"DEV void {stack}_attention\(") for stack in ("talker", "predictor")}
+    assert (*around[0], *marks_in(attention["talker"]), *around[1]) == trace.TALKER_LAYER
+    assert (*around[0], *marks_in(attention["predictor"]), *around[1]) == trace.PREDICTOR_LAYER
+    after_layers = marks_in(body("stages.cuh", r"DEV void talk\("))
+    frame = body("frame.cu", r"DEV void consumer\(")
+    assert tuple(after_layers + marks_in(frame)) == trace.TAIL
+    assert frame.index("talk(") < frame.index("MARK") < frame.rindex("MARK") < frame.index("predict<2>")
+    assert tuple(marks_in(body("frame.cu", r"DEV int predict\("))) == trace.TAIL
+    everywhere = [n for file in CSRC.iterdir() if file.suffix in (".cu", ".cuh") for n in marks_in(file.read_text())]
+    assert sorted(everywhere) == sorted([*trace.PREDICTOR_LAYER, 11, 12, 13, *trace.TAIL, *trace.TAIL])
+
+
+def test_the_word_of_a_mark_is_that_of_csrc():
+    text = " ".join((CSRC / "state.cuh").read_text(encoding="utf-8").split())
+    assert "(id << 56) | (starved << 40) | (cycles() & 0xffffffffffull)" in text
+    assert "c.p->trace[c.block * TRACE + n]" in text and "if (n < TRACE)" in text
+
+
+# ---- the reader
+
+
+def test_words_are_read_as_they_were_written_also_where_the_clock_turns_over():
+    cycles = (1 << 40) - 500 + np.cumsum(np.full((4, 9), 100), axis=1) + np.arange(4)[:, None]
+    starved = np.arange(36).reshape(4, 9) * 3_000
+    found = decode(encode(np.arange(1, 10), cycles, starved, 12))
+    assert found.points.tolist() == list(range(1, 10))
+    assert np.array_equal(np.diff(found.cycles), np.diff(cycles))
+    assert np.array_equal(found.starved, np.minimum(starved, 65_535))
+
+
+def test_marks_that_do_not_fit_or_differ_are_refused():
+    cycles = np.arange(1, 19).reshape(2, 9)
+    words = encode(np.arange(1, 10), cycles, cycles, 12)
+    with pytest.raises(EngineError, match="fewer than 9"):
+        decode(words[:, :9])
+    words[1, 8] = 0
+    with pytest.raises(EngineError, match="same marks"):
+        decode(words)
+    with pytest.raises(EngineError, match="found 0"):
+        decode(np.zeros((2, 9)))
+
+
+def test_clocks_that_begin_anywhere_are_laid_on_one():
+    marks = launch_of(LAYERS, 8, seed=1).marks
+    assert np.ptp(marks.cycles, axis=0).min() > 1e6
+    assert np.ptp(aligned(marks), axis=0).max() < 200  # the blocks' own spread: 20 cycles of standard deviation
+
+
+def test_frames_between_the_first_and_the_last_of_a_launch_are_steady():
+    marks = launch_of(LAYERS, 8, seed=2, spread=0.0).marks
+    found = steady(marks, POINTS)
+    assert found.cycles.shape == (FRAMES - 2, 8, len(POINTS) + 1) and found.starved.shape == (
+        FRAMES - 2,
+        8,
+        len(POINTS),
+    )
+    spans = np.diff(found.cycles) / GHZ / 1e3
+    kinds = np.array([phase.kind for phase in trace.phases_of(POINTS)])
+    assert np.allclose(spans[:, :, kinds == "hop"], 2.0, atol=2e-3)
+    assert np.allclose(found.starved[:, :, kinds == "product"] / GHZ / 1e3, 0.5, atol=2e-3)
+    for wrong in (frame_points(3, 1), frame_points(2, 2)):
+        with pytest.raises(EngineError, match="whole frames"):
+            steady(marks, wrong)
+    with pytest.raises(EngineError, match="three"):
+        steady(Marks(POINTS, marks.cycles[:, : len(POINTS)], marks.starved[:, : len(POINTS)]), POINTS)
+
+
+def test_there_is_room_for_a_launch_and_one_word_more():
+    assert room_of(frame_points(28, 5)) == 8 * 1_237 + 1
+    assert len(encode(frame_points(28, 5), np.ones((1, 1_237)), np.ones((1, 1_237)), 2_000)[0]) == 2_000
+
+
+def test_without_a_device_recording_says_so(tiny):
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        TracedBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
+def test_marks_change_no_code_and_are_those_of_whole_frames(source):
+    checkpoint = open_checkpoint(source)
+    backend = TracedBackend(checkpoint.config, checkpoint.tensors())
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", torch.bfloat16)
+    prompt = builder.build(Request("Some words, and a few more.", speaker="ryan", layout="streaming"))
+    states = [backend.start(prompt, Sampling(), 7, 40) for _ in range(3)]
+    for state in states:
+        list(backend.frames(state, [None]))
+    rows = [prompt.row(t) for t in range(FRAMES)]
+    expected = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])
+    for state, still in zip(states[1:], (False, True), strict=True):
+        frames, marks = backend.traced(state, rows, still)
+        found = steady(marks, backend.points)
+        assert len(frames) == FRAMES and (np.diff(found.cycles, axis=2) >= 0).mean() > 0.99
+        assert still or torch.equal(torch.stack([frame.codes for frame in frames]), expected)
+    again = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])  # the usual build is back
+    assert len(again) == FRAMES

@@ -1,0 +1,129 @@
+"""The trace's document: medians that are known, times that survive being packed, and a file that stays small."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from traces import GHZ, STARVED_US, TOOK_US, document_of, launch_of, launches_of
+
+from mktts.cli import main
+from mktts.errors import MetricsError
+from mktts.kernel import trace
+from mktts.kernel.tape import choose_shape
+from mktts.kernel.trace import PREDICTOR_LAYER, TAIL, TALKER_LAYER, frame_points
+from mktts.measure.trace.command import record, table
+from mktts.measure.trace.document import BUILDS, UNIT_NS, document, packed, unpacked
+
+LAYERS = (4, 2)
+MAX_BYTES = 60_000  # of the reference that is committed
+
+
+@pytest.fixture(scope="module")
+def found():
+    return document(launches_of(LAYERS, 16), LAYERS)
+
+
+def test_phases_have_their_medians_and_add_up_to_the_frame(found):
+    assert found["clock_ghz"] == pytest.approx(GHZ, rel=1e-4)
+    for alone, build in enumerate(BUILDS):
+        rows = found["phases"][build]
+        for row in rows:
+            expected = TOOK_US[row["kind"]][alone]
+            assert row["us"] == pytest.approx(expected, abs=0.02) and row["us_p10"] <= row["us"] <= row["us_p90"]
+            assert row["frame_us"] == pytest.approx(expected * row["count"], rel=0.01, abs=0.05)
+            waited = 0.0 if alone else STARVED_US[row["kind"]] * row["count"]
+            assert row["weights_us"] == pytest.approx(waited, abs=0.05)
+        assert sum(row["count"] for row in rows) == len(frame_points(*LAYERS)) == found["settings"]["marks"]
+        assert sum(row["frame_us"] for row in rows) == pytest.approx(found["frame_us"][build], rel=0.01)
+        counts = {(row["stack"], row["phase"]): row["count"] for row in rows}
+        assert counts["talker", "hop: parts of attention"] == LAYERS[0]
+        assert counts["predictor", "hop: activations"] == 15 * LAYERS[1]
+        assert counts["predictor", "hop: logits, and the draw"] == 15 and counts["talker", "last norm and head"] == 1
+
+
+def test_the_frame_without_marks_has_the_kernels_own_time(found):
+    assert set(found["frame_us"]) == {"without marks", *BUILDS}
+    assert found["frame_us"]["without marks"] == found["frame_us"][BUILDS[0]]
+
+
+def test_one_frame_is_kept_mark_by_mark(found):
+    steps = unpacked(found["frame"][BUILDS[0]]["steps"])
+    assert len(steps) == found["settings"]["marks"]
+    assert steps.sum() == pytest.approx(found["frame_us"][BUILDS[0]], rel=0.01)
+    assert unpacked(found["frame"][BUILDS[0]]["spread"]).max() < 0.1  # 20 cycles of standard deviation are 35 ns
+
+
+@pytest.mark.parametrize(
+    ("stack", "points"), [("talker", (*TALKER_LAYER, 1)), ("predictor", (*PREDICTOR_LAYER, *TAIL, 1))]
+)
+def test_one_layer_is_kept_block_by_block(found, stack, points):
+    kept = found["layers"][BUILDS[1]][stack]
+    times = unpacked(kept["times"])
+    assert tuple(kept["points"]) == points and times.shape == (len(points), 16)
+    assert times.min() == 0 and (np.diff(times, axis=0) > 0.3).all()
+
+
+def test_packed_times_come_back_to_a_few_nanoseconds():
+    times_ns = np.random.default_rng(0).uniform(0, 250_000, (3, 50))
+    assert np.abs(unpacked(packed(times_ns)) * 1e3 - times_ns).max() <= UNIT_NS / 2 + 1e-6
+    for wrong in (np.array([-10.0]), np.array([300_000.0]), np.array([])):
+        with pytest.raises(MetricsError, match="times of 0 to 262140 ns"):
+            packed(wrong)
+
+
+def test_a_document_of_the_released_size_is_small_enough_to_be_committed():
+    assert len(json.dumps(document_of(), indent=2)) < MAX_BYTES
+
+
+def test_the_table_has_every_phase(found):
+    text = table({**document_of((2, 1), 16), "device": "A"})
+    assert text.count("\ntalker ") == len([r for r in found["phases"][BUILDS[0]] if r["stack"] == "talker"])
+    assert "without marks" in text and " sum " in text
+
+
+class NoCard:
+    """A backend of one frame's known times: `TracedBackend` as the command uses it."""
+
+    def __init__(self, config, tensors, device):
+        self.shape = choose_shape(config, 132)
+        self.layers = config.talker.num_hidden_layers, config.predictor.num_hidden_layers
+
+    def start(self, prompt, sampling, seed, max_frames):
+        return SimpleNamespace(frames=0, max_frames=max_frames)
+
+    def frames(self, state, rows):
+        assert [row is None for row in rows] == [state.frames + i == 0 for i in range(len(rows))]
+        state.frames += len(rows)
+        assert state.frames <= state.max_frames
+        return iter(launch_of(self.layers, 1, 0).frames)
+
+    def traced(self, state, rows, still):
+        frames = list(self.frames(state, rows))
+        return frames, launch_of(self.layers, self.shape.blocks, state.frames, alone=still).marks
+
+
+def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
+    monkeypatch.setattr(trace, "TracedBackend", NoCard)
+    found = record(tiny, "cpu", launches=2, context=40)
+    config = tiny.config
+    assert found["settings"]["blocks"] == 16 and found["settings"]["launches"] == 2
+    assert found["settings"]["talker_layers"] == config.talker.num_hidden_layers
+    assert found["settings"]["weight_bytes"]["predictor"] > found["settings"]["weight_bytes"]["talker"] > 0
+    assert found["settings"]["random_weights"] and {"revision", "date", "device"} <= set(found)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert "sum" in table({**found, "device": "A"})
+
+
+def test_builds_that_are_missing_are_named():
+    with pytest.raises(MetricsError, match="three builds"):
+        document({**launches_of(LAYERS, 8, 1), BUILDS[1]: []}, LAYERS)
+
+
+def test_without_a_card_the_command_says_so_before_it_begins(capsys):
+    assert main(["trace", "--checkpoint", "random:tiny"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert main(["trace", "--launches", "0"]) == 2
+    assert "--launches must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""GET /metrics: what it says, in names that Prometheus reads, and what counts as late at a socket."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mktts.errors import EngineError
+from mktts.server import utterance
+from mktts.server.gathering import KEPT_LEAD_S, MOST_FRAMES, gathered
+from mktts.server.problems import Problem
+from mktts.server.utterance import Utterance
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.speech.options import Chunk, Timings
+
+FRAME_S = 1 / FRAME_RATE_HZ
+GAUGES = (
+    "mktts_streams_open", "mktts_streams_behind", "mktts_streams_carried", "mktts_streams_listened",
+    "mktts_streams_waiting", "mktts_lanes", "mktts_lanes_used", "mktts_pages", "mktts_pages_free",
+)  # fmt: skip
+
+
+def chunk(frames: int = 1, start: int = 0) -> Chunk:
+    pcm = np.full(frames * SAMPLES_PER_FRAME, start, np.float32)
+    return Chunk(pcm, start * FRAME_S, frames, Timings(10.0 * start, 1.0, 1.0, 1.0, 1.0))
+
+
+class Clock:
+    """now_s: passes where something is waited for."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Source:
+    """A stream whose chunks come at given times, seconds from the beginning of the clock."""
+
+    seed, rests, finish_reason = 1, False, "eos"
+
+    def __init__(self, clock: Clock, *arrivals: tuple[float, Chunk | None | Exception]) -> None:
+        self._clock, self._arrivals = clock, [(100.0 + at_s, what) for at_s, what in arrivals]
+
+    async def take(self, within_s: float | None = None) -> Chunk | None:
+        at_s, what = self._arrivals[0]
+        if within_s is not None and at_s > self._clock.now_s + within_s:
+            self._clock.now_s += within_s
+            raise TimeoutError
+        self._clock.now_s = max(self._clock.now_s, at_s)
+        del self._arrivals[0]
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(utterance, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+async def written(source: Source, clock: Clock) -> tuple[list[tuple[float, int]], list[float], Utterance]:
+    """(seconds, frames) of every write, and by how much which were late."""
+    late: list[float] = []
+    made = Utterance("tts_stream", source, 1, lambda one: None)
+    made.on_underrun = late.append
+    writes = []
+    try:
+        async for one in made.chunks():
+            with made.sending(one.duration_s):
+                writes.append((round(clock.now_s - 100.0, 6), one.frames))
+    except Problem:
+        pass
+    return writes, late, made
+
+
+async def test_a_write_later_than_the_listeners_place_is_an_underrun(clock):
+    source = Source(clock, (0.0, chunk()), (0.05, chunk()), (0.2, chunk()), (0.25, chunk()), (0.3, None))
+    writes, late, _ = await written(source, clock)
+    assert writes == [(0.0, 1), (0.05, 1), (0.2, 1), (0.25, 1)]
+    assert late == pytest.approx([0.2 - 2 * FRAME_S])
+
+
+async def test_what_the_text_or_the_client_held_up_is_no_underrun(clock):
+    source = Source(clock, (0.0, chunk()), (1.0, chunk()), (5.0, chunk()), (5.0, None))
+    late: list[float] = []
+    made = Utterance("tts_ws", source, 0, lambda one: None)
+    made.on_underrun = late.append
+    chunks = made.chunks()
+    with made.sending((await anext(chunks)).duration_s):
+        pass
+    clock.now_s, source.rests = 100.97, True
+    assert not made.is_behind  # it waits for text
+    made.fed("And more. ")
+    source.rests = False
+    with made.sending((await anext(chunks)).duration_s):
+        clock.now_s = 105.0  # the client took nothing for four seconds
+    with made.sending((await anext(chunks)).duration_s):
+        assert not late
+    clock.now_s += 2 * FRAME_S
+    assert made.is_behind and await anext(chunks, None) is None
+    made.close()
+    assert not made.is_behind
+
+
+async def test_a_stream_that_is_ahead_gathers_and_one_that_is_not_writes_at_once(clock):
+    fast = [(0.01 * n, chunk(4, n)) for n in range(12)]
+    writes, late, _ = await written(Source(clock, *fast, (0.2, None)), clock)
+    frames = [count for _, count in writes]
+    assert sum(frames) == 48 and not late
+    lead_s = [sum(frames[:n]) * FRAME_S - at_s for n, (at_s, _) in enumerate(writes)]
+    assert all(size == 4 for size, lead in zip(frames, lead_s, strict=True) if lead <= KEPT_LEAD_S)
+    assert max(frames) >= 2 * 4 and max(frames) <= MOST_FRAMES + 3
+    assert len(frames) < 12
+
+    slow = [(4 * FRAME_S * n, chunk(4, n)) for n in range(6)]
+    writes, late, _ = await written(Source(clock, *slow, (2.0, None)), clock)
+    assert [count for _, count in writes] == [4] * 6
+
+
+async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_before_an_error(clock):
+    ahead = [(0.0, chunk(12)), (0.1, chunk(4))]
+    writes, late, _ = await written(Source(clock, *ahead, (9.0, None)), clock)
+    assert writes == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
+    writes, _, made = await written(Source(Clock(), *ahead, (0.2, EngineError("broken"))), clock)
+    assert [count for _, count in writes] == [12, 4] and made.problem.code == "engine_error"
+
+
+async def test_gathered_chunks_are_the_same_speech():
+    chunks = [chunk(4, 4 * n) for n in range(5)]
+    left = iter([*chunks, None])
+
+    async def take(within_s: float | None = None) -> Chunk | None:
+        return next(left)
+
+    found = [one async for one in gathered(take, lambda: 10.0)]
+    assert [one.frames for one in found] == [12, 8]
+    assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
+    assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]
+    assert (found[0].timings.ready_ms, found[0].timings.codec_ms) == (80.0, 3.0)
+
+
+def test_prometheus_reads_the_page_and_finds_what_it_is_told(server):
+    answer = httpx.post(f"{server.url}/tts/stream", json={"text": "Hello.", "max_frames": 12})
+    assert answer.status_code == 200
+    page = httpx.get(f"{server.url}/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(page.text)}
+    ours = {name: family for name, family in families.items() if name.startswith("mktts_")}
+    for name, family in ours.items():
+        assert family.documentation, name
+        assert not name.endswith(("_ms", "_total")), f"{name}: base units, and counters' names without their ending"
+        assert not name.endswith("_s"), name
+    assert all(ours[name].type == "gauge" and ours[name].samples for name in GAUGES)
+    for name in ("mktts_underruns", "mktts_late_seconds", "mktts_refused", "mktts_streams", "mktts_audio_seconds"):
+        assert ours[name].type == "counter"
+    assert all(engine.labels == {"engine": "single"} for engine in ours["mktts_lanes"].samples)
+    for name in ("mktts_first_audio_seconds", "mktts_first_byte_seconds", "mktts_tick_seconds"):
+        assert ours[name].type == "histogram"
+        counts = [sample.value for sample in ours[name].samples if sample.name.endswith("_bucket")]
+        bounds = [sample.labels["le"] for sample in ours[name].samples if sample.name.endswith("_bucket")]
+        (count,) = {sample.value for sample in ours[name].samples if sample.name.endswith("_count")}
+        assert counts == sorted(counts) and counts[-1] == count >= 1 and bounds[-1] == "+Inf", name
