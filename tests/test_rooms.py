@@ -25,7 +25,7 @@ ALLOWED = {
     "notebook": "model checkpoint kernel speech synth measure",
     "server": "model checkpoint speech synth",
     "pipecat": "model checkpoint speech synth",
-    "agent": "model checkpoint speech synth measure server pipecat",
+    "agent": "model checkpoint speech synth llm measure server pipecat",
     "training": "model checkpoint kernel codec speech synth llm measure notebook agent",
 }
 MAX_FILES, MAX_OF_ONE_PREFIX = 25, 3

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   python -m mktts agent
   python -m mktts agent --checkpoint path/to/checkpoint --voice vivian
+  python -m mktts agent --ears whisper --ears-model base.en --mind qwen3 --mind-checkpoint path/to/Qwen3-0.6B
   python -m mktts agent --mind openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
   python -m mktts agent --scripted conversation.wav
 
@@ -51,11 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     talk.add_argument("--voice", help="a speaker's name, or a saved voice's file")
     talk.add_argument("--language", default="auto", help="default: %(default)s")
     talk.add_argument("--instruct", help="how to speak, in words, for checkpoints that take instructions")
-    talk.add_argument("--tokens", action="store_true", help="speak words as they are written, not sentence by sentence")
     talk.add_argument(
-        "--ears", choices=("pocketsphinx", "deepgram"), help="default: what the environment has a key for"
+        "--tokens",
+        action=argparse.BooleanOptionalAction,
+        help="speak words as they are written, not sentence by sentence (default: with --mind qwen3)",
     )
-    talk.add_argument("--mind", choices=("scripted", "openai"), help="default: what the environment has a key for")
+    talk.add_argument(
+        "--layout",
+        choices=("streaming", "whole"),
+        help="of a sentence's prompt: beside the speech, which begins sooner (default), or before it",
+    )
+    talk.add_argument(
+        "--ears", choices=("pocketsphinx", "whisper", "deepgram"), help="default: what the environment has a key for"
+    )
+    talk.add_argument(
+        "--ears-model", metavar="NAME_OR_FOLDER", help="of --ears whisper: tiny, base, ..., a Hub id, or a folder"
+    )
+    talk.add_argument(
+        "--mind", choices=("scripted", "qwen3", "openai"), help="default: what the environment has a key for"
+    )
+    talk.add_argument(
+        "--mind-checkpoint", metavar="NAME", help="of --mind qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE"
+    )
     talk.add_argument("--openai-url", metavar="URL", help="default: $OPENAI_BASE_URL")
     talk.add_argument("--openai-model", metavar="NAME", help="default: $OPENAI_MODEL")
     talk.add_argument(
@@ -70,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
     _need_packages(page=arguments.scripted is None and arguments.transport != "local")
+    for name, value, part in (
+        ("--ears-model", arguments.ears_model, ("--ears whisper", arguments.ears == "whisper")),
+        ("--mind-checkpoint", arguments.mind_checkpoint, ("--mind qwen3", arguments.mind == "qwen3")),
+    ):
+        if value and not part[1]:
+            raise AgentError(f"{name} {value}: it belongs to {part[0]}, which was not asked for")
     from mktts.agent.settings import from_environment
 
     settings = from_environment(
@@ -79,8 +103,11 @@ def main(arguments: argparse.Namespace) -> int:
         language=arguments.language,
         instruct=arguments.instruct,
         tokens=arguments.tokens,
+        layout=arguments.layout,
         ears=arguments.ears,
+        ears_model=arguments.ears_model,
         mind=arguments.mind,
+        mind_checkpoint=arguments.mind_checkpoint,
         openai_url=arguments.openai_url,
         openai_model=arguments.openai_model,
         turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
@@ -130,7 +157,7 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         server.run([bound])
-    _close_voice()
+    _close_models()
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
@@ -141,7 +168,7 @@ def _scripted(settings: AgentSettings, wav: Path) -> int:
 
     talk = asyncio.run(converse(settings, wav=wav))
     print(json.dumps(talk.document()))
-    _close_voice()
+    _close_models()
     return 0
 
 
@@ -163,7 +190,7 @@ def _local(settings: AgentSettings) -> int:
 
     print("wear headphones: nothing here takes the bot's own voice out of the microphone")
     asyncio.run(talk())
-    _close_voice()
+    _close_models()
     return 0
 
 
@@ -173,9 +200,11 @@ def _end_with_stdin(server: Any) -> None:
     server.should_exit = True
 
 
-def _close_voice() -> None:
+def _close_models() -> None:
+    from mktts.agent.mind import close_minds
     from mktts.pipecat import close_shared_synthesizers
 
+    close_minds()
     close_shared_synthesizers()
 
 

@@ -15,7 +15,7 @@ except ModuleNotFoundError:
 
 from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
-from pipecat.frames.frames import EndFrame, TTSSpeakFrame
+from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.observers.user_bot_latency_observer import LatencyBreakdown, UserBotLatencyObserver
 from pipecat.pipeline.pipeline import Pipeline
@@ -81,6 +81,14 @@ class Conversation:
         """Says the greeting, if there is one."""
         if self.settings.greeting:
             await self.worker.queue_frame(TTSSpeakFrame(self.settings.greeting))
+
+    async def answer(self, text: str) -> None:
+        """Takes `text` for what the user has said: it interrupts the bot, and the mind answers it."""
+        await self.worker.queue_frame(InterruptionFrame())
+        await self.worker.flush_pipeline()  # what was heard of the interrupted reply enters the context before this
+        await self.worker.queue_frame(
+            LLMMessagesAppendFrame(messages=[{"role": "user", "content": text}], run_llm=True)
+        )
 
     async def end(self) -> None:
         """Ends it once everything queued has been said."""
@@ -166,12 +174,17 @@ def make_voice(settings: AgentSettings, source: SpeechSource | None = None) -> M
     )
 
 
+def voice_options(settings: AgentSettings, synthesizer: Synthesizer) -> StreamOptions | None:
+    """Of every utterance; None for the usual ones."""
+    checkpoint = synthesizer.checkpoint
+    if settings.options is None and checkpoint is not None and checkpoint.is_random:
+        return _as_long_as_speech(checkpoint)
+    return settings.options
+
+
 def _local_source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
-    checkpoint, options = synthesizer.checkpoint, settings.options
-    if options is None and checkpoint is not None and checkpoint.is_random:
-        options = _as_long_as_speech(checkpoint)
-    return LocalSource(synthesizer, settings.checkpoint, options)
+    return LocalSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer), settings.layout)
 
 
 def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:

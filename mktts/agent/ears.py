@@ -1,8 +1,9 @@
-"""Speech to text: Deepgram, or pocketsphinx with a grammar, which needs no network and no download."""
+"""Speech to text: Deepgram, Whisper, or pocketsphinx with a grammar, which needs no network and no download."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,12 @@ _WARM_UP_S = 0.5
 
 
 def make_ears(settings: AgentSettings) -> STTService:
-    """The service that `settings` name. Raises AgentError where its package is missing."""
+    """The service that `settings` name. Raises AgentError where its package is missing, or its model."""
     service = find_ears(settings)
+    if settings.ears == "whisper":
+        from mktts.agent.whisper import make_whisper
+
+        return make_whisper(settings)
     return service() if settings.ears == "pocketsphinx" else service(api_key=settings.deepgram_key)
 
 
@@ -35,11 +40,28 @@ def find_ears(settings: AgentSettings) -> type[STTService]:
     if settings.ears == "pocketsphinx":
         _decoder_class()
         return PocketsphinxSTTService
+    if settings.ears == "whisper":
+        if importlib.util.find_spec("faster_whisper") is None:  # before Pipecat logs an error of its own
+            raise PackageMissing(
+                "the ears are to be Whisper, which needs the package faster-whisper: pip install faster-whisper"
+            )
+        from pipecat.services.whisper.stt import WhisperSTTService
+
+        return WhisperSTTService
     try:
         from pipecat.services.deepgram.stt import DeepgramSTTService
     except ImportError as error:
         raise AgentError(f"the ears are to be Deepgram, which needs the package deepgram-sdk: {error}") from None
     return DeepgramSTTService
+
+
+def load_ears(settings: AgentSettings) -> None:
+    """Loads the model of ears in this process that all conversations share. Raises as `make_ears`."""
+    find_ears(settings)
+    if settings.ears == "whisper":
+        from mktts.agent.whisper import shared_model
+
+        shared_model(settings)
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """`python -m mktts agent measure`: how long the voice takes inside Pipecat, beside what its engine takes alone.
 
-`engine_ttfc_ms` is `mktts.speech.metrics`' TTFC of a reply's first sentence. `pipecat_ttfb_ms` is the time to first
-byte that the service reports to Pipecat for the same sentences, through a separate pipeline. The last part is the
-scripted conversation of `mktts.agent.scripted`, in real time.
+`engine_ttfc_ms` is the engine's time to a sentence's first chunk. `pipecat_ttfb_ms` is the time to first byte that the
+service reports to Pipecat for the same sentences, through a separate pipeline. What lies between them, and between them
+and bench's first PCM, is `stages` (see `mktts.agent.stages`). The last part is the scripted conversation of
+`mktts.agent.scripted`, in real time.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import argparse
 import asyncio
 import json
 import re
-import time
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from pipecat.frames.frames import EndFrame, Frame, MetricsFrame, TTSSpeakFrame, TTSStoppedFrame
 from pipecat.metrics.metrics import TTFBMetricsData
 from pipecat.pipeline.pipeline import Pipeline
@@ -22,7 +25,8 @@ from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.workers.runner import WorkerRunner
 
-from mktts.agent.conversation import load_voice, make_voice
+from mktts.agent import stages
+from mktts.agent.conversation import load_voice, make_voice, voice_options
 from mktts.agent.intents import STORY
 from mktts.agent.scripted import SCRIPT, Talk, converse
 from mktts.agent.settings import AgentSettings
@@ -32,12 +36,9 @@ from mktts.measure.environment import head
 from mktts.measure.metrics import percentiles
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
-from mktts.speech.metrics import summarise
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
-_FRAMES = 25  # of an utterance, two seconds: only its beginning is measured
-_PAUSE_S = 0.05  # between utterances, so that none waits for the one before
 _LIMIT_S = 30.0
 
 
@@ -59,50 +60,53 @@ class _Ear(FrameProcessor):
         await self.push_frame(frame, direction)
 
 
-def engine_ttfc_ms(synthesizer: Synthesizer, sentences: list[str], options: StreamOptions) -> list[float]:
-    """Of each sentence, spoken by the engine alone."""
-    found = []
-    speaker = synthesizer.checkpoint.config.default_speaker
-    for seed, sentence in enumerate(sentences):
-        stream = synthesizer.stream(sentence, speaker=speaker, seed=seed, max_frames=_FRAMES, options=options)
-        found.append(summarise(list(stream)).ttfc_ms)
-        time.sleep(_PAUSE_S)
-    return found
-
-
-async def pipecat_ttfb_ms(settings: AgentSettings, sentences: list[str]) -> list[float]:
-    """Of each sentence, spoken by the service in a pipeline."""
-    ear = _Ear()
+async def inside_pipecat(
+    settings: AgentSettings, synthesizer: Synthesizer, sentences: list[str]
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Time to first byte in ms, as the service in a pipeline reports it of each sentence; and its stages."""
+    ear, watchmaker = _Ear(), stages.Watchmaker()
+    options = voice_options(settings, synthesizer)
+    source = stages.DatedSource(synthesizer, settings.checkpoint, options, settings.layout, watchmaker)
+    voice = make_voice(settings, source)
+    watchmaker.watch(voice)
     params = PipelineParams(audio_out_sample_rate=SAMPLE_RATE_HZ, enable_metrics=True)
-    worker = PipelineWorker(Pipeline([make_voice(settings), ear]), params=params)
+    worker = PipelineWorker(Pipeline([voice, ear]), params=params)
     runner = WorkerRunner(handle_sigint=False)
     await runner.add_workers(worker)
     running = asyncio.create_task(runner.run())
-    for sentence in sentences:
-        ear.ended.clear()
-        await worker.queue_frame(TTSSpeakFrame(sentence))
-        await asyncio.wait_for(ear.ended.wait(), _LIMIT_S)
-        await asyncio.sleep(_PAUSE_S)
-    await worker.queue_frame(EndFrame())
-    await running
-    return ear.ttfb_ms
+    try:
+        for sentence in sentences:
+            ear.ended.clear()
+            await worker.queue_frame(TTSSpeakFrame(sentence))
+            await asyncio.wait_for(ear.ended.wait(), _LIMIT_S)
+            await asyncio.sleep(stages.PAUSE_S)
+        await worker.queue_frame(EndFrame())
+    except BaseException:  # a runner does not mind the cancelling of its task
+        await worker.cancel()
+        raise
+    finally:
+        await running
+    return ear.ttfb_ms, watchmaker.stages()
 
 
-async def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[str, Any]:
-    """The document: figures, and the conversation."""
-    voice = await asyncio.to_thread(load_voice, settings)
+def measure(settings: AgentSettings, utterances: int, turns: int) -> dict[str, Any]:
+    """The document: figures, stages, and the conversation."""
+    voice = load_voice(settings)
     story = re.findall(r"[^.]+\.", STORY)
     sentences = [story[i % len(story)].strip() for i in range(utterances + 1)]
-    options = StreamOptions(guard=Guard.off())
-    alone = (await asyncio.to_thread(engine_ttfc_ms, voice, sentences, options))[1:]  # the first one warms up
-    inside = (await pipecat_ttfb_ms(settings, sentences))[1:]
-    talk: Talk | None = await converse(settings, SCRIPT[:turns]) if turns else None
-    figures = {"engine_ttfc_ms": alone, "pipecat_ttfb_ms": inside}
+    figures = stages.alone(voice, sentences, StreamOptions(guard=Guard.off()))
+    dated = {}
+    for name, layout in (("whole_ms", "whole"), ("pipecat_ms", settings.layout)):
+        inside, found = asyncio.run(inside_pipecat(replace(settings, layout=layout), voice, sentences))
+        figures[name], dated[name.removesuffix("_ms")] = inside[1:], stages.medians(found[1:])  # the first warms up
+    talk: Talk | None = asyncio.run(converse(settings, SCRIPT[:turns])) if turns else None
+    named = {**figures, "engine_ttfc_ms": figures["paused_ms"], "pipecat_ttfb_ms": figures["pipecat_ms"]}
     return {
         **head(str(voice.device)),
         "backend": voice.backend_name,
         "checkpoint": settings.checkpoint,
-        "figures": {name: {**percentiles(values), "unit": "ms"} for name, values in figures.items()},
+        "figures": {name: {**percentiles(values), "unit": "ms"} for name, values in named.items()},
+        "stages": dated,
         "conversation": None if talk is None else talk.document(),
     }
 
@@ -125,8 +129,11 @@ def main(arguments: argparse.Namespace) -> int:
     settings = AgentSettings(
         checkpoint=arguments.checkpoint, revision=arguments.revision, turn_end="timeout", **loading(arguments)
     )
-    document = asyncio.run(measure(settings, arguments.utterances, arguments.turns))
+    logger.remove()  # Pipecat tells of every frame: formatting that is no part of the voice
+    logger.add(sys.stderr, level="WARNING", filter={"": "WARNING", "mktts.pipecat.service": "ERROR"})
+    document = measure(settings, arguments.utterances, arguments.turns)
     if arguments.output:
         write_json(arguments.output, document)
+    print(stages.table(document["figures"], document["stages"]), file=sys.stderr)
     print(json.dumps(document))
     return 0

@@ -11,6 +11,7 @@ from pipecat.frames.frames import (
     ErrorFrame,
     InterimTranscriptionFrame,
     InterruptionFrame,
+    LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
     LLMTextFrame,
     TranscriptionFrame,
@@ -52,6 +53,14 @@ class PageMessages(BaseObserver):
         self._turn = 0
         self._heard: list[TextPartForConcatenation] = []
         self._written = ""
+
+    async def send_typed(self, text: str) -> None:
+        """Show what the user has typed, where the bot has taken it.
+
+        Args:
+            text: The text.
+        """
+        await self._send({"type": "caption", "who": "user", "text": text, "final": True})
 
     async def send_latency(self, turn: TurnLatency) -> None:
         """Send a turn's latencies.
@@ -96,6 +105,9 @@ class PageMessages(BaseObserver):
             await self._state(bot="thinking")
         elif isinstance(frame, LLMTextFrame):
             self._written += frame.text
+        elif isinstance(frame, LLMFullResponseEndFrame):
+            if not self._written and self._bot == "thinking":  # nothing will be spoken
+                await self._state(bot="silent")
         elif isinstance(frame, BotStartedSpeakingFrame):
             await self._state(bot="speaking")
         elif isinstance(frame, BotStoppedSpeakingFrame):

@@ -1,9 +1,9 @@
-"""The language model: OpenAI or a server of its shape, or a script that answers from a table."""
+"""The language model: OpenAI or a server of its shape, Qwen3 in this process, or a script that answers from a table."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -25,8 +25,31 @@ from mktts.agent.settings import AgentSettings
 _TOKENS_PER_S = 50.0  # a small model on a desktop; so that the rest of the pipeline runs as it would behind a real one
 
 
+def load_mind(settings: AgentSettings) -> str:
+    """Loads the model of a mind in this process, unless it is already; returns how it runs, in words that follow
+    `AgentSettings.parts`, "" for a mind that is elsewhere. Raises CheckpointError, BackendUnavailable."""
+    if settings.mind != "qwen3":
+        return ""
+    from mktts.agent.qwen import shared_thinker
+
+    decoder = shared_thinker(settings).decoder
+    meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
+    return f", {decoder.backend_name} on {decoder.device}{meaning}"
+
+
+def close_minds() -> None:
+    """Lets go of the models of this process."""
+    from mktts.agent.qwen import close_shared_thinkers
+
+    close_shared_thinkers()
+
+
 def make_mind(settings: AgentSettings) -> LLMService:
-    """The service that `settings` name."""
+    """The service that `settings` name. Raises as `load_mind`."""
+    if settings.mind == "qwen3":
+        from mktts.agent.qwen import Qwen3LLMService, shared_thinker
+
+        return Qwen3LLMService(shared_thinker(settings), instructions=settings.instructions, seed=settings.seed)
     if settings.mind == "openai":
         from pipecat.services.openai.llm import OpenAILLMService
 
@@ -115,9 +138,9 @@ class ScriptedLLMService(LLMService):
 
     def _reply(self, context: LLMContext) -> str:
         messages = [message for message in context.get_messages() if isinstance(message, dict)]
-        said = [_text(message) for message in messages if message["role"] == "assistant"]
+        said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
-        asked = _text(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
+        asked = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
         return intents.answer(asked, intents.Turn(said=said, now=self._local_time()))
 
 
@@ -125,10 +148,3 @@ def tokens(text: str) -> list[str]:
     """`text` in words, each with the space before it, as most models write."""
     words = text.split(" ")
     return words[:1] + [f" {word}" for word in words[1:]]
-
-
-def _text(message: dict[str, Any]) -> str:
-    content: str | Sequence[Any] | None = message.get("content")
-    if isinstance(content, str):
-        return content
-    return " ".join(part["text"] for part in content or () if isinstance(part, dict) and part.get("type") == "text")

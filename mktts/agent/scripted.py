@@ -19,10 +19,11 @@ from pipecat.observers.user_bot_latency_observer import MeasuredFrom
 
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
-from mktts.agent.ears import find_ears
+from mktts.agent.ears import load_ears
 from mktts.agent.hearing import HeardBack, hear_back, word_error_rate
 from mktts.agent.latency import TurnLatency, table
 from mktts.agent.loopback import LoopbackTransport
+from mktts.agent.mind import load_mind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.watch import Watch
 from mktts.errors import BackendUnavailable
@@ -110,7 +111,8 @@ async def converse(
     missing.
     """
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
-    find_ears(settings)
+    await asyncio.to_thread(load_ears, settings)
+    await asyncio.to_thread(load_mind, settings)
     checkpoint = (await asyncio.to_thread(load_voice, settings)).checkpoint
     random_weights = checkpoint is not None and checkpoint.is_random
     for line in settings.describe():

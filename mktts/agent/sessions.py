@@ -21,6 +21,7 @@ from mktts.agent.settings import AgentSettings
 CONNECT_S = 8.0  # for a peer that has sent an offer; behind a NAT without a relay none ever comes
 _IDLE_S = 600.0  # a page that was left open
 _CLOSE_S = 2.0
+MOST_TYPED_CHARS = 2_000
 
 
 class Sessions:
@@ -63,12 +64,12 @@ class Sessions:
             await conversation.worker.queue_frame(OutputTransportMessageUrgentFrame(message=message))
 
         page = PageMessages(send, transport.output())
-        hello = _Hello()
+        typed = _FromThePage(page)
         # In a thread: it loads models, and nobody else's audio is to wait for them.
         conversation = await asyncio.to_thread(
-            build, transport, self.settings, observers=[page, hello], idle_timeout_s=_IDLE_S
+            build, transport, self.settings, observers=[page, typed], idle_timeout_s=_IDLE_S
         )
-        hello.conversation = conversation
+        typed.conversation = conversation
         conversation.latency.on_turn = page.send_latency
 
         @transport.event_handler("on_client_connected")
@@ -96,17 +97,33 @@ class Sessions:
             await conversation.worker.cancel()
 
 
-class _Hello(BaseObserver):
-    """Greets once the page says that it can play."""
+class _FromThePage(BaseObserver):
+    """Greets once the page says that it can play, and answers what is typed there."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: PageMessages) -> None:
         super().__init__(observe_every_push=False)
         self.conversation: Conversation | None = None
+        self._page = page
+        self._greeted = False
+        self._answering = asyncio.Lock()  # what is typed is answered in its order
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def on_push_frame(self, data: FramePushed) -> None:
         frame = data.frame
         if not isinstance(frame, InputTransportMessageFrame) or data.direction != FrameDirection.DOWNSTREAM:
             return
-        if isinstance(frame.message, dict) and frame.message.get("type") == "hello" and self.conversation is not None:
-            conversation, self.conversation = self.conversation, None
-            await conversation.greet()
+        if self.conversation is None or not isinstance(frame.message, dict):
+            return
+        kind, text = frame.message.get("type"), frame.message.get("text")
+        if kind == "hello" and not self._greeted:
+            self._greeted = True
+            await self.conversation.greet()
+        elif kind == "text" and isinstance(text, str) and (text := text.strip()[:MOST_TYPED_CHARS]):
+            task = asyncio.create_task(self._answer(self.conversation, text))  # frames go on meanwhile
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, conversation: Conversation, text: str) -> None:
+        async with self._answering:
+            await conversation.answer(text)
+            await self._page.send_typed(text)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
+from mktts.model.prompt import Layout
 from mktts.speech.options import StreamOptions
 
-Ears = Literal["pocketsphinx", "deepgram"]
-Mind = Literal["scripted", "openai"]
+Ears = Literal["pocketsphinx", "whisper", "deepgram"]
+Mind = Literal["scripted", "qwen3", "openai"]
 TurnEnd = Literal["smart", "timeout"]
 
 _OPENAI_MODEL = "gpt-4.1"
+_MIND_CHECKPOINT = "Qwen/Qwen3-0.6B"
+_EARS_MODEL = "base"
 _INSTRUCTIONS = (
     "You are a voice agent. Your answers are spoken: one to three short sentences of plain words, no lists, no markup, "
     "numbers written out."
@@ -30,7 +34,11 @@ class AgentSettings:
     voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
     options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, such
         that an utterance is as long as speech of its text would be.
+    ears_model: of "whisper": a size or a Hub id that the package faster-whisper knows, or a folder.
+    mind_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
     tokens: the mind's words go into one generation as they are written, not sentence by sentence.
+    layout: of a sentence's prompt; "streaming" computes none of it before the first frame, "whole" all, None takes the
+        checkpoint's.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
     greeting: what the bot says first; "" for nothing.
@@ -47,8 +55,11 @@ class AgentSettings:
     seed: int | None = None
     options: StreamOptions | None = None
     tokens: bool = False
+    layout: Layout | None = "streaming"
     ears: Ears = "pocketsphinx"
+    ears_model: str = _EARS_MODEL
     mind: Mind = "scripted"
+    mind_checkpoint: str = _MIND_CHECKPOINT
     deepgram_key: str | None = None
     openai_key: str | None = None
     openai_url: str | None = None
@@ -65,12 +76,15 @@ class AgentSettings:
         if self.mind == "openai" and not (self.openai_key or self.openai_url):
             raise AgentError("the mind is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server")
         for name, value, known in (
-            ("ears", self.ears, ("pocketsphinx", "deepgram")),
-            ("mind", self.mind, ("scripted", "openai")),
-            ("turn_end", self.turn_end, ("smart", "timeout")),
+            ("ears", self.ears, get_args(Ears)),
+            ("mind", self.mind, get_args(Mind)),
+            ("turn_end", self.turn_end, get_args(TurnEnd)),
+            ("layout", self.layout, (None, *get_args(Layout))),
         ):
             if value not in known:
-                raise AgentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                raise AgentError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+        if self.openai_url is not None and urlsplit(self.openai_url).scheme not in ("http", "https"):
+            raise AgentError(f"the mind's address must begin with http:// or https://, got {self.openai_url!r}")
 
     def __repr__(self) -> str:
         return f"AgentSettings({', '.join(self.describe())})"
@@ -78,11 +92,19 @@ class AgentSettings:
     def parts(self) -> dict[str, str]:
         """Who hears ("ears"), thinks ("mind") and speaks ("voice"), in words without secrets."""
         turn_end = "Pipecat's turn model" if self.turn_end == "smart" else f"{self.turn_end_s:g} s of silence"
-        ears = "pocketsphinx with a grammar" if self.ears == "pocketsphinx" else "Deepgram"
-        openai = f"{self.openai_model} at {self.openai_url or 'OpenAI'}"
+        ears = {
+            "pocketsphinx": "pocketsphinx with a grammar",
+            "whisper": f"Whisper, {self.ears_model}",
+            "deepgram": "Deepgram",
+        }[self.ears]
+        mind = {
+            "scripted": "a script, no model",
+            "qwen3": f"Qwen3 text in this process, {self.mind_checkpoint}",
+            "openai": f"{self.openai_model} at {self.openai_url or 'OpenAI'}",
+        }[self.mind]
         return {
             "ears": f"{ears}, Silero VAD, end of turn by {turn_end}",
-            "mind": "a script, no model" if self.mind == "scripted" else openai,
+            "mind": mind,
             "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
         }
 
@@ -111,4 +133,5 @@ def from_environment(environment: Mapping[str, str] | None = None, **changes: An
     chosen |= {name: value for name, value in changes.items() if value is not None}
     chosen.setdefault("ears", "deepgram" if chosen.get("deepgram_key") else "pocketsphinx")
     chosen.setdefault("mind", "openai" if chosen.get("openai_key") or chosen.get("openai_url") else "scripted")
+    chosen.setdefault("tokens", chosen["mind"] == "qwen3")  # what writes here may as well be spoken while it writes
     return AgentSettings(**chosen)

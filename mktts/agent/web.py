@@ -16,7 +16,8 @@ from loguru import logger
 
 from mktts.agent import intents
 from mktts.agent.conversation import check_voice, load_voice
-from mktts.agent.ears import find_ears
+from mktts.agent.ears import load_ears
+from mktts.agent.mind import load_mind
 from mktts.agent.sessions import Sessions
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
@@ -29,6 +30,7 @@ Transport = Literal["websocket", "webrtc"]
 PAGE = Path(__file__).parent / "page"
 MAX_SESSIONS = 4
 _MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
+_MOST_REASON_CHARS = 200
 _TRY_AGAIN_LATER, _INTERNAL_ERROR = 1013, 1011  # RFC 6455 and its registry
 
 
@@ -55,7 +57,8 @@ def create_app(
     """
     if transport == "webrtc" and not has_webrtc():
         raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
-    find_ears(settings)  # before seconds of loading
+    load_ears(settings)  # a missing package shows before seconds of loading
+    mind_runs = load_mind(settings)
     synthesizer = load_voice(settings)
     check_voice(settings)
     checkpoint = synthesizer.checkpoint
@@ -68,6 +71,7 @@ def create_app(
     async def config() -> dict[str, Any]:
         parts = settings.parts()
         parts["voice"] += f", {synthesizer.backend_name} on {synthesizer.device}"
+        parts["mind"] += mind_runs
         return {
             **parts,
             "input_rate_hz": USER_RATE_HZ,
@@ -121,7 +125,13 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             task.add_done_callback(_log_failure)
             task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
 
-        return await handler.handle_web_request(asked, begin)
+        try:
+            return await handler.handle_web_request(asked, begin)
+        except HTTPException:
+            raise
+        except Exception as error:  # whatever aiortc makes of what a stranger sent
+            words = f"{type(error).__name__}: {error}".strip(": ")[:_MOST_REASON_CHARS]
+            raise HTTPException(400, f"this offer cannot be answered: {words}") from None
 
 
 def is_offer(sdp: object, kind: object) -> bool:

@@ -1,7 +1,8 @@
 """The page's WebSocket: raw PCM both ways, and JSON beside it.
 
 Binary messages are mono 16-bit little-endian PCM, 16 kHz from the page and 24 kHz to it. Text messages are objects
-with a "type" (`mktts.agent.messages`); from the page come "hello", after which the bot greets, and "mute".
+with a "type" (`mktts.agent.messages`); from the page come "hello", after which the bot greets, "mute", and "text", what
+was typed, which the bot answers as if it had been said.
 """
 
 from __future__ import annotations

@@ -62,6 +62,17 @@ class KernelPrefill:
         copy_into_cache(cache.keys[:, 0, :, : len(rows)], cache.values[:, 0, :, : len(rows)], kv)
         return hidden
 
+    @torch.inference_mode()
+    def go_on(self, rows: Tensor, kv: Tensor, kept: Kept) -> Tensor:
+        """As `fill`, of a prompt (L, H) whose first `kept.length` (< L) positions are known; beyond the graphs'
+        capacity all of it is computed."""
+        if len(rows) > self.capacity:
+            return self.fill(rows, kv)
+        self._prefill.restore(kept)
+        hidden = self._prefill.run(rows[kept.length :], kept.length)
+        copy_into_cache(self._prefill.keys, self._prefill.values, kv)
+        return hidden
+
 
 class PrefixCache:
     """Keys and values of prefixes, by the key that the prompt's builder gives (`Prompt.prefix_key`).
@@ -160,3 +171,14 @@ def copy_into_cache(keys: Tensor, values: Tensor, kv: Tensor, start: int = 0) ->
             target[:, :, slot : slot + whole] = middle.unflatten(2, (whole, group))
         if rest := count - first - whole * group:
             target[:, :, slot + whole, :rest] = source[:, :, count - rest :]
+
+
+@torch.inference_mode()
+def kept_of_cache(kv: Tensor, length: int) -> Kept:
+    """A copy of positions [0, length) of the kernel's cache; what `copy_into_cache` wrote comes back."""
+    group, slots = kv.shape[2], kv.shape[3]
+    if not 0 < length <= group * slots:
+        raise CapacityError(f"the cache holds {group * slots} positions, {length} were asked for")
+    used = kv[:, :, :, : -(-length // group)]  # (layers, kv heads, group, slots, 2, head_dim)
+    in_order = used.permute(4, 0, 1, 3, 2, 5).flatten(3, 4)  # position p is in block p % group, slot p // group
+    return Kept(in_order[:, :, :, :length].contiguous())

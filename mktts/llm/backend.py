@@ -35,6 +35,15 @@ class TextBackend(Protocol):
         Raises what `check_start` raises, and SamplingError for a choice that this backend cannot make.
         """
 
+    def go_on(
+        self, state: TextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
+    ) -> TextState:
+        """As `start`, without computing the first `keep` of the prompt's tokens again: those are the first of what
+        `state` holds, its prompt and then its tokens but for the newest. `state` stays as it is.
+
+        1 <= keep < L. Sums may be ordered otherwise than `start` has them.
+        """
+
     def step(self, state: TextState, count: int = 1) -> list[int]:
         """The next token ids: `count` of them, or what `max_tokens` leaves, or up to and including an end id.
 
@@ -97,8 +106,23 @@ class TorchTextBackend:
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
         """See `TextBackend.start`."""
         check_start(self.config.stack, prompt, max_tokens)
+        return self._begin(self.stack.new_cache(len(prompt) + max_tokens), prompt, choice, seed, max_tokens)
+
+    @torch.inference_mode()
+    def go_on(
+        self, state: TorchTextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
+    ) -> TorchTextState:
+        """See `TextBackend.go_on`."""
+        check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
-        hidden = self.stack.forward(self.embedding[prompt.to(self.device)][None], cache)
+        for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
+            new[:, :, :, :keep] = kept[:, :, :, :keep]
+        cache.length = keep
+        return self._begin(cache, prompt, choice, seed, max_tokens)
+
+    def _begin(self, cache: KVCache, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
+        rows = self.embedding[prompt[cache.length :].to(self.device)]
+        hidden = self.stack.forward(rows[None], cache)
         return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
 
     @torch.inference_mode()

@@ -16,7 +16,7 @@ import torch
 
 from mktts.common import whole_number
 from mktts.errors import BackendUnavailable, EngineError, TextError
-from mktts.llm.backend import TextBackend, TorchTextBackend, check_start
+from mktts.llm.backend import TextBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.stream import Token, TokenStream
 from mktts.llm.tokens import Detokenizer, TextVocabulary
@@ -81,6 +81,7 @@ class TextDecoder:
         max_tokens: int = 256,
         stop_at_eos: bool = True,
         tokens_per_step: int = 1,
+        after: tuple[TextState, int] | None = None,
     ) -> TokenStream:
         """Prefills `prompt` and returns the stream of new tokens.
 
@@ -88,6 +89,8 @@ class TextDecoder:
         choice: None takes the checkpoint's own. seed: None draws one, see `TokenStream.seed`.
         stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
         of them waits for the last, and cancelling takes effect after that many at most.
+        after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
+        holds; those are not computed again (see `mktts.llm.conversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
         positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.
@@ -102,9 +105,11 @@ class TextDecoder:
         whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
+        how = (ids, choice or self.choice, seed, max_tokens)
+        state, keep = after or (None, 0)
         return TokenStream(
             backend=self._backend,
-            state=self._backend.start(ids, choice or self.choice, seed, max_tokens),
+            state=self._backend.go_on(state, keep, *how) if keep else self._backend.start(*how),
             pieces=Detokenizer(self.vocabulary),
             eos_ids=config.eos_ids if stop_at_eos else (),
             seed=seed,

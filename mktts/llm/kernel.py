@@ -11,7 +11,7 @@ from torch import Tensor
 from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.launch import Launcher, check_device
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, StreamParams, pinned_words, point, set_choice
-from mktts.kernel.prompts import KernelPrefill
+from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import choose_text_shape, pack_wide_head
 from mktts.kernel.weights import stack_weights
 from mktts.llm.backend import check_start
@@ -87,10 +87,27 @@ class TextKernelBackend:
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
         """See `TextBackend.start`."""
+        state = self._new(prompt, choice, seed, max_tokens)
+        state.hidden.copy_(self._prefill.fill(self._rows(prompt), state.kv))
+        return state
+
+    @torch.inference_mode()
+    def go_on(
+        self, state: TextKernelState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
+    ) -> TextKernelState:
+        """See `TextBackend.go_on`."""
+        new = self._new(prompt, choice, seed, max_tokens)
+        new.hidden.copy_(self._prefill.go_on(self._rows(prompt), new.kv, kept_of_cache(state.kv, keep)))
+        return new
+
+    def _rows(self, prompt: Tensor) -> Tensor:
+        return self._weights["embeddings0"][prompt.to(self.device)]
+
+    def _new(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
         stack = self.config.stack
         check_start(stack, prompt, max_tokens)
         kv = self.shape.cache(len(prompt) + max_tokens)
-        state = TextKernelState(
+        return TextKernelState(
             kv=torch.empty(kv, dtype=self.dtype, device=self.device),
             hidden=torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
             out=pinned_words(MAX_TOKENS_A_LAUNCH),
@@ -99,8 +116,6 @@ class TextKernelBackend:
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
         )
-        state.hidden.copy_(self._prefill.fill(self._weights["embeddings0"][prompt.to(self.device)], state.kv))
-        return state
 
     def step(self, state: TextKernelState, count: int = 1, debug: Tensor | None = None) -> list[int]:
         """See `TextBackend.step`. `debug`: (count, V) bf16 on the device takes the logits."""

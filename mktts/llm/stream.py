@@ -32,7 +32,7 @@ class TokenStream:
     """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
 
     ids: what has been taken so far. seed: what every draw follows from. Leaving the `with` block cancels.
-    finish_reason: None while tokens may still come, and when the model failed.
+    finish_reason: None while tokens may still come, and when the model `failed`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class TokenStream:
         self.ids: list[int] = []
         self.seed = seed
         self.finish_reason: TextFinishReason | None = None
+        self.failed = False
         self._backend: TextBackend | None = backend
         self._state = state
         self._pieces = pieces
@@ -61,10 +62,15 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
-        if self.finish_reason is None:
+        if self.finish_reason is None and not self.failed:
             self._end("cancelled")
 
     close = cancel
+
+    @property
+    def state(self) -> Any:
+        """The backend's, as long as tokens may come: who keeps it can go on from it."""
+        return self._state
 
     def read(self) -> str:
         """The text that is left, to the end."""
@@ -81,6 +87,7 @@ class TokenStream:
                 self._made = self._backend.step(self._state, self._tokens_per_step)
             except BaseException:  # Ctrl-C too: the state may be half a step further
                 self._backend = self._state = None
+                self.failed = True
                 raise
             self._ready_ms = 1e3 * (time.perf_counter() - self._started_s)
         token_id = self._made.pop(0)

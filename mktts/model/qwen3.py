@@ -159,12 +159,11 @@ class Qwen3Stack(Stack):
     def forward(self, x: Tensor, cache: KVCache) -> Tensor:
         """Appends `x` (1, T, H) to the cache; returns the normed hidden states (1, T, H).
 
-        T > 1 is only valid on an empty cache (prefill). Raises CapacityError when the cache is full.
+        Raises CapacityError when the cache is full.
         """
         end = cache.length + x.shape[1]
         if end > cache.capacity:
             raise CapacityError(f"key-value cache holds {cache.capacity} positions, position {end} was asked for")
-        assert x.shape[1] == 1 or cache.length == 0, "several rows at once only on an empty cache"
         cos, sin = self.rotary(cache.length, end)
         for index, w in enumerate(self.layers):
             attend = partial(self._attend, w, cos, sin, cache.keys[index], cache.values[index], end)
@@ -184,8 +183,17 @@ class Qwen3Stack(Stack):
         k = rms_norm(heads(w.k, c.num_key_value_heads), w.k_norm, c.rms_norm_eps).transpose(1, 2)
         keys[:, :, end - rows : end] = rotate(k, cos, sin)
         values[:, :, end - rows : end] = heads(w.v, c.num_key_value_heads).transpose(1, 2)
+        past = end - rows
+        mask = None  # several rows behind others: each sees those and itself, which is_causal does not mean
+        if rows > 1 and past:
+            mask = torch.ones(rows, end, dtype=torch.bool, device=h.device).tril(past)
         attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), keys[:, :, :end], values[:, :, :end], is_causal=rows > 1, enable_gqa=True
+            rotate(q, cos, sin),
+            keys[:, :, :end],
+            values[:, :, :end],
+            attn_mask=mask,
+            is_causal=rows > 1 and mask is None,
+            enable_gqa=True,
         )
         return attended.transpose(1, 2).reshape(1, rows, -1)
 

@@ -23,6 +23,7 @@ from pipecat.transcriptions.language import Language
 from pipecat.utils.tracing.service_decorators import traced_tts
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
+from mktts.model.prompt import Layout
 from mktts.pipecat.failure import speech_failed
 from mktts.pipecat.heard import HeardWordsTTSService
 from mktts.pipecat.pcm import BYTES_PER_SAMPLE, PcmConverter, silence
@@ -63,6 +64,7 @@ class MkttsTTSService(HeardWordsTTSService):
         device: str = "auto",
         dtype: torch.dtype | None = None,
         options: StreamOptions | None = None,
+        layout: Layout | None = None,
         settings: Settings | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,6 +82,8 @@ class MkttsTTSService(HeardWordsTTSService):
             device: Of the shared synthesizer.
             dtype: Of the shared synthesizer.
             options: Of every utterance of the shared synthesizer: chunk sizes, limits.
+            layout: Of its sentences' prompts: "streaming" speaks sooner than "whole", the default of CustomVoice
+                checkpoints, because no prompt is computed before the first frame.
             settings: Runtime-updatable settings.
             **kwargs: Additional arguments passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
@@ -93,7 +97,7 @@ class MkttsTTSService(HeardWordsTTSService):
             checkpoint = DEFAULT_CHECKPOINT if checkpoint is None else checkpoint
             name = checkpoint.folder.name if isinstance(checkpoint, Checkpoint) else str(checkpoint)
             synthesizer = shared_synthesizer(checkpoint, backend=backend, device=device, dtype=dtype)
-            source = LocalSource(synthesizer, name, options)
+            source = LocalSource(synthesizer, name, options, layout)
 
         default_settings = self.Settings(
             model=source.name, voice=source.default_voice, language=AUTO, instruct=None, sampling=None, seed=None
@@ -212,14 +216,17 @@ class MkttsTTSService(HeardWordsTTSService):
         if self._is_streaming_tokens:
             yield self._write(text, context_id)
             return
-        await self.start_tts_usage_metrics(text)
         utterance = self._speaking[context_id] = Utterance(self._pace, self._spoken_word())
-        utterance.feed(text)
-        utterance.finish()
 
         async def speak() -> Speech | None:
             # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
-            return await self._source.speak(text, self._settings.style) if any(map(str.isalnum, text)) else None
+            said = any(map(str.isalnum, text))
+            utterance.speech = await self._source.speak(text, self._settings.style) if said else None
+            # While the first frame is made: when each word is heard, and Pipecat's count of characters.
+            utterance.feed(text)
+            utterance.finish()
+            await self.start_tts_usage_metrics(text)
+            return utterance.speech
 
         try:
             async with aclosing(self._voice(utterance, speak, context_id)) as frames:

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 from mktts.audio import to_pcm16
 from mktts.errors import EngineError, TextError
+from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
@@ -100,10 +101,19 @@ class LocalSource:
 
     sample_rate_hz = SAMPLE_RATE_HZ
 
-    def __init__(self, synthesizer: Synthesizer, name: str | None = None, options: StreamOptions | None = None) -> None:
-        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance."""
+    def __init__(
+        self,
+        synthesizer: Synthesizer,
+        name: str | None = None,
+        options: StreamOptions | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance. `layout`: of
+        the prompts of `speak`, None for the checkpoint's; "streaming" leaves no prompt to compute before the first
+        frame. What `open` gives is in the streaming layout in any case."""
         self._synthesizer = synthesizer
         self._options = options
+        self._layout = layout
         self._voices: dict[str, Voice] = {}
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
@@ -123,10 +133,13 @@ class LocalSource:
         return word if front_end is None else front_end.word(word, (style.language or "auto").lower())
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
-        return LocalSpeech(self._synthesizer.stream(text, **self._asked(style)))
+        return LocalSpeech(self._stream(text, style))
 
     async def open(self, style: Style) -> LocalFedSpeech:
         return LocalFedSpeech(self._synthesizer.open(**self._asked(style)))
+
+    def _stream(self, text: str, style: Style) -> Stream:
+        return self._synthesizer.stream(text, layout=self._layout, **self._asked(style))
 
     def _asked(self, style: Style) -> StreamSettings:
         cloned = style.voice is not None and not self._named_speakers()

@@ -38,6 +38,7 @@ class Bell:
     """Wakes event loops: those that the worker rang for are woken together, one call a loop."""
 
     def __init__(self) -> None:
+        self.first = False  # a lone stream's first chunk was delivered, and nobody had time to take it yet
         self._rung: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
 
     def ring(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
@@ -231,6 +232,8 @@ class Job:
                 return
             chunk = make(work)
             if chunk is not None:
+                if self._bell is not None and self.engine == "single" and not self.made_frames:
+                    self._bell.first = True
                 self.made_frames += chunk.frames
                 self._put(chunk)
             if work.finish_reason is not None:

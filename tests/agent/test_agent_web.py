@@ -17,12 +17,18 @@ from pipecat.frames.frames import (
     InputAudioRawFrame,
     InputTransportMessageFrame,
     InterruptionFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
     OutputAudioRawFrame,
     OutputTransportMessageUrgentFrame,
 )
+from pipecat.observers.base_observer import FramePushed
+from pipecat.processors.frame_processor import FrameDirection
 from running import running_agent
 
 from mktts.agent import intents, user_speech
+from mktts.agent.messages import PageMessages
 from mktts.agent.serve import bind
 from mktts.agent.settings import AgentSettings
 from mktts.agent.websocket import PcmSerializer
@@ -107,6 +113,33 @@ async def test_a_conversation_over_the_pages_socket(url):
     assert audio_bytes > SAMPLE_RATE_HZ  # more than half a second
 
 
+async def test_what_is_typed_is_answered_without_a_microphone_and_interrupts_the_answer(url):
+    messages: list[dict] = []
+    async with websockets.connect(socket_of(url)) as socket:
+
+        async def until(**wanted: object) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not any(wanted.items() <= message.items() for message in messages):
+                    message = await socket.recv()
+                    if not isinstance(message, bytes):
+                        messages.append(json.loads(message))
+
+        await until(type="ready")
+        for wrong in ("", "  ", 7, None):
+            await socket.send(json.dumps({"type": "text", "text": wrong}))
+        await socket.send(json.dumps({"type": "text", "text": "tell me a story"}))
+        await until(type="caption", who="user", text="tell me a story")
+        await until(type="state", bot="speaking")
+        await until(type="caption", who="bot", final=False)
+        await socket.send(json.dumps({"type": "text", "text": " thank you "}))
+        await until(type="caption", who="bot", final=True, text="You are welcome.")
+    captions = [m for m in messages if m["type"] == "caption" and m["final"]]
+    assert [(m["who"], m.get("interrupted", False)) for m in captions] == [
+        ("user", False), ("bot", True), ("user", False), ("bot", False),
+    ]  # fmt: skip
+    assert captions[2]["text"] == "thank you" and captions[1]["text"].startswith("Once") and captions[1]["unheard"]
+
+
 def test_the_page_learns_what_it_talks_to_and_no_secret(url):
     config = httpx.get(f"{url}/agent/config").raise_for_status().json()
     assert config["ears"].startswith("pocketsphinx") and config["random_weights"]
@@ -166,16 +199,35 @@ async def test_garbage_offers_are_refused_and_hold_no_place(checkpoint_cache, mo
             assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
 
 
-async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cache, monkeypatch):
-    aiortc = pytest.importorskip("aiortc")
+async def test_an_offer_that_webrtc_cannot_answer_is_refused_and_holds_no_place(checkpoint_cache, monkeypatch):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
-    monkeypatch.setattr("mktts.agent.sessions.CONNECT_S", 0.5)
+    sdp = await an_offer()
+    with running_agent(SETTINGS) as url:
+        for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:"):
+            broken = sdp.replace(line, "")
+            assert broken != sdp
+            answer = httpx.post(f"{url}/agent/offer", json={"sdp": broken, "type": "offer"})
+            assert answer.status_code == 400 and answer.json()["detail"], line
+        async with websockets.connect(socket_of(url)) as socket:
+            assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+
+
+async def an_offer() -> str:
+    """Of a peer that is gone."""
+    aiortc = pytest.importorskip("aiortc")
     peer = aiortc.RTCPeerConnection()
     peer.addTransceiver("audio")
     peer.createDataChannel("chat")
     await peer.setLocalDescription(await peer.createOffer())
     sdp = peer.localDescription.sdp
     await peer.close()
+    return sdp
+
+
+async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cache, monkeypatch):
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+    monkeypatch.setattr("mktts.agent.sessions.CONNECT_S", 0.5)
+    sdp = await an_offer()
     with running_agent(SETTINGS) as url:
         answer = await asyncio.to_thread(
             httpx.post, f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"}, timeout=WAIT_S
@@ -200,6 +252,10 @@ async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cach
         (["--instruct", "softly"], "instruct"),
         (["--allow-origin", "*"], "--allow-origin must be like"),
         (["--port", "70000"], "port must be 0 to 65535"),
+        (["--mind", "openai", "--openai-url", "localhost:11434"], "http://"),
+        (["--mind", "qwen3", "--mind-checkpoint", "nowhere"], "nowhere"),
+        (["--ears-model", "tiny"], "--ears whisper"),
+        (["--mind-checkpoint", "random:tiny"], "--mind qwen3"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, capsys, words, message):
@@ -229,6 +285,19 @@ def test_an_address_that_others_reach_needs_a_key():
     with pytest.raises(ServerError, match="MKTTS_API_KEY"):
         bind("0.0.0.0", 0, None)
     bind("0.0.0.0", 0, KEY).close()
+
+
+@pytest.mark.parametrize(("words", "state"), [([], "silent"), ([" Hm."], "thinking")])
+async def test_a_reply_without_words_leaves_nobody_thinking(words, state):
+    said: list[dict] = []
+
+    async def send(message: dict) -> None:
+        said.append(message)
+
+    page = PageMessages(send, output=None)
+    for frame in (LLMFullResponseStartFrame(), *map(LLMTextFrame, words), LLMFullResponseEndFrame()):
+        await page.on_push_frame(FramePushed(page, None, frame, FrameDirection.DOWNSTREAM, 0))
+    assert said[0]["bot"] == "thinking" and said[-1]["bot"] == state
 
 
 async def test_the_serializer_is_the_wire_and_hears_nothing_while_muted():

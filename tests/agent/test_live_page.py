@@ -9,61 +9,24 @@ import re
 import shutil
 import socket
 import subprocess
-import wave
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 from absent import needs
 from agent_picture import SPOKEN, visit
-from chromium import FOREIGN_HOST, NAMES, binary, chromium
-from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S, page_bot
+from chromium import FOREIGN_HOST, NAMES, binary
+from page_bot import INPUT_RATE_HZ, PAGE, PIECE_S
 from running import running_agent
 
 from mktts.agent.settings import AgentSettings
 
 REACHABLE = [name for _, name in socket.if_nameindex() if not name.startswith(("lo", "ifb"))]
-BEEP_HZ, MICROPHONE_RATE_HZ = 600, 48_000
+BEEP_HZ = 600
 FRAME_BYTES = 2 * INPUT_RATE_HZ // 50
 
 needs_chromium = pytest.mark.skipif(binary() is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript runtime (node) on this machine")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """A Chromium whose microphone hears a beep of 0.3 s every 0.6 s."""
-    folder = tmp_path_factory.mktemp("chromium")
-    times = np.arange(MICROPHONE_RATE_HZ * 6 // 10) / MICROPHONE_RATE_HZ
-    beep = 0.5 * np.sin(2 * np.pi * BEEP_HZ * times) * (times < 0.3)
-    with wave.open(str(folder / "beeps.wav"), "wb") as out:
-        out.setparams((1, 2, MICROPHONE_RATE_HZ, 0, "NONE", ""))
-        out.writeframes((beep * 32_767).astype("<i2").tobytes() * 20)
-    with chromium(folder, folder / "beeps.wav") as running:
-        yield running
-
-
-@pytest.fixture
-async def bot():
-    async with page_bot() as served:
-        yield served
-
-
-@pytest.fixture
-async def page(browser, bot):
-    """The page, before anybody has started a conversation."""
-    async with browser.tab(bot.url) as tab:
-        yield tab
-        assert tab.errors == []
-
-
-@pytest.fixture
-async def talk(page, bot):
-    """The page in a conversation."""
-    await page.click("#start")
-    await bot.until(lambda: bot.messages, "hello")
-    await bot.new_frames(25)
-    return page
 
 
 @needs_node
@@ -196,10 +159,10 @@ async def test_stop_ends_the_conversation_and_another_can_be_started_from_the_ke
 @needs_chromium
 async def test_every_control_is_reached_with_the_tab_key(talk):
     reached = set()
-    for _ in range(8):
+    for _ in range(16):
         await talk.press("Tab")
         reached.add(await talk.js("document.activeElement.id || document.activeElement.tagName"))
-    assert {"mute", "stop", "captions", "SUMMARY"} <= reached
+    assert {"mute", "stop", "microphone", "speaker", "captions", "typed", "send", "SUMMARY"} <= reached
 
 
 @needs_chromium
@@ -356,6 +319,7 @@ async def test_the_same_page_talks_over_webrtc(browser, checkpoint_cache):
     with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with browser.tab(url) as page:
             await page.js(spy)
+            await page.until("document.querySelector('#transport').options.length === 2")
             await page.js("document.querySelector('#transport').value = 'webrtc'")
             await page.click("#start")
             await page.until("document.querySelector('#captions .bot .said')?.textContent === 'Hello, I am listening.'")

@@ -88,3 +88,32 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     ours, oracle = (squares / 40).sqrt().tolist()
     print(f"rms error to fp32: kernel {ours:.4f}, oracle bf16 {oracle:.4f}")
     assert ours <= 1.1 * oracle
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
+def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt(source):
+    """And from another state it does not: what is kept is what is attended to."""
+    checkpoint = open_text_checkpoint(source)
+    kernel = kernel_of(checkpoint)
+    debug = torch.zeros(1, checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+
+    def logits(state):
+        kernel.step(state, 1, debug)
+        return debug[0].float()
+
+    first, other = torch.arange(7, 60), torch.arange(900, 953)
+    spoken = kernel.start(first, GREEDY, 0, 64)
+    made = [kernel.step(spoken, 1)[0] for _ in range(20)]
+    another = kernel.start(other, GREEDY, 0, 64)
+    for _ in range(20):
+        kernel.step(another, 1)
+    keep = len(first) + len(made) - 1
+    prompt = torch.tensor([*first.tolist(), *made, *range(300, 317)])
+    whole = logits(kernel.start(prompt, GREEDY, 0, 8))
+    kept = logits(kernel.go_on(spoken, keep, prompt, GREEDY, 0, 8))
+    wrong = logits(kernel.go_on(another, keep, prompt, GREEDY, 0, 8))
+    error, control = ((found - whole).norm() / whole.norm() for found in (kept, wrong))
+    print(f"{source}: relative error {error:.4f}, from another state {control:.4f}")
+    assert error < 0.05 and control > 3 * error

@@ -173,7 +173,13 @@ def test_what_cannot_be_measured_is_one_line(words, said, capsys):
 
 def point(listeners: int, **other: object) -> dict[str, object]:
     whole = {"held": True, "underruns": 0, "refused": 0, "unanswered": 0, "errors": 0, "arrivals": 100}
-    spreads = {"ttfb_p99_ms": 50.0, "audible_p95_ms": 80.0, "open_mean": float(listeners), "listeners": listeners}
+    spreads = {
+        "ttfb_p99_ms": 50.0,
+        "audible_p95_ms": 80.0,
+        "open_mean": 1.0,
+        "playing_mean": listeners + 0.5,
+        "listeners": listeners,
+    }
     return {**whole, **spreads, "duration_s": 60.0, **other}
 
 
@@ -189,6 +195,8 @@ def test_a_load_counts_only_where_everybody_was_in_time_for_all_of_it():
         assert figures([point(768, **wrong)], gpu=True) == {}
     assert figures([point(12, ttfb_p99_ms=300.0)], gpu=False)["listeners"]["value"] == 12
     assert figures([point(12, audible_p95_ms=501.0)], gpu=False) == {}
+    few = figures([point(12, playing_mean=10.7)], gpu=False)["listeners"]
+    assert (few["value"], few["offered"]) == (10.7, 12)  # their speech was shorter than planned
 
 
 def test_figures_of_a_server_take_the_place_of_those_before(tmp_path):

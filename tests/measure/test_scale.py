@@ -13,7 +13,15 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 
 def point(part: str, open_mean: float, carried: bool = True) -> dict:
-    beside = {"listeners": 0, "ttfb_p99_ms": 1.0, "underruns": 0, "refused": 0, "duration_s": 60.0, "arrivals": 9}
+    beside = {
+        "listeners": 9_999,
+        "playing_mean": open_mean,
+        "ttfb_p99_ms": 1.0,
+        "underruns": 0,
+        "refused": 0,
+        "duration_s": 60.0,
+        "arrivals": 9,
+    }
     return {"part": part, "open_mean": open_mean, "carried": carried, **beside}
 
 

@@ -77,6 +77,18 @@ async def test_the_audio_of_a_turn_is_the_synthesizers_sentence_by_sentence(plac
     assert {data.model for data in metrics(talk, TTFBMetricsData)} == {synth.checkpoint.folder.name}
 
 
+async def test_a_service_may_choose_the_layout_of_its_sentences(synth):
+    heard = {}
+    for layout in ("streaming", "whole"):
+        source = LocalSource(synth, options=OPTIONS, layout=layout)
+        async with Talk(MkttsTTSService(source=source, settings=Settings(voice="vivian", seed=5))) as talk:
+            await talk.say(TTSSpeakFrame("Hello there."))
+        heard[layout] = audio(talk)
+        alone = synth.say("Hello there.", speaker="vivian", seed=5, options=OPTIONS, layout=layout)
+        assert heard[layout] == to_pcm16(alone)
+    assert heard["streaming"] != heard["whole"]
+
+
 async def test_the_audio_of_a_token_turn_is_that_of_a_fed_session(place, synth):
     async with Talk(place.service(text_aggregation_mode=TextAggregationMode.TOKEN)) as talk:
         await talk.say(*turn("Hel", "lo there.", " How are", " you?"))

@@ -3,8 +3,9 @@ const FRAME_MS = 20;
 const WISHES = { echoCancellation: true, noiseSuppression: true, autoGainControl: true, channelCount: 1 };
 
 // onFrame gets an ArrayBuffer of 16-bit samples every 20 ms. Throws an Error whose message is for the reader.
-export async function openMicrophone(rateHz, onFrame, onLost) {
-  const stream = await ask();
+// deviceId: "" for the browser's own choice.
+export async function openMicrophone(rateHz, onFrame, onLost, deviceId = "") {
+  const stream = await ask(deviceId);
   const context = new AudioContext({ latencyHint: "interactive" }); // at the device's rate: not every browser converts
   try {
     await context.audioWorklet.addModule(new URL("capture.js", import.meta.url));
@@ -32,9 +33,10 @@ function release(stream, context) {
   context.close();
 }
 
-async function ask() {
+async function ask(deviceId) {
+  const audio = deviceId ? { ...WISHES, deviceId: { exact: deviceId } } : WISHES;
   try {
-    return await navigator.mediaDevices.getUserMedia({ audio: WISHES });
+    return await navigator.mediaDevices.getUserMedia({ audio });
   } catch (error) {
     throw new Error(explain(error));
   }
@@ -57,6 +59,7 @@ function explain({ name, message }) {
   const known = {
     NotAllowedError: "The microphone was refused. Allow it for this page in the browser's address bar, then start again.",
     NotFoundError: "No microphone was found. Connect one, then start again.",
+    OverconstrainedError: "The chosen microphone is gone. Choose another one, then start again.",
     NotReadableError: "The microphone is in use by another program. Close that, then start again.",
   };
   return known[name] || `The microphone could not be opened: ${message || name}.`;

@@ -1,6 +1,8 @@
 // One conversation at a time: the controls, the state, and who tells whom what.
 import { captions } from "./captions.js";
+import { CAN_CHOOSE_SPEAKER, devicePickers } from "./devices.js";
 import { latency } from "./latency.js";
+import { eventLog } from "./log.js";
 import { openMicrophone, outOfReach } from "./microphone.js";
 import { openSocket } from "./socket.js";
 import { openSpeaker } from "./speaker.js";
@@ -9,6 +11,7 @@ import { openPeer } from "./webrtc.js";
 const $ = (id) => document.getElementById(id);
 const lines = captions($("captions"));
 const times = latency($("tiles"), $("turns"));
+const log = eventLog($("log"));
 const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
 const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
@@ -29,11 +32,13 @@ function address(path) {
 // ---- what a person sees
 
 function status(state, text) {
+  if ($("status").textContent !== text) log.add("state", text);
   $("status").dataset.state = state;
   $("status").textContent = text;
 }
 
 function problem(text) {
+  if (text) log.add("problem", text);
   $("problem").textContent = text;
   $("problem").hidden = !text;
 }
@@ -42,6 +47,7 @@ function controls(running) {
   $("start").disabled = running || !config || Boolean(outOfReach());
   $("mute").disabled = $("stop").disabled = !running;
   $("transport").disabled = running;
+  $("typed").disabled = $("send").disabled = !config;
   // a button that is disabled loses the focus to the page: whoever uses a keyboard goes on beside it
   if (document.activeElement === document.body) $(running ? "stop" : "start").focus({ preventScroll: true });
 }
@@ -80,6 +86,7 @@ function onState({ user, bot }) {
 // The delay of this page and the turn it belongs to arrive in either order.
 function onLatency(message) {
   times.show(message);
+  log.add("latency", Object.entries(message).filter(([name]) => name !== "type").map(([name, value]) => `${name} ${value}`).join(", "));
   if (typeof message.first_audio_ms === "number") talk.turn = message.turn;
   pairDelay();
 }
@@ -90,8 +97,14 @@ function pairDelay() {
   talk.turn = talk.pageDelay_ms = null;
 }
 
+function onCaption(message) {
+  lines.show(message);
+  if (message.final) log.add(message.interrupted ? `${message.who}, interrupted` : message.who, message.text);
+}
+
 const handlers = {
-  caption: (message) => lines.show(message),
+  ready: ({ session }) => log.add("session", session),
+  caption: onCaption,
   clear: () => talk.speaker.clear(),
   latency: onLatency,
   state: (message) => onState((talk.state = message)),
@@ -123,36 +136,46 @@ function onPlayback({ peak, waited_ms, output_ms, ...counters }) {
 
 // ---- a conversation from start to end
 
-async function start() {
-  const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state: { user: "silent", bot: "silent" } };
+// typed: what to say first, without a microphone; "" for a conversation in speech
+async function start(typed = "") {
+  const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state: { user: "silent", bot: "silent" }, typed };
   talk = mine;
   controls(true);
   problem("");
   lines.clear();
   times.clear();
-  if ($("transport").value === "webrtc") {
+  if (overWebRTC(mine)) {
     for (const name of BY_THE_BROWSER) if ($(name)) $(name).textContent = "–";
   }
-  status("connecting", "Asking for the microphone");
+  status("connecting", typed ? "Connecting" : "Asking for the microphone");
   try {
     mine.speaker = await openSpeaker(config.output_rate_hz, onPlayback); // while the click still counts as a gesture
-    mine.microphone = await openMicrophone(config.input_rate_hz, onFrame, () => end("The microphone went away."));
+    if ($("speaker").value) await mine.speaker.choose($("speaker").value);
+    if (!typed) mine.microphone = await microphone();
     if (talk !== mine) return close(mine); // stopped while the browser asked
+    pickers.refresh(); // they have names now
     status("connecting", "Connecting");
     const link = await connect(mine);
     if (talk !== mine) return link.close();
     mine.link = link;
+    link.useSpeaker?.($("speaker").value);
   } catch (error) {
     if (talk === mine) end(error.message);
     else close(mine);
   }
 }
 
+const microphone = () =>
+  openMicrophone(config.input_rate_hz, onFrame, () => end("The microphone went away."), $("microphone").value);
+
+// What is typed needs no microphone, and over a WebSocket nobody misses one.
+const overWebRTC = (mine) => $("transport").value === "webrtc" && !mine.typed;
+
 function connect(mine) {
   const ours = (act) => (value) => talk === mine && act(value);
   const events = {
     onOpen: ours(() => {
-      mine.link.send({ type: "hello" });
+      mine.link.send(mine.typed ? { type: "text", text: mine.typed } : { type: "hello" });
       if (mine.muted) mine.link.send({ type: "mute", muted: true });
       onState(mine.state);
     }),
@@ -160,7 +183,7 @@ function connect(mine) {
     onAudio: ours((bytes) => mine.speaker.play(bytes)),
     onClose: ours(end),
   };
-  if ($("transport").value === "webrtc") return openPeer(address("agent/offer"), mine.microphone, events);
+  if (overWebRTC(mine)) return openPeer(address("agent/offer"), mine.microphone, events);
   return openSocket(address("agent"), events);
 }
 
@@ -171,6 +194,7 @@ function close({ link, microphone, speaker, thinking }) {
 
 function end(reason = "") {
   if (!talk) return;
+  log.add("end", reason);
   const ended = talk;
   talk = null;
   close(ended);
@@ -186,9 +210,42 @@ function mute(muted) {
   $("mute").textContent = muted ? "Unmute" : "Mute";
   if (!talk) return;
   talk.muted = muted;
+  log.add("mute", muted ? "on" : "off");
   if (talk.microphone) talk.microphone.track.enabled = !muted; // WebRTC sends the track itself
   talk.link?.send({ type: "mute", muted });
   onState(talk.state);
+}
+
+async function onDevice(kind, deviceId) {
+  const list = kind === "audioinput" ? $("microphone") : $("speaker");
+  log.add("device", list.selectedOptions[0]?.textContent);
+  const mine = talk; // without one, the next conversation takes it
+  try {
+    if (kind === "audiooutput") {
+      await mine?.speaker?.choose(deviceId);
+      await mine?.link?.useSpeaker?.(deviceId);
+    } else if (mine?.microphone) {
+      await changeMicrophone(mine);
+    }
+  } catch (error) {
+    problem(error.message);
+  }
+}
+
+async function changeMicrophone(mine) {
+  const next = await microphone();
+  if (talk !== mine) return next.close();
+  next.track.enabled = !mine.muted;
+  await mine.link?.useMicrophone?.(next);
+  mine.microphone.close();
+  mine.microphone = next;
+}
+
+function send(text) {
+  if (!text) return;
+  $("typed").value = "";
+  if (!talk) start(text);
+  else if (talk.link) talk.link.send({ type: "text", text });
 }
 
 async function load() {
@@ -204,12 +261,16 @@ async function load() {
   }
 }
 
-$("start").onclick = start;
+$("start").onclick = () => start();
+$("type").onsubmit = (event) => (event.preventDefault(), send($("typed").value.trim()));
+$("copy").onclick = () => navigator.clipboard?.writeText(log.text());
 $("stop").onclick = () => end();
 $("mute").onclick = () => mute(!talk.muted);
 addEventListener("keydown", ({ key, target, ctrlKey, metaKey, altKey }) => {
-  if (key === "m" && talk && target.tagName !== "SELECT" && !(ctrlKey || metaKey || altKey)) mute(!talk.muted);
+  if (key === "m" && talk && !["SELECT", "INPUT"].includes(target.tagName) && !(ctrlKey || metaKey || altKey)) mute(!talk.muted);
 });
 addEventListener("pagehide", () => end()); // a conversation must not outlive its page
+$("speakers").hidden = !CAN_CHOOSE_SPEAKER;
+const pickers = devicePickers({ audioinput: $("microphone"), audiooutput: $("speaker") }, onDevice);
 controls(false);
 load();

@@ -18,6 +18,7 @@ async function wire(context, onReport) {
   await context.resume();
   return {
     play: (bytes) => playback.port.postMessage(bytes, [bytes]),
+    choose: (deviceId) => context.setSinkId?.(deviceId),
     clear: () => playback.port.postMessage("clear"),
     close: () => context.close(),
   };

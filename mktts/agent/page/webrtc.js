@@ -6,7 +6,7 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onClose
   const peer = new RTCPeerConnection({ iceServers: [] });
   const channel = peer.createDataChannel("chat", { ordered: true });
   const sound = new Audio();
-  peer.addTransceiver(microphone.track, { direction: "sendrecv", streams: [microphone.stream] });
+  const { sender } = peer.addTransceiver(microphone.track, { direction: "sendrecv", streams: [microphone.stream] });
   for (let i = 0; i < 2; i++) peer.addTransceiver("video", { direction: "recvonly" }); // the bot answers to three
   peer.ontrack = ({ track }) => {
     if (track.kind !== "audio") return;
@@ -30,6 +30,8 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onClose
   return {
     send: (message) => channel.readyState === "open" && channel.send(JSON.stringify(message)),
     sendAudio: () => {}, // the peer connection carries the track itself
+    useMicrophone: ({ track }) => sender.replaceTrack(track),
+    useSpeaker: (deviceId) => sound.setSinkId?.(deviceId),
     close: () => (sound.pause(), peer.close()),
   };
 }

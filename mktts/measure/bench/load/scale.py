@@ -36,7 +36,7 @@ one: a server alone. two: one a GPU behind HAProxy. ray: the same as replicas of
 one GPU carries, on two of which one is killed in the middle. Loads are tried in the order given, up to the first that
 is not carried; a table, then one line of JSON."""
 _NAMES = {"one": "listeners_1", "two": "listeners_2", "ray": "listeners_2_ray"}
-_COLUMNS = ("part", "listeners", "open_mean", "ttfb_p99_ms", "underruns", "refused", "errors", "carried")
+_COLUMNS = ("part", "listeners", "playing_mean", "ttfb_p99_ms", "underruns", "refused", "errors", "carried")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 def figures(points: list[dict[str, Any]], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What follows from points of all parts, and from the reports of kills.
 
-    listeners_1, listeners_2, listeners_2_ray: the largest open_mean that was carried by one GPU, by two behind HAProxy,
+    listeners_1, listeners_2, listeners_2_ray: the most listeners who played at once, all in time, by one GPU, by two behind HAProxy,
     by two under Ray Serve. two_over_one, two_over_one_ray: both over listeners_1. lost_streams: that broke off where
     one of two replicas was killed. disturbed_streams: of all others, those that had an underrun, or no sound, or broke
     off too.
@@ -88,9 +88,9 @@ def figures(points: list[dict[str, Any]], reports: dict[str, dict[str, Any]]) ->
     for part, name in _NAMES.items():
         carried = [point for point in points if point["part"] == part and point["carried"]]
         if carried:
-            best = max(carried, key=lambda point: point["open_mean"])
-            facts = {key: best[key] for key in ("listeners", "ttfb_p99_ms", "underruns", "refused", "duration_s")}
-            found[name] = book.figure(best["open_mean"], "listeners", best["arrivals"], **facts)
+            best = max(carried, key=served.playing)
+            facts = {key: best[key] for key in ("open_mean", "ttfb_p99_ms", "underruns", "refused", "duration_s")}
+            found[name] = book.figure(served.playing(best), "listeners", best["arrivals"], **facts)
     for name, above in (("two_over_one", "listeners_2"), ("two_over_one_ray", "listeners_2_ray")):
         if above in found and "listeners_1" in found:
             found[name] = book.figure(found[above]["value"] / found["listeners_1"]["value"], "ratio")
