@@ -79,10 +79,10 @@ def main(arguments: argparse.Namespace) -> int:
 def figures(points: list[dict[str, Any]], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What follows from points of all parts, and from the reports of kills.
 
-    listeners_1, listeners_2, listeners_2_ray: the most listeners who played at once, all in time, by one GPU, by two behind HAProxy,
-    by two under Ray Serve. two_over_one, two_over_one_ray: both over listeners_1. lost_streams: that broke off where
-    one of two replicas was killed. disturbed_streams: of all others, those that had an underrun, or no sound, or broke
-    off too.
+    listeners_1, listeners_2, listeners_2_ray: the most listeners who played at once, all in time: by one GPU, by two
+    behind HAProxy, by two under Ray Serve. two_over_one, two_over_one_ray: the latter two over listeners_1.
+    lost_streams: that broke off where one of two replicas was killed. disturbed_streams: of all others, those that had
+    an underrun, or no sound, or broke off too.
     """
     found = {}
     for part, name in _NAMES.items():
