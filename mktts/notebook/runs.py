@@ -9,6 +9,7 @@ metrics.json and the files the notebook wrote. metrics.json is whatever the note
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
@@ -16,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.grid import RUN_DIR, Run, plan
 from mktts.notebook.publish import publish
+from mktts.notebook.ray_runs import cluster, execute_all
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 _RESTORE = "; delete the folder of this run, or restore it"
@@ -33,6 +36,7 @@ EXAMPLES = """examples:
   python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
   python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
   python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
+  python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3,4 --ray
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
 A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
@@ -49,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read: sound becomes links"
     )
+    parser.add_argument("--ray", action="store_true", help="runs of one notebook side by side, one a GPU (or CPU)")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a cluster (default: this machine)")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
     again.add_argument("--fresh", action="store_true", help="run everything again (the default)")
@@ -64,28 +70,35 @@ def main(arguments: argparse.Namespace) -> int:
         raise BatchError(f"--timeout must be at least 1 second, found {arguments.timeout}")
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
+    if arguments.ray_address and not arguments.ray:
+        raise BatchError("--ray-address is an option of --ray, which is missing")
     _require_packages()
     from tqdm import tqdm
 
     out = arguments.out
     table = arguments.collect or out.parent / "metrics.parquet"
     failed, skipped = [], []
-    machine = environment()
-    with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
-        for number, run in enumerate(runs, 1):
-            bar.set_description(run.name)
-            cells_before = bar.n
-            if arguments.resume and is_done(out, run):
-                line = "done before"
-            else:
-                metrics = execute(run, out, machine, arguments.timeout, lambda **_: bar.update(1))
-                collect(out, table)  # after every run, so that a later notebook of the same call can read it
-                line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
-                if metrics["status"] != "ok":
-                    (skipped if metrics["status"] == "skipped" else failed).append(run.name)
-                    line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
-            bar.update(cells_before + run.notebook.code_cells - bar.n)
-            bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
+    numbers = {run.name: number for number, run in enumerate(runs, 1)}
+    before = [run for run in runs if arguments.resume and is_done(out, run)]
+    with (
+        cluster(arguments.ray_address) if arguments.ray else contextlib.nullcontext() as ray,
+        tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar,
+    ):
+
+        def say(run: Run, line: str, cells: int) -> None:
+            bar.update(cells)
+            bar.write(f"[{numbers[run.name]}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
+
+        for run in before:
+            say(run, "done before", run.notebook.code_cells)
+        left = [run for run in runs if run not in before]
+        for run, metrics, cells in _outcomes(left, out, arguments.timeout, ray, bar):
+            collect(out, table)  # after every run, so that a later notebook of the same call can read it
+            line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+            if metrics["status"] != "ok":
+                (skipped if metrics["status"] == "skipped" else failed).append(run.name)
+                line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
+            say(run, line, run.notebook.code_cells - cells)
     collect(out, table)
     left_out = f", {len(skipped)} skipped" if skipped else ""
     succeeded = len(runs) - len(failed) - len(skipped)
@@ -97,6 +110,22 @@ def main(arguments: argparse.Namespace) -> int:
     for name in failed:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _outcomes(
+    runs: list[Run], out: Path, timeout_s: int, ray: Any, bar: Any
+) -> Iterator[tuple[Run, dict[str, Any], int]]:
+    """Executes the runs, here where `ray` is None: each with its metrics and how many cells `bar` has counted of it."""
+    if ray is not None:
+        for run, metrics in execute_all(ray, runs, out, timeout_s, execute):
+            yield run, metrics, 0
+        return
+    machine = environment()
+    for run in runs:
+        bar.set_description(run.name)
+        cells_before = bar.n
+        metrics = execute(run, out, machine, timeout_s, lambda **_: bar.update(1))
+        yield run, metrics, bar.n - cells_before
 
 
 def is_done(out: Path, run: Run) -> bool:
@@ -116,7 +145,7 @@ def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cel
     failing notebook: that is recorded."""
     final, partial = out / run.name, out / ".partial" / run.name
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    _make(partial)
     write_json(partial / "environment.json", machine)
     write_json(
         partial / "parameters.json",
@@ -137,9 +166,16 @@ def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cel
         os.replace(final, previous)
     os.replace(partial, final)
     shutil.rmtree(previous, ignore_errors=True)
-    if not any((out / ".partial").iterdir()):
+    with contextlib.suppress(OSError):  # not empty: another run is on its way
         (out / ".partial").rmdir()
     return metrics
+
+
+def _make(folder: Path) -> None:
+    """Also while a run beside this one, which has just ended, takes away the empty folder above."""
+    while not folder.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
 
 
 def collect(out: Path, table: Path) -> None:

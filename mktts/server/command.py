@@ -8,18 +8,15 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import BackendUnavailable, ServerError
+from mktts.errors import BackendUnavailable
 from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
 from mktts.server.access.hosts import checked_hosts, checked_origins
 from mktts.server.limits import Limits
-
-if TYPE_CHECKING:
-    from mktts.model.voice import Voice
-    from mktts.server.references import ReferenceSources
+from mktts.server.replicas.arguments import add_replica_arguments, scale_of
+from mktts.server.replicas.opening import open_studio, reference_sources
 
 _DEFAULTS = Limits()
 _DAY_S = 24 * 3_600
@@ -28,6 +25,7 @@ EXAMPLES = """examples:
   python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
+  python -m mktts serve --checkpoint path/to/checkpoint --replicas auto
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
@@ -38,6 +36,7 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_address_arguments(parser)
+    add_replica_arguments(parser)
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -128,10 +127,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM."""
     try:
         from mktts.server.process import Server
-        from mktts.server.studio import Studio
         from mktts.server.uploads.folder import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
+    scale = scale_of(arguments)
     keys = read_keys(arguments.api_key_file)
     refuse_open_address(arguments.host, keys)
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
@@ -149,28 +148,25 @@ def main(arguments: argparse.Namespace) -> int:
         voice_s=arguments.voice_days * _DAY_S,
     )
     sources = reference_sources(arguments.reference_host, arguments.reference_folder)
-    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    if arguments.voice_folder is not None:
+        VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if scale is not None:
+        from mktts.server.replicas.cluster import serve_replicas
+        from mktts.server.replicas.replica import Plan
+
+        return serve_replicas(Plan(arguments, limits, keys, origins, hosts), scale)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
-        from mktts.checkpoint import open_checkpoint
         from mktts.synth.serving import many_streams
-        from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
-        checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-        voices = read_voices(arguments.voice)
-        aliases = read_aliases(arguments.voice_alias)
-        batch = BatchSettings(codec=arguments.codec_precision)
-        chosen = {**loading(arguments), "engine": arguments.engine, "batch": batch}
-        with Synthesizer.load(checkpoint, **chosen) as synthesizer:
-            studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
-            synthesizer.warm_up()
-            synthesizer.calibrate()
+        synthesizer, studio = open_studio(arguments, limits)
+        with synthesizer:
             server = Server(studio, keys, origins, sources, hosts)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
-            if checkpoint.is_random:
+            if studio.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
                 "%s with the %s backend on %s, for about %d listeners at once, at %s",
@@ -181,44 +177,3 @@ def main(arguments: argparse.Namespace) -> int:
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
-
-
-def read_voices(words: list[str]) -> dict[str, Voice]:
-    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
-    from mktts.model.voice import Voice
-
-    voices = {}
-    for word in words:
-        name, equals, file = word.partition("=")
-        if not name or not equals or not file:
-            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
-        voices[name.lower()] = Voice.load(Path(file))
-    return voices
-
-
-def read_aliases(words: list[str]) -> dict[str, str]:
-    """Names by alias of ALIAS=NAME words. Raises ServerError."""
-    aliases = {}
-    for word in words:
-        alias, equals, name = (part.strip() for part in word.partition("="))
-        if not alias or not equals or not name:
-            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
-        aliases[alias] = name
-    return aliases
-
-
-def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
-    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
-    from mktts.server.references import ReferenceSources
-
-    for host in hosts:
-        if not host or set(host) & set("/:@ "):
-            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
-    if folder is not None and not folder.is_dir():
-        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
-    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)
-
-
-def _name(checkpoint: str) -> str:
-    """Its public name: clients need not know where a folder lies on this machine."""
-    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint

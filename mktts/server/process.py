@@ -45,7 +45,7 @@ class Server(OrderlyServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._studio.uploads is not None:
-            self._sweeping = asyncio.create_task(_sweep(self._studio.uploads))
+            self._sweeping = asyncio.create_task(sweep(self._studio.uploads))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._studio.stopping = True
@@ -70,7 +70,8 @@ def largest_message_bytes(studio: Studio) -> int:
     return limits.max_body_bytes + recording_bytes
 
 
-async def _sweep(folder: VoiceFolder) -> None:
+async def sweep(folder: VoiceFolder) -> None:
+    """Lets go, again and again, of voices that have expired or that another server of the folder has deleted."""
     while True:
         try:
             await asyncio.to_thread(folder.sweep)

@@ -156,6 +156,10 @@ class Studio:
     def streams_open(self) -> int:
         return len(self._open)
 
+    def speaks_for(self, request_id: str | None) -> bool:
+        """Whether an utterance of that request, or of that WebSocket, is open."""
+        return any(utterance.request_id == request_id for utterance in self._open.values())
+
     @property
     def standing(self) -> dict[str, Standing]:
         """How the engines stand at the moment, by their names."""

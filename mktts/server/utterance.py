@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mktts.server.access.request_id import new_id
+from mktts.server.access.request_id import current_id, new_id
 from mktts.server.gathering import gathered
 from mktts.server.problems import Problem, from_error
 from mktts.server.schemas import Route, StreamState
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 class Utterance:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
-    id: the request's, where it speaks once; None makes one. problem: what ended it, if something did: the generation
+    id: the request's, where it speaks once; None makes one. request_id: of the request or the WebSocket that it is
+    spoken for; None outside of one. problem: what ended it, if something did: the generation
     failed, or the server ended it and says why.
     """
 
@@ -35,6 +36,7 @@ class Utterance:
         self, route: Route, stream: Stream, chars: int, on_close: Callable[[Utterance], None], id: str | None = None
     ) -> None:
         self.id = id or new_id()
+        self.request_id = current_id()
         self.route: Route = route
         self.seed = stream.seed
         self.problem: Problem | None = None

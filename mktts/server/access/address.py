@@ -62,10 +62,15 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
+def refuse_bad_port(port: int, least: int = 0) -> None:
+    """Raises ServerError for what is no port."""
+    if not least <= port <= _LAST_PORT:
+        raise ServerError(f"port must be {least} to {_LAST_PORT}, got {port}")
+
+
 def listen(host: str, port: int, limits: Limits) -> socket.socket:
     """A bound socket (port 0: a free one) that refuses connections until it is served. Raises ServerError."""
-    if not 0 <= port <= _LAST_PORT:
-        raise ServerError(f"port must be 0 to {_LAST_PORT}, got {port}")
+    refuse_bad_port(port)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

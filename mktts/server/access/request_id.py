@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 HEADER = "X-Request-Id"
+_STATE = "mktts_request_id"  # of a request's scope
 _NAMED = {"http.response.start", "websocket.accept", "websocket.http.response.start"}
 _current: ContextVar[str | None] = ContextVar("mktts_request_id", default=None)
 
@@ -21,6 +22,11 @@ def current_id() -> str | None:
     return _current.get()
 
 
+def id_of(scope: Any) -> str | None:
+    """Of the request, or of the WebSocket, with that scope; None before it has one."""
+    return scope.get("state", {}).get(_STATE)
+
+
 class RequestIds:
     """ASGI middleware, the outermost. An answer that names an id already keeps it."""
 
@@ -32,6 +38,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         id = new_id()
+        scope.setdefault("state", {})[_STATE] = id
         _current.set(id)  # never taken back: what fails further out is answered in this task too
 
         async def named(message: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,8 +30,10 @@ def attend_in_processes(
     plan: Sequence[Visit],
     times_s: tuple[float, float, float],
     processes: int,
+    began: Callable[[float], None] = lambda starts_s: None,
 ) -> Attendance:
-    """As `attend`, in so many processes. server, said: are pickled. times_s: begin, end, close.
+    """As `attend`, in so many processes. server, said: are pickled. times_s: begin, end, close. began: called with the
+    moment from which on they count, of time.perf_counter.
 
     Raises MetricsError where a process fails, with what it said.
     """
@@ -51,6 +53,7 @@ def attend_in_processes(
         starts_s = time.perf_counter() + _HEAD_START_S
         for line in lines:
             line.send(starts_s)
+        began(starts_s)
         seen = [_told(line, times_s[2] + _LATE_S) for line in lines]
         for child in children:
             child.join(_LATE_S)

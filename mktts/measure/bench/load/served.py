@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         arguments.into.parent.mkdir(parents=True, exist_ok=True)
         require_writable(arguments.into)
-    body = {**_body(server, arguments.speaker), **_more(arguments.keys)}
+    body = {**body_of(server, arguments.speaker), **_more(arguments.keys)}
     remote = RemoteServer(url, body, key, ("max_frames", "seed") if server.random_weights else ())
     processes = arguments.processes or max(1, min(8, (os.cpu_count() or 2) // 2))
     if processes < 1:
@@ -148,26 +148,28 @@ def figures(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
     listeners: that played at once, the mean of the held time, never more than were offered: speech that ends earlier
     than it was planned to leaves fewer.
     """
-    passed = [point for point in points if point["held"] and clean(point) and _prompt(point, gpu)]
+    passed = [point for point in points if point["held"] and clean(point) and is_prompt(point, gpu)]
     if not passed:
         return {}
-    best = max(passed, key=_playing)
+    best = max(passed, key=playing)
     beside = ("revision", "device", "driver", "torch", "date", "command", "processes", "open_mean", "playing_mean")
     facts = {name: best.get(name) for name in (*beside, "duration_s", "held")}
     count = best["arrivals"]
     return {
-        "listeners": book.figure(_playing(best), "listeners", count, **facts, offered=best["listeners"]),
+        "listeners": book.figure(playing(best), "listeners", count, **facts, offered=best["listeners"]),
         "ttfb_p99_ms": book.figure(best["ttfb_p99_ms"], "ms", count, **facts),
         "underruns": book.figure(best["underruns"], "count", count, **facts),
         "refused": book.figure(best["refused"], "count", count, **facts),
     }
 
 
-def _playing(point: dict[str, Any]) -> float:
+def playing(point: dict[str, Any]) -> float:
+    """Listeners who played at once, never more than were offered."""
     return min(point["listeners"], point["playing_mean"])
 
 
-def _prompt(point: dict[str, Any], gpu: bool) -> bool:
+def is_prompt(point: dict[str, Any], gpu: bool) -> bool:
+    """Whether its listeners waited no longer than a load that counts as carried may let them."""
     wait_ms, most_ms = (point["ttfb_p99_ms"], FIRST_BYTE_MS) if gpu else (point["audible_p95_ms"], book.AUDIBLE_MS)
     return wait_ms is not None and wait_ms <= most_ms
 
@@ -176,16 +178,25 @@ def _point(
     remote: RemoteServer, server: Server, settings: LoadSettings, listeners: int, processes: int
 ) -> dict[str, Any]:
     begin_s, end_s = settings.warm_s, settings.warm_s + settings.seconds
-    said = Said("text", 0, _words, {}) if server.random_weights else Said("natural", 0, spoken, {})
     plan = visits(settings, listeners)
-    seen = attend_in_processes(remote, said, plan, (begin_s, end_s, end_s + settings.tail_s), processes)
+    seen = attend_in_processes(remote, said_to(server), plan, (begin_s, end_s, end_s + settings.tail_s), processes)
+    return measured(seen, settings) | conditions(server, settings, listeners, processes)
+
+
+def said_to(server: Server) -> Said:
+    """What listeners of it ask for."""
+    return Said("text", 0, _words, {}) if server.random_weights else Said("natural", 0, spoken, {})
+
+
+def conditions(server: Server, settings: LoadSettings, listeners: int, processes: int) -> dict[str, Any]:
+    """What a point says about its conditions. listeners: offered. processes: that play them."""
     model = server.health.get("model", {})
-    return measured(seen, settings) | {
+    return {
         "listeners": listeners,
         "codec": "the server's",
         "deterministic": False,
         "context_rows": 0,
-        "context": said.kind,
+        "context": said_to(server).kind,
         "checkpoint": settings.checkpoint,
         "model_size": model.get("size", ""),
         "random_weights": server.random_weights,
@@ -201,7 +212,8 @@ def _words(index: int, frames: int) -> str:
     return f"{WORDS}."
 
 
-def _body(server: Server, voice: str | None) -> dict[str, Any]:
+def body_of(server: Server, voice: str | None = None) -> dict[str, Any]:
+    """The keys of every request to it; None: by the first of its voices."""
     voice = voice or (server.health.get("speakers") or ["alloy"])[0]
     return {"model": server.model, "voice": voice, "response_format": "pcm"}
 

@@ -1,0 +1,82 @@
+"""A server's model and voices from the arguments of `serve`: alike for one server alone and for every replica."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mktts.checkpoint.arguments import loading
+from mktts.errors import ServerError
+from mktts.server.limits import Limits
+
+if TYPE_CHECKING:
+    from mktts.model.voice import Voice
+    from mktts.server.references import ReferenceSources
+    from mktts.server.studio import Studio
+    from mktts.synth import Synthesizer
+
+
+def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, Studio]:
+    """The model that the arguments name, warm, and the studio in which all connections share it. The synthesizer is the
+    caller's to close. Raises what loading raises."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.server.studio import Studio
+    from mktts.server.uploads.folder import VoiceFolder
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    voices = read_voices(arguments.voice)
+    aliases = read_aliases(arguments.voice_alias)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    batch = BatchSettings(codec=arguments.codec_precision)
+    synthesizer = Synthesizer.load(checkpoint, **{**loading(arguments), "engine": arguments.engine, "batch": batch})
+    try:
+        studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
+        synthesizer.warm_up()
+        synthesizer.calibrate()
+    except BaseException:
+        synthesizer.close()
+        raise
+    return synthesizer, studio
+
+
+def read_voices(words: list[str]) -> dict[str, Voice]:
+    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
+    from mktts.model.voice import Voice
+
+    voices = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not name or not equals or not file:
+            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
+        voices[name.lower()] = Voice.load(Path(file))
+    return voices
+
+
+def read_aliases(words: list[str]) -> dict[str, str]:
+    """Names by alias of ALIAS=NAME words. Raises ServerError."""
+    aliases = {}
+    for word in words:
+        alias, equals, name = (part.strip() for part in word.partition("="))
+        if not alias or not equals or not name:
+            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
+        aliases[alias] = name
+    return aliases
+
+
+def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
+    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
+    from mktts.server.references import ReferenceSources
+
+    for host in hosts:
+        if not host or set(host) & set("/:@ "):
+            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
+    if folder is not None and not folder.is_dir():
+        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
+    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)
+
+
+def _name(checkpoint: str) -> str:
+    """Its public name: clients need not know where a folder lies on this machine."""
+    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint
