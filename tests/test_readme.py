@@ -155,7 +155,8 @@ def test_python_snippet_names_what_there_is(code):
 
 
 def test_the_rooms_are_those_of_the_package():
-    tree = README.partition("## Rooms")[2].partition("```")[2].partition("```")[0]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = contributing.partition("## Rooms")[2].partition("```")[2].partition("```")[0]
     listed = re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)
     package = ROOT / "mktts"
     assert sorted(listed) == sorted(path.name for path in package.iterdir() if list(path.glob("[!_]*.py")))
