@@ -23,7 +23,7 @@ FIGURES = {
     "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms",
     "burst_128_worst_ms", "frame_64_ms", "frame_256_ms", "frame_1024_ms", "codec_fast_us", "codec_full_us",
     "say_many_rtfx", "deterministic_cost_percent_64", "deterministic_cost_percent_512", "overload_underruns",
-    "host_us_per_lane_frame", *mixed.FIGURES,
+    "host_us_per_lane_frame", *mixed.FIGURES, "peer_listeners", "peer_ttfc_p99_ms",
 }  # fmt: skip
 POINT = {
     "offered_rps", "open_mean", "duration_s", "ttfc_p50_ms", "ttfc_p95_ms", "ttfc_p99_ms", "underruns", "refused",
@@ -78,7 +78,13 @@ def results(tiny, monkeypatch) -> list[Result]:
         return dict.fromkeys(mixed.FIGURES, figure), {"held": True}
 
     monkeypatch.setattr(sections.frames, "measure", timed)
+
+    def others(words: list[str], loads: tuple[int, ...], seconds: float, seed: int):
+        figure = {"value": 1.0, "unit": "ms", "n": 1}
+        return dict.fromkeys(("peer_listeners", "peer_ttfc_p99_ms"), figure), {"held": True}
+
     monkeypatch.setattr(sections.mixed, "run", both)
+    monkeypatch.setattr(sections.others, "run", others)
     subject, numbers = Told(), Numbers(listeners=(64,), texts=4)
     subject.engine = "batch"
     names = [name for name in SECTIONS if name != "soak"]

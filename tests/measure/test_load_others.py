@@ -48,6 +48,12 @@ def test_a_program_that_fails_is_named_with_its_last_words(program, error, words
         others.run([sys.executable, "-c", program], (1,), 0.1)
 
 
+@pytest.mark.parametrize("loads", [(), (0,), (2, 64)])
+def test_more_processes_than_a_machine_has_room_for_are_refused(loads):
+    with pytest.raises(MetricsError, match="1 to 16"):
+        others.run([sys.executable, "-c", PEER], loads, 60.0)
+
+
 def test_a_seat_asks_again_when_the_last_utterance_was_played():
     def speak(frames: int, seed: int) -> Run:
         asked.append((time.monotonic(), frames, seed))

@@ -121,9 +121,11 @@ function show(player, firstByte_ms) {
 
 function busy(mine) {
   running = mine;
+  // A disabled button keeps the focus until the page is drawn again, and nobody has it then.
+  const nobodys = [document.body, $("stop")].includes(document.activeElement);
   $("speak").disabled = Boolean(mine);
   $("stop").disabled = !mine;
-  if (!mine && document.activeElement === document.body) $("speak").focus();
+  if (!mine && nobodys) $("speak").focus();
 }
 
 async function speak(event) {

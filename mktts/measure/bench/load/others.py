@@ -26,6 +26,7 @@ from mktts.measure.bench.load.point import percentile
 from mktts.measure.bench.load.settings import HELD_S
 from mktts.spec import SAMPLES_PER_FRAME
 
+MOST_PROCESSES = 16
 READY_S = 180.0  # until a process has loaded its model and spoken once
 _GRACE_S = 60.0  # beyond the held time, for the utterance that it ends in
 _FRAME = np.zeros(SAMPLES_PER_FRAME, np.float32)
@@ -40,8 +41,11 @@ def run(
     `loads`: of each load, figures as a point's. Raises BackendUnavailable, with what it said, for a program that does
     not become ready, MetricsError where one ends during a run.
     """
-    if not loads or min(loads) < 1:
-        raise MetricsError("name how many processes are tried, such as --listeners 1,2,4")
+    if not loads or min(loads) < 1 or max(loads) > MOST_PROCESSES:
+        raise MetricsError(
+            f"each process has a model of its own: try 1 to {MOST_PROCESSES} of them, such as --listeners 1,2,4, "
+            f"got {', '.join(map(str, loads)) or 'none'}"
+        )
     with contextlib.ExitStack() as stack:
         seats = [stack.enter_context(_process(words)) for _ in range(max(loads))]
         for seat in seats:
