@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import logging
 import socket
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,13 +173,22 @@ def plan(checkpoint_cache) -> Plan:
 
 
 @pytest.fixture
-def config(monkeypatch) -> None:
-    """A replica changes uvicorn for its whole process: here it is put back."""
+def put_back(monkeypatch) -> Iterator[None]:
+    """A replica has a process of its own, and sets uvicorn, the log, threads and garbage collection for all of it."""
     monkeypatch.setattr(uvicorn, "Config", uvicorn.Config)
+    ours = logging.getLogger("mktts")
+    handlers, level = list(ours.handlers), ours.level
+    switch_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    yield
+    ours.handlers[:] = handlers
+    ours.setLevel(level)
+    sys.setswitchinterval(switch_s)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
 
 
 @needs("ray")
-def test_serves_local_testing_mode_makes_a_replica_that_knows_its_streams(plan, config):
+def test_serves_local_testing_mode_makes_a_replica_that_knows_its_streams(plan, put_back):
     import ray
     from ray import serve
 
@@ -200,10 +213,10 @@ class Started:
 
 
 @pytest.fixture
-def started(plan, config):
+def started(plan, put_back):
     made = Started(plan)
     yield made
-    made.replica._synthesizer.close()
+    asyncio.run(made.replica.__del__())
 
 
 def test_a_replica_speaks_as_the_server_alone_does(started):
