@@ -7,19 +7,12 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from pipecat.frames.frames import (
-    Frame,
-    LLMContextFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-)
+from pipecat.frames.frames import LLMTextFrame
 from pipecat.processors.aggregators.llm_context import LLMContext
-from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.llm_service import LLMService
-from pipecat.services.settings import LLMSettings
 
 from mktts.agent import intents
+from mktts.agent.answering import AnsweringService
 from mktts.agent.settings import AgentSettings
 
 _TOKENS_PER_S = 50.0  # a small model on a desktop; so that the rest of the pipeline runs as it would behind a real one
@@ -61,7 +54,7 @@ def make_mind(settings: AgentSettings) -> LLMService:
     return ScriptedLLMService()
 
 
-class ScriptedLLMService(LLMService):
+class ScriptedLLMService(AnsweringService):
     """Answers from `mktts.agent.intents`, one token after another. What it knows is the context, as for any model."""
 
     def __init__(
@@ -76,54 +69,11 @@ class ScriptedLLMService(LLMService):
         Args:
             tokens_per_s: How fast it writes; the first token takes as long as any other.
             now: The local time.
-            **kwargs: Additional arguments passed to the parent ``LLMService``.
+            **kwargs: Additional arguments passed to ``LLMService``.
         """
-        super().__init__(
-            settings=LLMSettings(
-                model="scripted",
-                system_instruction=None,
-                temperature=None,
-                max_tokens=None,
-                top_p=None,
-                top_k=None,
-                frequency_penalty=None,
-                presence_penalty=None,
-                seed=None,
-                filter_incomplete_user_turns=False,
-                user_turn_completion_config=None,
-                use_provider_thinking_default=False,
-            ),
-            **kwargs,
-        )
+        super().__init__("scripted", **kwargs)
         self._token_s = 1 / tokens_per_s
         self._local_time = now
-
-    def can_generate_metrics(self) -> bool:
-        """Indicate that this service supports TTFB and processing metrics."""
-        return True
-
-    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
-        """Answer a context.
-
-        Args:
-            frame: The frame to process.
-            direction: The direction of frame processing.
-        """
-        await super().process_frame(frame, direction)
-        if not isinstance(frame, LLMContextFrame):
-            await self.push_frame(frame, direction)
-            return
-        try:
-            await self.push_frame(LLMFullResponseStartFrame())
-            await self.start_processing_metrics()
-            await self.start_ttfb_metrics()
-            for token in tokens(self._reply(frame.context)):
-                await asyncio.sleep(self._token_s)
-                await self.stop_ttfb_metrics()
-                await self.push_frame(LLMTextFrame(token))
-        finally:
-            await self.stop_processing_metrics()
-            await self.push_frame(LLMFullResponseEndFrame())
 
     async def run_inference(self, context: LLMContext, *_: Any, **__: Any) -> str | None:
         """Answer a context outside the pipeline.
@@ -135,6 +85,12 @@ class ScriptedLLMService(LLMService):
             The whole reply.
         """
         return self._reply(context)
+
+    async def _answer(self, context: LLMContext) -> None:
+        for token in tokens(self._reply(context)):
+            await asyncio.sleep(self._token_s)
+            await self.stop_ttfb_metrics()
+            await self.push_frame(LLMTextFrame(token))
 
     def _reply(self, context: LLMContext) -> str:
         messages = [message for message in context.get_messages() if isinstance(message, dict)]

@@ -13,22 +13,13 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
-from pipecat.frames.frames import (
-    Frame,
-    LLMContextFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-)
+from pipecat.frames.frames import LLMTextFrame
 from pipecat.metrics.metrics import LLMTokenUsage
 from pipecat.processors.aggregators.llm_context import LLMContext
-from pipecat.processors.frame_processor import FrameDirection
-from pipecat.services.llm_service import LLMService
-from pipecat.services.settings import LLMSettings
 
+from mktts.agent.answering import AnsweringService
 from mktts.agent.intents import text_of
 from mktts.agent.settings import AgentSettings
-from mktts.errors import EngineError, MkttsError
 from mktts.llm.chat import Message
 from mktts.llm.conversation import TextConversation
 from mktts.llm.decoder import TextBackendName, TextDecoder
@@ -87,7 +78,7 @@ def close_shared_thinkers() -> None:
             _thinkers.popitem()[1].close()
 
 
-class Qwen3LLMService(LLMService):
+class Qwen3LLMService(AnsweringService):
     """Answers a context with a Qwen3 text model of this process.
 
     An interruption ends a reply within the token that is being made; its tokens, and the conversation before it, stay
@@ -103,54 +94,12 @@ class Qwen3LLMService(LLMService):
             thinker: The model.
             instructions: What the model is told first.
             seed: Makes the same conversation the same replies; None draws a new one for every reply.
-            **kwargs: Additional arguments passed to the parent ``LLMService``.
+            **kwargs: Additional arguments passed to ``LLMService``.
         """
-        super().__init__(
-            settings=LLMSettings(
-                model=thinker.decoder.checkpoint.folder.name,
-                system_instruction=instructions,
-                temperature=None,
-                max_tokens=None,
-                top_p=None,
-                top_k=None,
-                frequency_penalty=None,
-                presence_penalty=None,
-                seed=seed,
-                filter_incomplete_user_turns=False,
-                user_turn_completion_config=None,
-                use_provider_thinking_default=False,
-            ),
-            **kwargs,
-        )
+        name = thinker.decoder.checkpoint.folder.name
+        super().__init__(name, instructions=instructions, seed=seed, **kwargs)
         self.conversation = TextConversation(thinker.decoder)
         self._thinker = thinker
-
-    def can_generate_metrics(self) -> bool:
-        """Indicate that this service supports TTFB, processing and usage metrics."""
-        return True
-
-    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
-        """Answer a context.
-
-        Args:
-            frame: The frame to process.
-            direction: The direction of frame processing.
-        """
-        await super().process_frame(frame, direction)
-        if not isinstance(frame, LLMContextFrame):
-            await self.push_frame(frame, direction)
-            return
-        try:
-            await self.push_frame(LLMFullResponseStartFrame())
-            await self.start_processing_metrics()
-            await self.start_ttfb_metrics()
-            await self._answer(frame.context)
-        except MkttsError as error:
-            permanent = isinstance(error, EngineError)  # after a CUDA error every later call fails too
-            await self.push_error(f"the mind failed: {error}", exception=error, force_treat_as_permanent=permanent)
-        finally:
-            await self.stop_processing_metrics()
-            await self.push_frame(LLMFullResponseEndFrame())
 
     async def run_inference(self, context: LLMContext, *_: Any, **__: Any) -> str | None:
         """Answer a context outside the pipeline, and outside its conversation's cache.
