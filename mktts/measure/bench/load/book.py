@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mktts.common import read_object, write_json
+from mktts.common import read_object, require_writable, write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench.load.point import SCHEMA, clean
+from mktts.measure.bench.load.settings import HELD_S, LoadSettings
 from mktts.measure.environment import head
 
 FIRST_PCM_MS = 100.0  # p99, of a point that counts as carried on a GPU
@@ -38,6 +39,18 @@ def figure(values: float | list[float], unit: str, n: int | None = None, **besid
         found = {"value": spread["median"], "n": spread["n"], "p95": spread["p95"], "p99": spread["p99"]}
         return {**found, "unit": unit, **beside}
     return {"value": values, "unit": unit, "n": 1 if n is None else n, **beside}
+
+
+def require_place(path: Path, settings: LoadSettings) -> None:
+    """Before anything is measured: makes the folder. Raises MetricsError where the loads are not held long enough to be
+    reported, or nothing can be written there."""
+    if not settings.reportable:
+        raise MetricsError(
+            f"a point is held for at least {HELD_S:g} s to be kept, got --seconds {settings.seconds:g}: leave "
+            "--into out"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path)
 
 
 def read(path: Path) -> dict[str, Any]:

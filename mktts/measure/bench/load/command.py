@@ -10,8 +10,6 @@ from typing import Any
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import require_writable
-from mktts.errors import MetricsError
 from mktts.measure.bench.load import book
 from mktts.measure.bench.load.point import clean
 from mktts.measure.bench.load.sections import SECTIONS, Numbers, Result, Subject
@@ -86,13 +84,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     sections = arguments.section or ["listeners"]
     if arguments.into is not None:
-        if not settings.reportable:
-            raise MetricsError(
-                f"a point is held for at least {HELD_S:g} s to be kept, got --seconds {settings.seconds:g}: leave "
-                "--into out"
-            )
-        arguments.into.parent.mkdir(parents=True, exist_ok=True)
-        require_writable(arguments.into)
+        book.require_place(arguments.into, settings)
     named = arguments.listeners
     default = (_GPU_LISTENERS if gpu else _CPU_LISTENERS) if sections == ["listeners"] else ""
     listeners = loads(named if named is not None else default)

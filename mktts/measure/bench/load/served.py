@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mktts.common import require_writable
 from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.load import book
 from mktts.measure.bench.load.fleet import attend_in_processes
 from mktts.measure.bench.load.point import clean, measured
 from mktts.measure.bench.load.remote import RemoteServer, endpoint, exchange, is_here
-from mktts.measure.bench.load.settings import HELD_S, LoadSettings, loads, of_file
+from mktts.measure.bench.load.settings import LoadSettings, loads, of_file
 from mktts.measure.bench.load.texts import Said, spoken
 from mktts.measure.bench.load.visits import visits
 from mktts.measure.bench.settings import WORDS
@@ -87,13 +86,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         seed=arguments.seed,
     )
     if arguments.into is not None:
-        if not settings.reportable:
-            raise MetricsError(
-                f"a point is held for at least {HELD_S:g} s to be kept, got --seconds {settings.seconds:g}: leave "
-                "--into out"
-            )
-        arguments.into.parent.mkdir(parents=True, exist_ok=True)
-        require_writable(arguments.into)
+        book.require_place(arguments.into, settings)
     body = {**body_of(server, arguments.speaker), **_more(arguments.keys)}
     remote = RemoteServer(url, body, key, ("max_frames", "seed") if server.random_weights else ())
     processes = arguments.processes or max(1, min(8, (os.cpu_count() or 2) // 2))
