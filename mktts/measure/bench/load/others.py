@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 import numpy as np
@@ -96,18 +97,13 @@ class _Seat:
 
     def __init__(self, process: subprocess.Popen[str], messages: TextIO) -> None:
         self._process, self._messages = process, messages
-        self._lines: list[str] = []
-        self._news = threading.Condition()
+        self._lines: SimpleQueue[str] = SimpleQueue()  # "" at their end
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
-            with self._news:
-                self._lines.append(line.strip())
-                self._news.notify()
-        with self._news:
-            self._lines.append("")
-            self._news.notify()
+            self._lines.put(line.strip())
+        self._lines.put("")
 
     def say(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -128,9 +124,11 @@ class _Seat:
         return found
 
     def _line(self, end_s: float) -> str | None:
-        with self._news:
-            self._news.wait_for(lambda: self._lines, max(0.0, end_s - time.monotonic()))
-            return self._lines.pop(0) if self._lines else None
+        """None where it says nothing until then."""
+        try:
+            return self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+        except Empty:
+            return None
 
     def _last_words(self) -> str:
         self._messages.seek(0)
