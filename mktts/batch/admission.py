@@ -187,20 +187,21 @@ class Door:
         unpaced one takes time only from listeners.
         """
         board, settings = self._board, self.settings
-        at_s = request.arrived_s if now_s is None else now_s
+        here = self.listeners(request.arrived_s if now_s is None else now_s)
         if request.paced and settings.max_listeners is not None:
-            if self.listeners(at_s) + self.elsewhere() >= settings.max_listeners:
+            if here + self.elsewhere() >= settings.max_listeners:
                 return "most"
         if board.open.all():
             return "slots"
         if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
-        unpaced = bool((board.open & ~board.paced).any())
-        if not self.listeners(at_s) and not (request.paced and unpaced):
+        unpaced = int((board.open & ~board.paced).sum())
+        if not here and not (request.paced and unpaced):
             return ""
         if self._lead_s < settings.lead_s:
             return "listeners"
-        listeners = self._due(at_s) + self._weight(request.paced)
+        # Frames that all are due, in those of a listener.
+        listeners = here * self._weight(True) + unpaced * self._weight(False) + self._weight(request.paced)
         tick_s = self.tick_s(listeners, request.prompt_rows + self._pages.find(request.key), model)
         if not math.isfinite(tick_s):
             return "listeners"
@@ -245,12 +246,6 @@ class Door:
             if tick_s > ticks.max_tick_s and lanes > ticks.sizes()[0]:
                 break
             yield lanes, tick_s
-
-    def _due(self, now_s: float) -> float:
-        """Frames that open streams are due, in those of a listener."""
-        board = self._board
-        unpaced = int((board.open & ~board.paced).sum())
-        return self.listeners(now_s) * self._weight(True) + unpaced * self._weight(False)
 
     def _weight(self, paced: bool) -> float:
         """Frames that a stream is due, in those of a listener: an unpaced one takes what is left, and a little."""

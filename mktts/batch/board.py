@@ -16,9 +16,8 @@ from mktts.errors import EngineError
 from mktts.spec import FRAME_RATE_HZ
 
 FRAME_S = 1 / FRAME_RATE_HZ
-ABSENT_S = (
-    2.0  # a full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more
-)
+# A full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more.
+ABSENT_S = 2.0
 
 
 class Board:
