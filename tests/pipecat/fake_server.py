@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Self
 
+from pipecat_fakes import PIECE
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
@@ -94,3 +95,11 @@ class FakeServer:
 async def forever(client: Client) -> None:
     """Reads on and says nothing."""
     await asyncio.wait_for(client.socket.wait_closed(), 60)
+
+
+async def one_piece(client: Client) -> None:
+    """Speaks once, and breaks off."""
+    await client.read("start")
+    await client.audio(PIECE)
+    await client.finished()
+    client.break_off()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_server import Client, FakeServer, failure, forever
+from fake_server import Client, FakeServer, failure, forever, one_piece
 from pipecat.frames.frames import TTSStoppedFrame
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
@@ -104,15 +104,9 @@ async def test_tries_have_an_end_and_a_cancel_ends_them():
 
 
 async def test_several_servers_take_turns_and_one_that_is_away_is_passed_over():
-    async def once(client: Client) -> None:
-        await client.read("start")
-        await client.audio(PIECE)
-        await client.finished()
-        client.break_off()
-
-    async with FakeServer(once) as away:
+    async with FakeServer(one_piece) as away:
         pass
-    async with FakeServer(once) as one, FakeServer(once) as other:
+    async with FakeServer(one_piece) as one, FakeServer(one_piece) as other:
         source = RemoteSource([one.url, away.url, other.url])
         await source.connect()
         for _ in range(6):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fake_server import Client, FakeServer, failure, forever
+from fake_server import Client, FakeServer, failure, forever, one_piece
 from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
@@ -100,13 +100,7 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(sc
 
 
 async def test_a_lost_connection_is_replaced_at_the_next_utterance():
-    async def once(client: Client) -> None:
-        await client.read("start")
-        await client.audio(PIECE)
-        await client.finished()
-        client.break_off()
-
-    async with FakeServer(once) as server:
+    async with FakeServer(one_piece) as server:
         source = RemoteSource(server.url)
         await source.connect()
         for _ in range(3):
