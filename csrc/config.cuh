@@ -20,9 +20,6 @@ constexpr int FEED_THREADS = 128;        // a warpgroup, so that its registers c
 constexpr int FEED_THREADS = 32;
 #endif
 constexpr int GROUP = CTAS / NKV;        // thread blocks that share one key-value head
-// Copies of the residual, each polled by as many blocks: a copy for each block takes so many writes that the weight
-// stream's queues delay them (H200, 0.6B frame inside a launch: 128 copies 1.36 ms, 16 1.29, 8 1.24, 1 1.26).
-constexpr int BOXES = CTAS < 8 ? CTAS : 8;
 constexpr int QPK = NQ / NKV;            // query heads per key-value head
 constexpr float EPS = 1e-6f;             // rms_norm_eps of every released checkpoint; the host refuses others
 constexpr int CODES = 16;                // codebooks per frame
@@ -65,8 +62,8 @@ template <int TOTAL_, int K_, int UNIT = 1> struct Dealt : Mat<chunk(dealt(TOTAL
   static_assert((GROUP - 1) * EACH < TOTAL, "a block that sent nothing would be waited for by none: exchange.cuh");
 };
 
-template <int H_, int F_, int L_> struct Stack {
-  static constexpr int H = H_, F = F_, L = L_;
+template <int ID_, int H_, int F_, int L_> struct Stack {
+  static constexpr int ID = ID_, H = H_, F = F_, L = L_;
   static constexpr int GRANULES = ceil_div(H, 4 * THREADS);  // 4-value groups of the residual a thread owns
   static constexpr int ATT = QPK * HD;                       // attention outputs of a group
   static constexpr int INNER = F / NKV;                      // activations of a group
@@ -78,8 +75,8 @@ template <int H_, int F_, int L_> struct Stack {
   static_assert(H % 4 == 0 && F % NKV == 0 && INNER % 4 == 0, "values are handed over in fours");
 };
 
-typedef Stack<T_H, T_F, T_L> Talker;
-typedef Stack<P_H, P_F, P_L> Predictor;
+typedef Stack<0, T_H, T_F, T_L> Talker;
+typedef Stack<1, P_H, P_F, P_L> Predictor;
 constexpr int VT = T_VOCAB, VP = P_VOCAB;
 constexpr int SEEN_WORDS = VT < 1 << 16 ? VT / 32 : 1;   // a text model keeps no history
 typedef Mat<ceil_div(VT, CTAS), T_H> TalkerHead;
@@ -87,9 +84,6 @@ typedef Mat<ceil_div(VP, CTAS), P_H> PredictorHead;
 typedef Mat<ceil_div(P_H, CTAS), T_H> Projection;   // small_to_mtp, where the talker is wider than the predictor
 constexpr bool PROJECTED = T_H != P_H;
 constexpr int MAXH = T_H > P_H ? T_H : P_H;
-// Rows of the residual that an owner adds up: a power of two, and then some blocks own none.
-template <int H> struct Owned { static constexpr int RPO = power_of_two(ceil_div(H, CTAS)); };
-constexpr int MOST_OWNED = Owned<MAXH>::RPO;
 // Attention outputs that a block finishes, all of one head, and how many blocks of a group do.
 constexpr int SHARE = power_of_two(ceil_div(QPK * HD, GROUP)), SHARES = QPK * HD / SHARE;
 

@@ -30,16 +30,6 @@ template <class S> DEV void store_row(const Ctx& c, u16* to, const Row<S>& x) {
     d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
   }
 }
-// What this block adds the sums of its own rows to.
-template <class S> DEV void keep_owned(const Ctx& c, u16* to, const Row<S>& x) {
-  UNROLL for (int g = 0; g < S::GRANULES; g++) {
-    const u32 at = element<S>(c, g) - first_owned<S::H>(c);
-    if (owns<S>(c, g) && at < Owned<S::H>::RPO) {
-      u32* d = (u32*)(to + at);
-      d[0] = pack(x.v[g][0], x.v[g][1]); d[1] = pack(x.v[g][2], x.v[g][3]);
-    }
-  }
-}
 template <class S> DEV void round_row(Row<S>& x) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) UNROLL for (int i = 0; i < 4; i++) x.v[g][i] = round_bf16(x.v[g][i]);
 }
@@ -60,14 +50,14 @@ template <class S> DEV float reciprocal_rms(const Ctx& c, int n) {
   return rsqrtf(ss * (1.f / S::H) + EPS);
 }
 // The vectors go into the matrix as x * w; the product is scaled by 1 / rms afterwards, which the tensor cores hide.
-template <class S, int NT> DEV void weigh(const Ctx& c, int half, const Row<S> (&x)[NT], const Norm<S>& w) {
+template <class S, int NT> DEV void weigh(const Ctx& c, const Row<S> (&x)[NT], const Norm<S>& w) {
   UNROLL for (int n = 0; n < NT; n++) {
     Row<S> y;
     UNROLL for (int g = 0; g < S::GRANULES; g++) {
       y.v[g][0] = x[n].v[g][0] * low(w.w[g][0]); y.v[g][1] = x[n].v[g][1] * high(w.w[g][0]);
       y.v[g][2] = x[n].v[g][2] * low(w.w[g][1]); y.v[g][3] = x[n].v[g][3] * high(w.w[g][1]);
     }
-    keep_owned<S>(c, c.s->residual[half][n], x[n]); to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
+    to_vec<S>(c, n, y); sum_squares<S>(c, n, x[n]);
   }
   block_sync();
 }
@@ -81,26 +71,24 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
   to_vec<S>(c, 0, x);
   block_sync();
 }
-// As owner, mails this block's rows; then takes the new residuals from its box.
+// Adds to the residuals what all groups have to add.
 template <class S, class M, int NT>
-DEV void take_mail(Ctx& c, int half, u32 (*boxes)[POSITIONS][MAXH], u32 tag, Row<S> (&x)[NT], Fragments<M>& next,
-                   bool more = true) {
-  if (c.warp == 0) own_rows<S::H, NT>(c, half, boxes, tag);   // before anything that may wait: every block waits for it
+DEV void take_sums(Ctx& c, const Shares& from, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
   if (more) preload(c, next);
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-    u32 a, b; poll4(c, &boxes[c.block % BOXES][n][element<S>(c, g)], tag, a, b);
-    x[n].v[g][0] = low(a); x[n].v[g][1] = high(a); x[n].v[g][2] = low(b); x[n].v[g][3] = high(b);
+    float sum[4]; take_parts<S>(c, from, n, element<S>(c, g), sum);
+    UNROLL for (int i = 0; i < 4; i++) x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i]);
   }
 }
-// A projection of this group's inputs: its share of the sum goes to the blocks that own the rows.
-template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, u32 tag) {
+// A projection of this group's inputs: its share of the sum goes to all blocks.
+template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Shares& to) {
   multiply<D, NT, true>(c, w, [&](int row, const float (&v)[NT]) {
-    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S::H>(c, n, row, tag, v[n]);
+    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S, D::EACH>(c, to, n, row, v[n]);
   });
 }
 
 // The exchanges of one layer, by what its tag advances for each.
-enum : u32 { TAG_QKV = 1, TAG_ATT, TAG_H, TAG_ACT, TAG_X, LAYER_EXCHANGES = TAG_X };
+enum : u32 { TAG_QKV = 1, TAG_ATT, TAG_ACT, LAYER_EXCHANGES = TAG_ACT };
 
 // NT positions, `position` the first of them.
 // `first`: this layer's query-key-value fragments, then, if there are `more` layers, the next one's.
@@ -109,11 +97,10 @@ template <class S, bool TALKER, int NT>
 DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Fragments<typename S::Qkv>& first,
                const u16* norms, const u16* next_norm, bool more) {
   Shared& s = *c.s; Exchange& e = *c.p->exchange;
-  const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_h = c.tag + TAG_H;
-  const u32 tag_act = c.tag + TAG_ACT, tag_x = c.tag + TAG_X;
-  c.tag += LAYER_EXCHANGES;
+  const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_act = c.tag + TAG_ACT;
+  c.tag += LAYER_EXCHANGES; c.layers[S::ID]++;
   MARK(c, 1);
-  weigh<S>(c, 0, x, norm);                                  // 1. queries, keys, values of the group
+  weigh<S>(c, x, norm);                                     // 1. queries, keys, values of the group
   MARK(c, 2);
   multiply<typename S::Qkv, NT>(c, first, [&](int row, const float (&v)[NT]) {
     UNROLL for (int n = 0; n < NT; n++) {
@@ -127,12 +114,12 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   if constexpr (TALKER) talker_attention(c, l, position, tag_qkv, tag_att, out);
   else { preload(c, out); predictor_attention<NT>(c, l, position, tag_qkv); }
   MARK(c, 4);
-  project_parts<S, typename S::Out, NT>(c, out, tag_h);     // 3. output projection of this group, summed over groups
+  project_parts<S, typename S::Out, NT>(c, out, e.h[S::ID]); // 3. output projection of this group, summed over groups
   MARK(c, 5);
   Fragments<typename S::GateUp> gate_up;
-  take_mail<S>(c, 0, e.h, tag_h, x, gate_up);
+  take_sums<S>(c, e.h[S::ID], x, gate_up);
   MARK(c, 6);
-  weigh<S>(c, 1, x, norm);                                  // 4. gate and up
+  weigh<S>(c, x, norm);                                     // 4. gate and up
   MARK(c, 7);
   multiply<typename S::GateUp, NT>(c, gate_up, [&](int row, const float (&v)[NT]) {
     typedef typename S::GateUp M;
@@ -152,9 +139,9 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   }
   block_sync();
   MARK(c, 9);
-  project_parts<S, typename S::Down, NT>(c, down, tag_x);   // 5. down projection of this group, summed over groups
+  project_parts<S, typename S::Down, NT>(c, down, e.x[S::ID]); // 5. down projection of this group, summed over groups
   MARK(c, 10);
-  take_mail<S>(c, 1, e.x, tag_x, x, first, more);
+  take_sums<S>(c, e.x[S::ID], x, first, more);
 }
 
 // All layers of a stack; `norm` holds the first layer's input norm before and `after` afterwards.

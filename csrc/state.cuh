@@ -2,11 +2,16 @@
 #pragma once
 #include "ptx.cuh"
 
-// Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32].
+// Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32], shares of
+// sums [fp32, upper 28 bits | count:4].
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
+typedef u32 Shares[POSITIONS][NKV][MAXH];
 struct Exchange {
-  u64 parts[CTAS][POSITIONS][NKV][MOST_OWNED];               // partial sums of an owner's rows, from each group
-  u32 h[BOXES][POSITIONS][MAXH], x[BOXES][POSITIONS][MAXH];  // the residual before the feed-forward, and after it
+  // Of what the residual gets before the feed-forward, and after it; of talker and predictor. A word is written in each
+  // of its stack's layers, and its count of layers tells it from what it held before. (Position 1: in those of a
+  // frame's first pass. Fourteen passes lie between two of them: an even number of layers, and one on is never 16 on.)
+  Shares h[2], x[2];
+  u32 layers[4];                             // [0], [1]: that launches before this one made. Words are read in fours
   u64 part[NKV][SHARES][GROUP][SHARE + 2];            // talker attention partials: [group][to][from]
   u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];
@@ -71,8 +76,6 @@ struct __align__(128) Shared {
   float squares[POSITIONS][WARPS];
   u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
   u32 seen[SEEN_WORDS];
-  // Own rows: before attention and before the feed-forward, in turns.
-  __align__(16) u16 residual[2][POSITIONS][MOST_OWNED];
   u32 stop, dead, traced, pad_;
 };
 
@@ -82,6 +85,7 @@ DEV u16* vec_of(Shared& s, int n) { return n ? s.vec1 : s.vec0; }
 struct Ctx {
   u32 block, tid, lane, warp, group, rank;   // rank: the block's place in its group
   u32 stage, phase, tag;
+  u32 layers[2];                             // of talker and predictor, this one among them
   Shared* s;
   const Params* p;
   const Stream* u;

@@ -16,19 +16,15 @@ from mktts.errors import EngineError
 from mktts.kernel.grid import Shape, power_of_two
 
 POSITIONS = 2  # that one pass can take
-_MOST_BOXES = 8
+_COUNT = np.uint32(15)  # the bits of a share that count
 # What is read here -> the line of csrc that says it.
 LINES = {
     "word": "put32(word, (tag << 16) | to_bf16(value))",
-    "part": "put64(to, ((u64)tag << 32) | __float_as_uint(value))",
     "fresh": "((v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t)) >> 16) == 0",
-    "sent": "owner = row / RPO % NKV * GROUP + row / (RPO * NKV);",
-    "owner": "parts[owner][n][c.group][row % RPO]",
-    "owned": "RPO = power_of_two(ceil_div(H, CTAS))",
-    "first_owned": "c.rank * (NKV * Owned<H>::RPO) + c.group * Owned<H>::RPO",
-    "own": "from_bf16(c.s->residual[half][n][row]) + round_bf16(sum)",
-    "mail": "put32x4(&boxes[(to + c.block) % BOXES][n][base + c.lane % (RUN / 4) * 4], w)",
-    "box": "&boxes[c.block % BOXES][n][element<S>(c, g)]",
+    "share": "word = (__float_as_uint(value) & ~15u) | (c.layers[S::ID] & 15u)",
+    "sent": "put32(&to[n][c.group][c.rank * EACH + row], word)",
+    "counted": "bad |= v[i] ^ t; s[i] += __uint_as_float(v[i] & ~15u)",
+    "added": "x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i])",
 }
 
 
@@ -48,34 +44,38 @@ def words_of(tag: int, values: np.ndarray) -> np.ndarray:
     return np.uint32((tag & 0xFFFF) << 16) | to_bf16(values)
 
 
-def parts_of(tag: int, values: np.ndarray) -> np.ndarray:
-    """`send_part`: [tag:32 | fp32:32]."""
-    return np.uint64(tag << 32) | np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
+def shares_of(count: int, values: np.ndarray) -> np.ndarray:
+    """`send_part`: [fp32, upper 28 bits | count:4]."""
+    return (np.asarray(values, np.float32).view(np.uint32) & ~_COUNT) | (np.uint32(count) & _COUNT)
+
+
+def values_of(shares: np.ndarray) -> np.ndarray:
+    """What `take_parts` adds: fp32 without the count."""
+    return (shares & ~_COUNT).view(np.float32)
 
 
 def fresh(words: np.ndarray, tag: int) -> bool:
-    """`poll4` and `poll64n`: whether all words are of this exchange. A word of any other is an old one."""
-    bits = 16 if words.dtype == np.uint32 else 32
-    return bool((words >> words.dtype.type(bits) == tag & ((1 << bits) - 1)).all())
+    """`poll4`: whether all words are of this exchange. A word of any other is an old one."""
+    return bool((words >> np.uint32(16) == tag & 0xFFFF).all())
 
 
-def boxes_of(blocks: int) -> int:
-    """config.cuh, BOXES: copies of the residual, each polled by as many blocks."""
-    return min(blocks, _MOST_BOXES)
+def counted(shares: np.ndarray, count: int) -> np.ndarray:
+    """`take_parts`: which shares are of this sum; others are old ones."""
+    return (shares & _COUNT) == (count & int(_COUNT))
 
 
 def layout(shape: Shape) -> np.dtype:
     """state.cuh, struct Exchange: every word of device memory that blocks meet at. Offsets are the compiler's."""
     t, p = shape.talker, shape.predictor
-    blocks, group, heads, boxes = shape.blocks, shape.group, t.num_key_value_heads, boxes_of(shape.blocks)
-    width = max(t.hidden_size, p.hidden_size)
+    blocks, group, heads = shape.blocks, shape.group, t.num_key_value_heads
+    shares = (2, POSITIONS, heads, max(t.hidden_size, p.hidden_size))
     queries = t.num_attention_heads // heads
     share = power_of_two(-(-queries * t.head_dim // group))
     return np.dtype(
         [
-            ("parts", "u8", (blocks, POSITIONS, heads, power_of_two(-(-width // blocks)))),
-            ("h", "u4", (boxes, POSITIONS, width)),
-            ("x", "u4", (boxes, POSITIONS, width)),
+            ("h", "u4", shares),
+            ("x", "u4", shares),
+            ("layers", "u4", (4,)),
             ("part", "u8", (heads, queries * t.head_dim // share, group, share + 2)),
             ("qkv", "u4", (heads, POSITIONS, (queries + 2) * t.head_dim)),
             ("att", "u4", (heads, queries * t.head_dim)),
@@ -92,7 +92,7 @@ def layout(shape: Shape) -> np.dtype:
 
 @dataclass(frozen=True)
 class Grid:
-    """Who owns which rows of a residual of `width` values, where `heads` groups of blocks each have a share of it."""
+    """Who multiplies which rows of a residual of `width` values; each of `heads` groups of blocks has a share of it."""
 
     blocks: int
     heads: int
@@ -103,76 +103,43 @@ class Grid:
         return self.blocks // self.heads
 
     @property
-    def owned(self) -> int:
-        """Rows of a block, where it owns any."""
-        return power_of_two(-(-self.width // self.blocks))
-
-    @property
     def each(self) -> int:
-        """Rows whose partial sums a block multiplies; the last of a group fewer."""
+        """Rows whose shares a block multiplies; the last of a group fewer."""
         return -(-self.width // self.group)
 
-    def first_owned(self, block: int) -> int:
-        """`first_owned`: rows [this, this + owned) are this block's; from `width` on it owns none."""
-        number, rank = divmod(block, self.group)
-        return (rank * self.heads + number) * self.owned
-
     def rows_of_rank(self, block: int) -> slice:
-        """The rows whose partial sums a block multiplies: those of all blocks with its rank."""
+        """The rows whose shares a block multiplies: those of all blocks with its rank."""
         first = block % self.group * self.each
         return slice(first, min(first + self.each, self.width))
 
-    def new_area(self) -> dict[str, np.ndarray]:
-        """`parts` and one row of `boxes` of struct Exchange, for one position: zeros, as on a new device."""
-        parts = np.zeros((self.blocks, self.heads, self.owned), np.uint64)
-        return {"parts": parts, "boxes": np.zeros((boxes_of(self.blocks), self.width), np.uint32)}
+    def new_area(self) -> np.ndarray:
+        """(heads, width): one position of `Shares`, zeros, as on a new device."""
+        return np.zeros((self.heads, self.width), np.uint32)
 
 
-def sum_of_parts(parts: np.ndarray) -> np.ndarray:
-    """`own_rows`: (groups, rows) fp32 -> (rows,), in the order in which the lanes of a warp add, 32 rows at a time."""
-    if parts.shape[1] > 32:
-        return np.concatenate([sum_of_parts(run) for run in np.split(parts, parts.shape[1] // 32, 1)])
-    rows = parts.shape[1]
-    words = parts.size
-    lane = np.arange(32)
-    first, at = lane % words // rows, lane % words % rows
-    total = np.zeros(32, np.float32)
-    for k in range(-(-words // 32)):
-        total += np.where(lane < words, parts[first + k * (32 // rows), at], np.float32(0))
-    step = rows
-    while step < 32:
-        total = total + total[lane ^ step]
-        step *= 2
-    return total[:rows]
+def sum_of_shares(shares: np.ndarray) -> np.ndarray:
+    """`take_parts`: (heads, rows) fp32 -> (rows,), one group after another, rounded to bf16."""
+    total = np.zeros(shares.shape[1], np.float32)
+    for share in shares:
+        total = total + share
+    return from_bf16(to_bf16(total))
 
 
 Block = Generator[str, None, np.ndarray]
 
 
 def add_residual(
-    grid: Grid, area: dict[str, np.ndarray], block: int, tag: int, residual: np.ndarray, share: np.ndarray
+    grid: Grid, area: np.ndarray, block: int, count: int, residual: np.ndarray, share: np.ndarray
 ) -> Block:
-    """One block's way through `project_parts`, `own_rows` and `take_mail`: residual + the groups' shares, for all rows.
+    """One block's way through `project_parts` and `take_sums`: residual + the groups' shares, for all rows.
 
-    residual (width,) fp32 of bf16 values. share: the partial sums of `rows_of_rank` by this block's group. Yields what
-    it waits for each time it polls in vain; returns the new residual (width,).
+    residual (width,) fp32 of bf16 values. share: of `rows_of_rank`, by this block's group. count: of the sum. Yields
+    what it waits for each time it polls in vain; returns the new residual (width,).
     """
-    parts, boxes = area["parts"], area["boxes"]
-    rows = np.arange(grid.width)[grid.rows_of_rank(block)]
-    owners = rows // grid.owned % grid.heads * grid.group + rows // (grid.owned * grid.heads)
-    parts[owners, block // grid.group, rows % grid.owned] = parts_of(tag, share)
-    if grid.first_owned(block) < grid.width:
-        while not fresh(parts[block], tag):
-            yield "partial sums"
-        total = sum_of_parts(parts[block].astype(np.uint32).view(np.float32))
-        mine = slice(grid.first_owned(block), grid.first_owned(block) + grid.owned)
-        words = words_of(tag, residual[mine] + from_bf16(to_bf16(total)))
-        for to in range(len(boxes)):
-            boxes[(to + block) % len(boxes), mine] = words
-    box = boxes[block % len(boxes)]
-    while not fresh(box, tag):
-        yield "exchange words"
-    return from_bf16(box)
+    area[block // grid.group, grid.rows_of_rank(block)] = shares_of(count, share)
+    while not counted(area, count).all():
+        yield "partial sums"
+    return from_bf16(to_bf16(residual + sum_of_shares(values_of(area))))
 
 
 def run(blocks: list[Block], choose: Callable[[int], int], seen: Callable[[], None] = lambda: None) -> list[np.ndarray]:

@@ -1,8 +1,7 @@
 """How many thread blocks a kernel has, and which rows of a matrix a block is dealt: csrc/config.cuh in Python.
 
 The blocks form as many groups as there are key-value heads, so their number is a multiple of that and of nothing else.
-Where a group's rows do not divide over its blocks, each block takes as many as the fullest and the last ones fewer;
-what the residual's owners add up stays a power of two of rows, so that some blocks own none.
+Where a group's rows do not divide over its blocks, each block takes as many as the fullest and the last ones fewer.
 """
 
 from __future__ import annotations
@@ -172,10 +171,8 @@ def _misfit(shape: Shape, head_rows: int) -> str | None:
         h, f = stack.hidden_size, stack.intermediate_size
         if f % (4 * heads):
             return f"a feed-forward of {f} does not divide by four times {heads} key-value heads"
-        if h < 4 * blocks or h % (owned := power_of_two(-(-h // blocks))):
+        if h % 4 or h < 4 * blocks:  # words are read in fours; more blocks than that wait longer than they multiply
             return f"a hidden size of {h} does not divide over {blocks} blocks into four rows or more"
-        if (words := heads * min(owned, 32)) % 32 and words > 32:
-            return f"{words} partial sums of an owner's rows are no whole warps"
         for name, dealt in layer_matrices(stack, shape.group).items():
             if (shape.group - 1) * dealt.each >= dealt.total:  # what it reads would be written again too early
                 return f"the last of {shape.group} blocks would have none of the {dealt.total} rows of {name}"

@@ -33,7 +33,7 @@ WEIGHTS = {
     "rotary tables": tuple(f"{stack}_{kind}" for stack in ("talker", "predictor") for kind in ("cos", "sin")),
 }
 MAILBOXES = {
-    "mailboxes: partial sums and residuals": ("parts", "h", "x"),
+    "mailboxes: shares of sums": ("h", "x", "layers"),
     "mailboxes: within a group": ("part", "qkv", "att", "act"),
     "mailboxes: logits, projected row, text, host's answer": ("logits", "projected", "offers", "sums", "go"),
 }

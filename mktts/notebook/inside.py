@@ -88,11 +88,11 @@ def exchanged(
     residual: np.ndarray,
     shares: np.ndarray,
     seed: int,
-    tag: int = 1,
-    area: dict[str, np.ndarray] | None = None,
+    count: int = 1,
+    area: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[tuple[float, float]]]:
-    """One exchange, blocks in an order drawn by `seed`: the new residual (width,), the same for all blocks, and after
-    each step the shares of partial sums and of words in the boxes that carry `tag`.
+    """One sum, blocks in an order drawn by `seed`: the new residual (width,), the same for all blocks, and after each
+    step how much of the words is of this sum, and how many of the blocks have taken it.
 
     shares (heads, width): each group's. area: what an exchange before it left; None: a new one.
     Raises MetricsError where two blocks end with different residuals.
@@ -101,16 +101,22 @@ def exchanged(
     area = grid.new_area() if area is None else area
     ranks = [grid.rows_of_rank(block) for block in range(grid.blocks)]
     blocks = [
-        exchange.add_residual(grid, area, block, tag, residual, shares[block // grid.group][ranks[block]])
+        exchange.add_residual(grid, area, block, count, residual, shares[block // grid.group][ranks[block]])
         for block in range(grid.blocks)
     ]
     seen: list[tuple[float, float]] = []
 
-    def look() -> None:
-        parts, boxes = area["parts"] >> np.uint64(32), area["boxes"] >> np.uint32(16)
-        seen.append((float((parts == tag).mean()), float((boxes == tag).mean())))
+    left = [grid.blocks]
 
-    results = exchange.run(blocks, lambda count: int(rng.integers(count)), look)
+    def choose(running: int) -> int:
+        left[0] = running
+        return int(rng.integers(running))
+
+    def look() -> None:
+        seen.append((float(exchange.counted(area, count).mean()), 1 - left[0] / grid.blocks))
+
+    results = exchange.run(blocks, choose, look)
+    seen.append((1.0, 1.0))
     if not all(np.array_equal(result, results[0]) for result in results):
         raise MetricsError("expected all blocks to end with the same residual")
     return results[0], seen

@@ -1,4 +1,4 @@
-"""Pictures of how the frame kernel lays things out: where a matrix lies on the tape, how boxes fill with words."""
+"""Pictures of how the frame kernel lays things out: where a matrix lies on the tape, how an exchange fills."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def places(rows: int, k: int, folder: Path, name: str = "places") -> Figure:
 
 @styled
 def filling(fresh: Sequence[Sequence[float]], labels: Sequence[str], folder: Path, name: str = "filling") -> Figure:
-    """Shares of words with this exchange's tag over the steps of the blocks: (steps,) tuples of one value a label."""
+    """How far an exchange has come over the steps of the blocks: (steps,) tuples of a part of 1 a label."""
     values = np.asarray(fresh, dtype=float)
     figure, (axes,) = new(3.2)
     for index, label in enumerate(labels):
         axes.plot(100 * values[:, index], color=SERIES[index % len(SERIES)], label=label)
-    axes.set(xlabel="step of any one block", ylabel="words of this exchange (%)", xlim=(0, len(values) - 1))
+    axes.set(xlabel="step of any one block", ylabel="of all (%)", xlim=(0, len(values) - 1))
     titled(axes, "How an exchange fills", "blocks in random order; a step ends where a block polls in vain")
     axes.legend(loc="lower right")
     return save(figure, folder, name)

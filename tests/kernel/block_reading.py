@@ -73,7 +73,6 @@ class Reading:
         self.group = self.blocks // self.heads
         self.outputs = c.num_attention_heads // self.heads * c.head_dim
         self.inner = c.intermediate_size // self.heads
-        self.owned = power_of_two(ceil_div(c.hidden_size, self.blocks))
         self.share = power_of_two(ceil_div(self.outputs, self.group))
         self.tape = {block: Tape(self.tapes[block]) for block in range(self.blocks)}
 
@@ -128,25 +127,15 @@ class Reading:
         return words.poll((slice(None),))
 
     def projection(self, inputs: np.ndarray) -> np.ndarray:
-        """(H,) residual from the boxes: inputs (heads, k) of each group, partial sums mailed to owners and added."""
+        """(H,) sums over groups: inputs (heads, k) of each group."""
         h = self.stack.hidden_size
-        parts, box = Mailbox(self.blocks, self.heads, self.owned), Mailbox(h)
+        shares = Mailbox(self.heads, h)
         for block in range(self.blocks):
             number, rank = divmod(block, self.group)
             each, sums = self.multiply(block, h, 1, inputs[number])
             for row, value in sums.items():  # send_part
-                run = (rank * each + row) // self.owned
-                owner = run % self.heads * self.group + run // self.heads
-                parts.put((owner, number, (rank * each + row) % self.owned), value)
-        for block in range(self.blocks):  # own_rows
-            number, rank = divmod(block, self.group)
-            first = (rank * self.heads + number) * self.owned
-            if first >= h:
-                assert np.isnan(parts.words[block]).all(), "partial sums for a block that owns no rows"
-                continue
-            for row in range(self.owned):
-                box.put((first + row,), parts.poll((block, slice(None), row)).sum())
-        return box.poll((slice(None),))
+                shares.put((number, rank * each + row), value)
+        return shares.poll((slice(None), slice(None))).sum(0)  # take_parts
 
     def attention(self, maxima: np.ndarray, sums: np.ndarray, outs: np.ndarray) -> np.ndarray:
         """talker_attention's exchange: (heads, outputs) from each block's running maxima and sums (blocks, query heads)

@@ -13,7 +13,7 @@ from mktts.measure.cards import FORCED_FRAMES, Model, error_of
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
 
 
-# Blocks of a group; rows that come at once. A share in several matrices and owners of 64 rows; blocks that own none.
+# Blocks of a group; rows that come at once. A share in several matrices; a remainder.
 @pytest.mark.parametrize(("name", "group", "most_rows"), [("small", 3, 32), ("tiny-projected", 7, 128)])
 def test_blocks_in_an_order_of_chance_make_the_oracles_frames(name, group, most_rows, monkeypatch, tmp_path):
     monkeypatch.setattr(grid, "MOST_ROWS", most_rows)

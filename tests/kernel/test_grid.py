@@ -19,7 +19,7 @@ from mktts.kernel.tape import pack_layer, unpack_layer
 from mktts.measure.inspection import config_at
 
 # As many groups and query heads as tiny has, wide enough for every group of blocks: shares of several matrices (2, 3),
-# with a remainder (3, 5, 7, 13), owners of more than a warp's rows (2, 3), blocks that own none (5, 7, 13).
+# with a remainder (3, 5, 7, 13).
 STACK = replace(config_at("tiny").talker, hidden_size=256, intermediate_size=1_144, head_dim=64)
 GROUPS = (2, 3, 4, 5, 7, 10, 13, 16, 29)
 

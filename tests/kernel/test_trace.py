@@ -35,7 +35,7 @@ DEV void feeder(Ctx& c) {
 DEV void consumer(Ctx& c) {
   MARK(c, 1); Fragments<Talker::Qkv> w; preload(c, w); MARK(c, 2);
   float v[1]; gemv<Talker::Qkv>(c, w, v); MARK(c, 3);
-  publish(&c.p->exchange->h[0][0][c.tid], 1, v[0]);
+  publish(&c.p->exchange->projected[c.tid], 1, v[0]);
 }
 extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) small(const __grid_constant__ Params p) {
   run<feeder, consumer>(p);
