@@ -99,7 +99,7 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     }
     l[g][0] = low(a); l[g][1] = high(a); l[g][2] = low(b); l[g][3] = high(b);
     UNROLL for (int i = 0; i < 4; i++) {
-      if (book == 0) l[g][i] = admit(c, l[g][i], id + i, frame);
+      if (book == 0 && mine) l[g][i] = admit(c, l[g][i], id + i, frame);
       if (!mine) l[g][i] = NEVER;
       if (!choice.greedy && l[g][i] > NEVER) l[g][i] = __fdiv_rn(l[g][i], choice.temperature);
       score[g][i] = choice.greedy ? l[g][i] : __fadd_rn(l[g][i], score[g][i]);

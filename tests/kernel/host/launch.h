@@ -4,6 +4,15 @@
 static ucontext_t scheduler;
 static const Params* launched;
 constexpr size_t STACK_BYTES = 96 * 1024;   // of a lane
+constexpr size_t PAGE_BYTES = 4096;
+
+void SharedMemory::resize(size_t n) {
+  const size_t room = round_up(n, PAGE_BYTES);
+  u8* from = (u8*)mmap(nullptr, room + PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (from == MAP_FAILED || mprotect(from + room, PAGE_BYTES, PROT_NONE)) fail("no room for shared memory");
+  end = from + room; bytes = n;
+}
+void SharedMemory::free() { munmap(end - round_up(bytes, PAGE_BYTES), round_up(bytes, PAGE_BYTES) + PAGE_BYTES); }
 
 void give_way() { swapcontext(&now->context, &scheduler); }
 void check_exchange(const void* p, u32 width) {
@@ -41,5 +50,6 @@ extern "C" void host_launch(const Params* params, u64 seed) {
       left -= now->done;
     }
   }
+  for (Block& block : blocks) block.shared.free();
   munmap(stacks, lanes.size() * STACK_BYTES);
 }

@@ -1,8 +1,8 @@
 // In the place of csrc/ptx.cuh: a GPU's lanes on one CPU thread, so that csrc/frame.cu runs without a GPU.
 //
 // Every lane is a context of its own (ucontext). It gives way where the kernel polls and where a warp or a block meets;
-// launch.h takes the warps in an order of chance. Code before sm_90 is what runs: __CUDA_ARCH__ is 800. An access out
-// of a block's shared memory or of the exchange area, or one that is not aligned to its width, ends the process.
+// launch.h takes the warps in an order of chance. Code before sm_90 is what runs: __CUDA_ARCH__ is 800. An access behind
+// a block's shared memory or out of the exchange area, or one that is not aligned to its width, ends the process.
 #pragma once
 #include <ucontext.h>
 
@@ -35,9 +35,17 @@ struct Warp {
   float d[2][32][4];
 };
 struct Meeting { u32 arrived = 0, times = 0; };
+// As many bytes as a block has, then a page that nobody may touch: also what the kernel reads by plain C++ is caught.
+struct SharedMemory {
+  u8* end = nullptr; size_t bytes = 0;
+  void resize(size_t n);                                                    // launch.h
+  void free();
+  u8* data() const { return end - bytes; }
+  size_t size() const { return bytes; }
+};
 struct Block {
   u32 id;
-  std::vector<u8> shared;
+  SharedMemory shared;
   Warp warps[(THREADS + FEED_THREADS) / 32];
   Meeting consumers, all;
 };
