@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
 from mktts.notebook import figure, plots
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -50,6 +53,16 @@ def test_a_notebook_shows_the_bytes_of_the_file(drawn):
     shown, size = fig._repr_png_()
     assert shown == (folder / f"{name}.png").read_bytes()
     assert size["width"] == pytest.approx(fig.get_figwidth() * figure.DISPLAY_DPI)
+
+
+def test_a_picture_in_the_file_is_the_drawn_one_in_fewer_bytes(drawn):
+    name, fig, folder = drawn
+    whole = io.BytesIO()
+    fig.savefig(whole, format="png", dpi=figure.DPI)
+    with Image.open(whole) as expected, Image.open(folder / f"{name}.png") as found:
+        difference = np.abs(np.asarray(expected.convert("RGB"), int) - np.asarray(found.convert("RGB"), int))
+    assert difference.mean() < 0.5 and np.percentile(difference, 99.9) < 16
+    assert (folder / f"{name}.png").stat().st_size < 0.6 * len(whole.getvalue())
 
 
 def test_drawing_leaves_the_callers_matplotlib_settings_alone(tmp_path):
