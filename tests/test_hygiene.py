@@ -132,6 +132,7 @@ def test_every_import_is_pinned_or_standard():
         "ipython": "IPython",
         "pyzmq": "zmq",
         "pytest-asyncio": "pytest_asyncio",
+        "pillow": "PIL",
     }
     with_torch = {"triton"}  # comes with torch's CUDA builds in the version that they pin; used only where it is there
     pins = re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[a-z,]+\])?==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
