@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 from mktts.common import python_path
 from mktts.errors import BackendUnavailable, BatchError
 from mktts.notebook.grid import Run
-
-_OBJECTS_BYTES = 80 * 2**20  # of shared memory for Ray's objects, of which there are hardly any: its least is 75 MiB
+from mktts.synth.ray_cluster import connect
 
 Metrics = dict[str, Any]
 
@@ -34,17 +32,9 @@ def cluster(address: str | None) -> Iterator[Any]:
         import ray
     except ModuleNotFoundError:
         raise BackendUnavailable('--ray needs the package ray: pip install "mktts[ray]"') from None
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # tells whom the cluster obeys: this user
-    alone = {} if address else {"include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
     try:
-        ray.init(
-            address or "local",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            runtime_env={"env_vars": python_path()},
-            **alone,
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        connect(ray, address, runtime_env={"env_vars": python_path()})
+    except (OSError, ValueError, RuntimeError) as error:
         where = f"no Ray cluster at {address}" if address else "Ray did not start here"
         raise BatchError(f"{where}: {str(error).strip().partition(chr(10))[0]}") from None
     try:

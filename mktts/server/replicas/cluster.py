@@ -29,10 +29,10 @@ from mktts.server.replicas.ingress import DRAIN_S, environment
 from mktts.server.replicas.opening import read_aliases, read_voices, reference_sources
 from mktts.server.replicas.orphans import FOLDER_PREFIX, Orphan, orphans
 from mktts.server.replicas.replica import Plan, Replica
+from mktts.synth.ray_cluster import connect
 
 APPLICATION = DEPLOYMENT = "mktts"
 _NEEDED = 'several replicas need Ray Serve, which is not installed: pip install "mktts[ray]"'
-_OBJECTS_BYTES = 80 * 2**20  # of shared memory for Ray's objects, of which there are none: its least is 75 MiB
 _NO_LIMIT = 1_000_000  # of requests that Ray lets into a replica: the studio admits, and says how many it carries
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 1.0, 20.0
 _STOP_S = 15.0  # beside the grace: within which an orderly end comes to its own
@@ -158,16 +158,10 @@ def _cluster(address: str | None, variables: dict[str, str]) -> Iterator[Any]:
         os.environ.update(variables)
     import ray
 
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "serve"}
-    if address is None:
-        settings |= {"include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
-    else:
-        settings |= {"address": address, "runtime_env": {"env_vars": variables}}
-    # It says that the cluster's ports obey this user alone, which is how it should be.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    there = {} if address is None else {"runtime_env": {"env_vars": variables}}
     try:
-        ray.init(**settings)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        connect(ray, address, namespace="serve", **there)
+    except (OSError, ValueError, RuntimeError) as error:
         where = "start here" if address is None else f"be reached at {address}"
         raise ServerError(f"Ray could not {where}: {_first_line(error)}") from None
     try:

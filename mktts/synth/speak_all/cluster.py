@@ -11,8 +11,6 @@ import json
 import logging
 import math
 import os
-import re
-import socket
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from typing import Any
 
 from mktts.common import python_path
 from mktts.errors import BackendUnavailable, EngineError, MkttsError, OptionsError
+from mktts.synth.ray_cluster import connect
 from mktts.synth.speak_all.keeping import speak_into
 from mktts.synth.speak_all.manifest import Manifest, Record
 from mktts.synth.speak_all.progress import Progress
@@ -29,9 +28,6 @@ from mktts.synth.speak_all.work import Job
 
 _MAX_BATCH = 4_096  # sentences that an actor is given in one piece: a few times those that it has open at once
 _BATCHES = 2  # an actor, where there are fewer: the quick ones take from the slow ones
-
-_PLACE = re.compile(r"(?:ray://)?\[?([\w.:-]+)\]?:(\d+)")
-_PATIENCE_S = 5.0
 _OBJECTS_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sentences and records, no sound
 
 
@@ -136,24 +132,15 @@ def require_ray() -> Any:
 def _cluster(address: str | None, replicas: int | None) -> Iterator[Any]:
     """Ray, connected; what was begun here ends with the block."""
     ray = require_ray()
-    for name in ("ray.data", "ray._private.authentication"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     # Actors on CPUs share the cores; one more is for what Ray Data does itself.
     cores = max((replicas or 0) + 1, os.cpu_count() or 1)
-    here = {"include_dashboard": False, "num_cpus": cores, "object_store_memory": _OBJECTS_BYTES}
+    here = {} if address else {"num_cpus": cores}
     began = not ray.is_initialized()
     if began:
         try:
-            if address and (place := _PLACE.fullmatch(address)):  # Ray itself asks for minutes
-                socket.create_connection((place[1], int(place[2])), _PATIENCE_S).close()
-            ray.init(
-                address or "local",
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                runtime_env={"env_vars": python_path()},
-                **({} if address else here),
-            )
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            connect(ray, address, _OBJECTS_BYTES, runtime_env={"env_vars": python_path()}, **here)
+        except (OSError, RuntimeError, ValueError) as error:
             raise EngineError(f"no cluster at {address or 'this machine'}: {_last_line(error)}") from None
     ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts sentences
     try:
