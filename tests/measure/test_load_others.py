@@ -8,8 +8,9 @@ import time
 import pytest
 
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.bench.load import others
+from mktts.measure.bench.load import others, sections
 from mktts.measure.bench.load.seat import Seat, utterances
+from mktts.measure.bench.load.settings import LoadSettings
 from mktts.measure.bench.peers import Run
 from mktts.measure.bench.settings import BenchSettings
 
@@ -71,3 +72,27 @@ def test_a_seat_is_a_program_of_its_own():
     seat = Seat("random:tiny", None, "cpu", "faster", (2, 3))
     assert seat.words[:3] == [sys.executable, "-m", "mktts.measure.bench.load.seat"]
     assert BenchSettings().checkpoint in Seat(BenchSettings().checkpoint, None, "cuda", "faster", (2, 3)).words[3]
+
+
+def test_on_a_cpu_the_peer_is_qwen_tts_itself(monkeypatch):
+    asked: list[list[str]] = []
+
+    def run(words, loads, seconds, seed):
+        asked.append(list(words))
+        return others_run([sys.executable, "-c", PEER], loads, seconds, seed)
+
+    others_run = others.run
+    monkeypatch.setattr(others, "run", run)
+    subject = sections.Subject(LoadSettings(checkpoint="small", device="cpu"))
+    (result,) = sections.peers(subject, sections.Numbers(listeners=(1,)))
+    assert '"peer": "upstream"' in asked[0][3] and '"device": "cpu"' in asked[0][3]
+    assert result.reports["peers"]["peer"] == "qwen-tts" and result.reports["peers"]["chunk_frames"] is None
+    assert result.figures["peer_listeners"]["value"] == 1
+
+
+def test_a_seat_of_qwen_tts_speaks(tmp_path):
+    """The program itself, for one short utterance."""
+    seat = Seat("random:tiny", None, "cpu", "upstream", (2, 3))
+    figures, report = others.run(seat.words, (1,), 0.5)
+    assert report["loads"][0]["arrivals"] >= 1 and report["loads"][0]["underruns"] == 0
+    assert figures["peer_ttfc_p99_ms"]["value"] > 0 and not figures["peer_listeners"]["held"]

@@ -23,6 +23,7 @@ from mktts.measure.bench.load.seat import Seat
 from mktts.measure.bench.load.settings import Loaded, LoadSettings, load
 from mktts.measure.bench.load.texts import Said, said
 from mktts.measure.bench.load.visits import Visit, visits
+from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
 
 BURST, BURSTS, BURST_LISTENERS = 128, 5, 64
@@ -197,13 +198,22 @@ def both_engines(subject: Subject, numbers: Numbers) -> Iterator[Result]:
 
 
 def peers(subject: Subject, numbers: Numbers) -> Iterator[Result]:
-    """faster-qwen3-tts in as many processes as listeners: see mktts.measure.bench.load.others."""
+    """Another implementation in as many processes as listeners, see mktts.measure.bench.load.others: faster-qwen3-tts,
+    or on a CPU, where that cannot run, qwen-tts, which gives an utterance in one piece."""
     settings = subject.settings
     subject.close()  # what it has loaded takes memory
-    seat = Seat(settings.checkpoint, settings.revision, settings.device, "faster", settings.frames)
+    device = device_named(settings.device)
+    streams = device.type == "cuda"
+    seat = Seat(
+        settings.checkpoint, settings.revision, str(device), "faster" if streams else "upstream", settings.frames
+    )
     loads = numbers.listeners or PEER_PROCESSES
     figures, report = others.run(seat.words, loads, settings.seconds, settings.seed)
-    report |= {"peer": "faster-qwen3-tts", "checkpoint": settings.checkpoint, "chunk_frames": seat.chunk_frames}
+    report |= {
+        "peer": "faster-qwen3-tts" if streams else "qwen-tts",
+        "checkpoint": settings.checkpoint,
+        "chunk_frames": seat.chunk_frames if streams else None,
+    }
     yield Result([], figures, {"peers": report}, {"listeners": ",".join(map(str, loads))})
 
 
