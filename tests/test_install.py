@@ -61,7 +61,12 @@ def test_the_extra_all_names_every_other_one():
 
 
 def test_a_room_imports_nothing_but_the_core_and_its_extras():
-    modules = {"ipython": "IPython", "pipecat-ai": "pipecat", "pyzmq": "zmq"}  # of distributions of another name
+    modules = {
+        "ipython": "IPython",
+        "pillow": "PIL",
+        "pipecat-ai": "pipecat",
+        "pyzmq": "zmq",
+    }  # of distributions of another name
     wrong = {}
     for path in (ROOT / "mktts").rglob("*.py"):
         room = path.relative_to(ROOT / "mktts").parts[0]

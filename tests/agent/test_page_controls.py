@@ -46,11 +46,12 @@ async def test_microphones_have_names_once_one_was_allowed_and_another_goes_on_i
 async def test_the_chosen_loudspeaker_is_the_one_that_plays(page, bot):
     await page.js(
         "AudioContext.prototype.setSinkId = async function (id) { (window.sinks ??= []).push(id) };"
-        "(l => { l.append(new Option('a loudspeaker', 'one')); l.value = 'one' })(document.querySelector('#speaker'))"
+        "navigator.mediaDevices.enumerateDevices = async () => ["
+        "{ kind: 'audiooutput', deviceId: 'one', label: 'a loudspeaker' }];"
+        "void navigator.mediaDevices.dispatchEvent(new Event('devicechange'))"
     )
-    # what enumerates devices knows of no such loudspeaker: it would be taken for unplugged
-    await page.js("void (navigator.mediaDevices.enumerateDevices = async () => ["
-                  "{ kind: 'audiooutput', deviceId: 'one', label: 'a loudspeaker' }])")  # fmt: skip
+    await page.until("document.querySelector('#speaker').options.length === 2")
+    await page.js("document.querySelector('#speaker').value = 'one'")
     await page.click("#start")
     await bot.until(lambda: bot.messages, "hello")
     await page.until("window.sinks?.[0] === 'one'")
@@ -58,6 +59,18 @@ async def test_the_chosen_loudspeaker_is_the_one_that_plays(page, bot):
     await page.js("void navigator.mediaDevices.dispatchEvent(new Event('devicechange'))")
     await page.until("window.sinks.at(-1) === ''")  # unplugged: the default one goes on
     assert await page.js("document.querySelector('#speaker').value") == ""
+
+
+async def test_of_two_lists_of_devices_the_one_asked_for_later_counts(page):
+    await page.js(
+        "const speaker = id => [{ kind: 'audiooutput', deviceId: id, label: id }];"
+        "const ask = (answer, ms) => { navigator.mediaDevices.enumerateDevices = () => new Promise(done => "
+        "setTimeout(() => (window.answered = (window.answered ?? 0) + 1, done(answer)), ms));"
+        "navigator.mediaDevices.dispatchEvent(new Event('devicechange')) };"
+        "ask(speaker('old'), 300); ask(speaker('new'), 10)"
+    )
+    await page.until("window.answered === 2")
+    assert await page.js(OPTIONS.format("speaker")) == ["default loudspeaker", "new"]
 
 
 async def test_a_microphone_that_fails_is_told_and_the_conversation_goes_on(talk, bot):

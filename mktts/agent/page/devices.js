@@ -7,9 +7,12 @@ export const CAN_CHOOSE_SPEAKER = "setSinkId" in (window.AudioContext?.prototype
 export function devicePickers(lists, onChange) {
   for (const [kind, list] of Object.entries(lists)) list.onchange = () => onChange(kind, list.value);
 
+  let asked = 0;
   // Browsers name devices, and most list them, only once the microphone was allowed.
   async function refresh() {
+    const mine = ++asked;
     const found = (await navigator.mediaDevices?.enumerateDevices()) ?? [];
+    if (mine !== asked) return; // a later answer counts, also where it comes first
     for (const [kind, list] of Object.entries(lists)) {
       const chosen = list.value;
       const usable = found.filter((device) => device.kind === kind && device.deviceId && device.deviceId !== "default");
