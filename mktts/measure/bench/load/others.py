@@ -48,7 +48,8 @@ def run(
             f"got {', '.join(map(str, loads)) or 'none'}"
         )
     with contextlib.ExitStack() as stack:
-        seats = [stack.enter_context(_process(words)) for _ in range(max(loads))]
+        threads = max(1, (os.cpu_count() or 1) // max(loads))  # more than cores would wait for each other
+        seats = [stack.enter_context(_process(words, threads)) for _ in range(max(loads))]
         for seat in seats:
             seat.expect("ready", READY_S)
         rows = [_load(seats[:count], seconds, seed + 100 * index) for index, count in enumerate(loads)]
@@ -137,7 +138,7 @@ class _Seat:
 
 
 @contextlib.contextmanager
-def _process(words: Sequence[str]) -> Iterator[_Seat]:
+def _process(words: Sequence[str], threads: int) -> Iterator[_Seat]:
     with tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(
             words,
@@ -145,7 +146,7 @@ def _process(words: Sequence[str]) -> Iterator[_Seat]:
             stdout=subprocess.PIPE,
             stderr=messages,
             text=True,
-            env={**os.environ, **python_path()},
+            env={"OMP_NUM_THREADS": str(threads), **os.environ, **python_path()},
         )
         try:
             yield _Seat(process, messages)
