@@ -26,10 +26,6 @@ DEV u32 cycles_low() { u32 t; asm volatile("mov.u32 %0,%clock;" : "=r"(t)); retu
 // L2 is the meeting point of the blocks: relaxed, device scope.
 DEV void put32(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 DEV void put64(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
-DEV void put32x4(u32* p, const u32 (&v)[4]) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};"
-    ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
 DEV u32 get32(const u32* p) {
   u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v;
 }

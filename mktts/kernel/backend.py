@@ -142,7 +142,8 @@ class MegakernelBackend:
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
         """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
-        its end. The launch's exchanges, n times 5 times the layers, must stay below the 2^16 of their tags."""
+        its end. The launch's exchanges, n times those of a layer times the layers, must stay below the
+        2^16 of their tags."""
         params = self._params(state, rows)
         params.prefill, params.frames, params.stream.position = 1, len(rows), position
         layers = len(rows) * self.config.talker.num_hidden_layers

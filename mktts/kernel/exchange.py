@@ -54,11 +54,6 @@ def values_of(shares: np.ndarray) -> np.ndarray:
     return (shares & ~_COUNT).view(np.float32)
 
 
-def fresh(words: np.ndarray, tag: int) -> bool:
-    """`poll4`: whether all words are of this exchange. A word of any other is an old one."""
-    return bool((words >> np.uint32(16) == tag & 0xFFFF).all())
-
-
 def counted(shares: np.ndarray, count: int) -> np.ndarray:
     """`take_parts`: which shares are of this sum; others are old ones."""
     return (shares & _COUNT) == (count & int(_COUNT))
@@ -142,12 +137,14 @@ def add_residual(
     return from_bf16(to_bf16(residual + sum_of_shares(values_of(area))))
 
 
-def run(blocks: list[Block], choose: Callable[[int], int], seen: Callable[[], None] = lambda: None) -> list[np.ndarray]:
+def run(
+    blocks: list[Block], choose: Callable[[int], int], seen: Callable[[int], None] = lambda ended: None
+) -> list[np.ndarray]:
     """Runs blocks to their ends, one step of one of them at a time, and returns what they returned.
 
     `choose(n)` picks one of the n that have not ended, and must come to every one of them again and again. `seen` is
-    called after every step. Raises EngineError, as the kernel's watchdog does, where all that are left wait for what
-    nobody will send.
+    called after every step with the number of those that have. Raises EngineError, as the kernel's watchdog does, where
+    all that are left wait for what nobody will send.
     """
     results: dict[int, np.ndarray] = {}
     left = list(range(len(blocks)))
@@ -162,7 +159,7 @@ def run(blocks: list[Block], choose: Callable[[int], int], seen: Callable[[], No
             left.remove(block)
         idle = idle | {block} if wait == waits.get(block) else set()
         waits[block] = wait
-        seen()
+        seen(len(results))
         if left and len(idle) == len(left):
             raise EngineError(f"block {left[0]} waits for {waits[left[0]]} that nobody sends")
     return [results[block] for block in range(len(blocks))]

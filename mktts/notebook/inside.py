@@ -106,17 +106,10 @@ def exchanged(
     ]
     seen: list[tuple[float, float]] = []
 
-    left = [grid.blocks]
+    def look(ended: int) -> None:
+        seen.append((float(exchange.counted(area, count).mean()), ended / grid.blocks))
 
-    def choose(running: int) -> int:
-        left[0] = running
-        return int(rng.integers(running))
-
-    def look() -> None:
-        seen.append((float(exchange.counted(area, count).mean()), 1 - left[0] / grid.blocks))
-
-    results = exchange.run(blocks, choose, look)
-    seen.append((1.0, 1.0))
+    results = exchange.run(blocks, lambda left: int(rng.integers(left)), look)
     if not all(np.array_equal(result, results[0]) for result in results):
         raise MetricsError("expected all blocks to end with the same residual")
     return results[0], seen

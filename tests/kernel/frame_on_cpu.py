@@ -22,7 +22,6 @@ from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
-_EXCHANGES = 5  # of a layer, by its tag
 _TIMEOUT_NS = 10**13
 
 
@@ -68,7 +67,8 @@ def observed(model: Model, shape: Shape, folder: Path, most_rows: int, seed: int
     params.stream.rows, params.prefill, params.frames = embeds.data_ptr(), 1, rows
     library.host_launch(ctypes.byref(params), ctypes.c_ulonglong(seed))
     text = torch.stack([torch.zeros_like(embeds[0]), *(model.prompt.row(i).bfloat16() for i in range(frames - 1))])
-    params.tag += rows * talker.num_hidden_layers * _EXCHANGES
+    layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
+    params.tag += rows * talker.num_hidden_layers * layer_exchanges
     params.stream.rows, params.prefill, params.frames = text.data_ptr(), 0, frames
     params.stream.position = rows - 1
     point(params, {"debug_logits": logits, "debug_hidden": hidden})

@@ -90,7 +90,7 @@ def test_on_a_cpu_the_peer_is_qwen_tts_itself(monkeypatch):
     assert result.figures["peer_listeners"]["value"] == 1
 
 
-def test_a_seat_of_qwen_tts_speaks(tmp_path):
+def test_a_seat_of_qwen_tts_speaks():
     """The program itself, for one short utterance."""
     seat = Seat("random:tiny", None, "cpu", "upstream", (2, 3))
     figures, report = others.run(seat.words, (1,), 0.5)

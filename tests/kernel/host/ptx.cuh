@@ -143,7 +143,6 @@ HOST int get32_host(const int* p) { return *(volatile const int*)p; }
 void check_exchange(const void* p, u32 width);   // launch.h
 HOST void put32(u32* p, u32 v) { check_exchange(p, 4); *(volatile u32*)p = v; }
 HOST void put64(u64* p, u64 v) { check_exchange(p, 8); *(volatile u64*)p = v; }
-HOST void put32x4(u32* p, const u32 (&v)[4]) { check_exchange(p, 16); memcpy(p, v, 16); }
 HOST u32 get32(const u32* p) { give_way(); check_exchange(p, 4); return *(volatile const u32*)p; }
 HOST u64 get64(const u64* p) { give_way(); check_exchange(p, 8); return *(volatile const u64*)p; }
 HOST void get32x4(const u32* p, u32 (&v)[4]) { give_way(); check_exchange(p, 16); memcpy(v, p, 16); }

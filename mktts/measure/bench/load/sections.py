@@ -204,16 +204,12 @@ def peers(subject: Subject, numbers: Numbers) -> Iterator[Result]:
     subject.close()  # what it has loaded takes memory
     device = device_named(settings.device)
     streams = device.type == "cuda"
-    seat = Seat(
-        settings.checkpoint, settings.revision, str(device), "faster" if streams else "upstream", settings.frames
-    )
+    peer, package = ("faster", "faster-qwen3-tts") if streams else ("upstream", "qwen-tts")
+    seat = Seat(settings.checkpoint, settings.revision, str(device), peer, settings.frames)
     loads = numbers.listeners or PEER_PROCESSES
     figures, report = others.run(seat.words, loads, settings.seconds, settings.seed)
-    report |= {
-        "peer": "faster-qwen3-tts" if streams else "qwen-tts",
-        "checkpoint": settings.checkpoint,
-        "chunk_frames": seat.chunk_frames if streams else None,
-    }
+    chunk_frames = seat.chunk_frames if streams else None
+    report |= {"peer": package, "checkpoint": settings.checkpoint, "chunk_frames": chunk_frames}
     yield Result([], figures, {"peers": report}, {"listeners": ",".join(map(str, loads))})
 
 
