@@ -101,12 +101,13 @@ def by_text(results: Mapping[str, Sequence[StreamMetrics]]) -> list[dict[str, An
 
 
 def collected(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of all runs beside or above `run_dir`: the nearest metrics.parquet, and manual runs next to `run_dir`.
+    """Rows of the runs beside `run_dir`: metrics.parquet next to their folder or in it, and manual runs. A table
+    further up is another grid's.
 
     A row has `run`, `notebook`, the recorded metrics under their names, `param.NAME` and `env.NAME`; absent values
     are left out. Runs by hand (outputs/runs/<notebook>-manual) carry what their notebooks recorded only.
     """
-    table = next((f / TABLE for f in run_dir.resolve().parents if (f / TABLE).is_file()), None)
+    table = next((f / TABLE for f in run_dir.resolve().parents[:2] if (f / TABLE).is_file()), None)
     rows = _rows_of_table(table) if table else []
     known = {row["run"] for row in rows}
     return rows + [row for row in _manual_rows(run_dir.resolve().parent) if row["run"] not in known]

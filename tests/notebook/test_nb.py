@@ -315,6 +315,12 @@ def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):
         report.collected(tmp_path / "runs" / "06_report")
 
 
+def test_a_table_further_up_is_not_this_grids(tmp_path):
+    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
+    (tmp_path / "outputs" / "runs" / "06_report").mkdir(parents=True)
+    assert report.collected(tmp_path / "outputs" / "runs" / "06_report") == []
+
+
 # ---- machine
 
 
