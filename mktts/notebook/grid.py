@@ -24,6 +24,7 @@ from typing import Any
 from mktts.errors import BatchError
 
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
+PARTIAL = ".partial"  # beside run folders: of runs that are not over
 LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mktts.common import read_object
 from mktts.errors import MetricsError
 from mktts.measure.metrics import percentiles
+from mktts.notebook.grid import PARTIAL
 from mktts.notebook.nb import MANUAL, repository
 from mktts.speech.metrics import StreamMetrics
 
@@ -101,16 +102,19 @@ def by_text(results: Mapping[str, Sequence[StreamMetrics]]) -> list[dict[str, An
 
 
 def collected(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of the runs beside `run_dir`: metrics.parquet next to their folder or in it, and manual runs. A table
+    """Rows of the runs beside `run_dir`: of metrics.parquet in their folder or next to it, and of manual runs. A table
     further up is another grid's.
 
     A row has `run`, `notebook`, the recorded metrics under their names, `param.NAME` and `env.NAME`; absent values
     are left out. Runs by hand (outputs/runs/<notebook>-manual) carry what their notebooks recorded only.
     """
-    table = next((f / TABLE for f in run_dir.resolve().parents[:2] if (f / TABLE).is_file()), None)
+    folder = run_dir.resolve().parent
+    if folder.name == PARTIAL:
+        folder = folder.parent
+    table = next((f / TABLE for f in (folder, folder.parent) if (f / TABLE).is_file()), None)
     rows = _rows_of_table(table) if table else []
     known = {row["run"] for row in rows}
-    return rows + [row for row in _manual_rows(run_dir.resolve().parent) if row["run"] not in known]
+    return rows + [row for row in _manual_rows(folder) if row["run"] not in known]
 
 
 def of_notebook(rows: Iterable[dict[str, Any]], notebook: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from mktts.common import python_path, read_object, write_json
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
-from mktts.notebook.grid import RUN_DIR, Run, plan
+from mktts.notebook.grid import PARTIAL, RUN_DIR, Run, plan
 from mktts.notebook.publish import publish
 from mktts.notebook.ray_runs import cluster, execute_all
 
@@ -143,7 +143,7 @@ def is_done(out: Path, run: Run) -> bool:
 def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None) -> dict[str, Any]:
     """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
     failing notebook: that is recorded."""
-    final, partial = out / run.name, out / ".partial" / run.name
+    final, partial = out / run.name, out / PARTIAL / run.name
     shutil.rmtree(partial, ignore_errors=True)
     _make(partial)
     write_json(partial / "environment.json", machine)
@@ -160,14 +160,14 @@ def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cel
     outcome = _papermill(run, partial, timeout_s, on_cell)
     metrics = record(partial, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
     _name_final_folder(partial / "executed.ipynb", partial, final, run.notebook.path.parent)
-    previous = out / ".partial" / f"{run.name}.previous"
+    previous = out / PARTIAL / f"{run.name}.previous"
     shutil.rmtree(previous, ignore_errors=True)
     if final.exists():
         os.replace(final, previous)
     os.replace(partial, final)
     shutil.rmtree(previous, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: another run is on its way
-        (out / ".partial").rmdir()
+        (out / PARTIAL).rmdir()
     return metrics
 
 

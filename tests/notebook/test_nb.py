@@ -317,8 +317,10 @@ def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):
 
 def test_a_table_further_up_is_not_this_grids(tmp_path):
     (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
-    (tmp_path / "outputs" / "runs" / "06_report").mkdir(parents=True)
-    assert report.collected(tmp_path / "outputs" / "runs" / "06_report") == []
+    for folder in ("06_report", ".partial/06_report"):
+        run_dir = tmp_path / "outputs" / "runs" / folder
+        run_dir.mkdir(parents=True)
+        assert report.collected(run_dir) == []
 
 
 # ---- machine
