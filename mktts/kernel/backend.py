@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class MegakernelStream:
     sum: Tensor  # (H,) bf16: embedding sum of the newest frame
     seen: Tensor  # (vocabulary / 32,) int32: bitmap of code 0 so far
     out: Tensor  # pinned int32: status, then a launch's frames
+    words: np.ndarray = field(init=False)  # the same memory
     sampling: Sampling
     seed: int
     prompt_rows: int
@@ -62,7 +63,7 @@ class MegakernelStream:
     params: StreamParams = field(init=False)
 
     def __post_init__(self) -> None:
-        self.params = _stream_params(self)
+        self.words, self.params = self.out.numpy(), _stream_params(self)
 
 
 @dataclass(frozen=True)
@@ -165,18 +166,16 @@ class MegakernelBackend:
         """
         self._check(state, rows)
         begun_s = time.perf_counter()
-        words = state.out.numpy()
+        words = state.words
         done = self._launch(state, rows, debug)
         before, made_ms = state.frames, 0.0
         try:
             for index in range(len(rows)):
                 if not wait_for_frame(words, index, done, more=index + 1 < len(rows)):
                     break
-                frame = _frame(words, index)
+                # Whatever the kernel did not take of the first one's time is launch and hand-over.
+                frame = _frame(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
                 state.frames = before + index + 1
-                if index == 0:  # whatever the kernel did not take is launch and hand-over
-                    outside_ms = 1e3 * (time.perf_counter() - begun_s) - frame.talker_ms - frame.predictor_ms
-                    frame = replace(frame, talker_ms=frame.talker_ms + max(0.0, outside_ms))
                 made_ms += frame.talker_ms + frame.predictor_ms
                 yield frame
         finally:
@@ -213,14 +212,17 @@ class MegakernelBackend:
                 raise PromptError(f"a text row must be ({width},), got {tuple(row.shape)}")
 
     def _launch(self, state: MegakernelStream, rows: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
-        with torch.inference_mode():
-            inputs = [state.sum if row is None else row.to(self.device, self.dtype) for row in rows]
-            stacked = torch.stack(inputs) if len(inputs) > 1 else inputs[0].contiguous()
+        inputs = [state.sum if row is None else row.to(self.device, self.dtype) for row in rows]
+        if len(inputs) > 1:
+            with torch.inference_mode():
+                stacked = torch.stack(inputs)
+        else:
+            stacked = inputs[0].contiguous()
         params = self._params(state, stacked)
         params.frames = len(rows)
         if debug is not None:
             point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
-        state.out.numpy()[:STATUS_WORDS] = 0
+        state.words[:STATUS_WORDS] = 0
         return self._launcher.launch(params, len(rows) * self._tags_per_frame)
 
     def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
@@ -264,7 +266,10 @@ def _stream_params(state: MegakernelStream) -> StreamParams:
     return stream
 
 
-def _frame(words: np.ndarray, index: int) -> Frame:
-    own = words[STATUS_WORDS + index * FRAME_WORDS :][:FRAME_WORDS]
-    talker_ms, predictor_ms = (1e-6 * own[NUM_CODEBOOKS : NUM_CODEBOOKS + 2]).tolist()
-    return Frame(torch.from_numpy(own[:NUM_CODEBOOKS].astype(np.int64)), talker_ms, predictor_ms)
+def _frame(words: np.ndarray, index: int, least_ms: float) -> Frame:
+    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's."""
+    first = STATUS_WORDS + index * FRAME_WORDS
+    codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
+    talker_ns, predictor_ns = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 2].tolist()
+    predictor_ms = 1e-6 * predictor_ns
+    return Frame(codes, max(1e-6 * talker_ns, least_ms - predictor_ms), predictor_ms)

@@ -9,6 +9,7 @@ import torch
 
 from mktts.errors import BackendUnavailable, EngineError
 
+_Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -53,7 +54,7 @@ class PlainKernel:
 
     def launch_grid(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
         """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied."""
-        arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(parameters), ctypes.c_void_p))
+        arguments = _Arguments(ctypes.addressof(parameters))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _call("cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
 
@@ -84,7 +85,7 @@ class Kernel(PlainKernel):
 
     def launch(self, parameters: ctypes.Structure) -> None:
         """A cooperative launch on torch's current stream."""
-        arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(parameters), ctypes.c_void_p))
+        arguments = _Arguments(ctypes.addressof(parameters))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
         _call("cuLaunchCooperativeKernel", self._function, *grid, *block, self.shared_bytes, stream, arguments)
