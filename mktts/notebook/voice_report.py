@@ -218,7 +218,8 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path,
         _leave_out_the_start(axes)
         axes.set_title(f"Stage {1 + list(shown).index(stage)}: {stage}")
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+            beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2, "ncols": 4}
+            axes.legend(**beside_title, columnspacing=1.0, handlelength=1.2, handletextpad=0.4)
     return save(figure, folder, name)
 
 
