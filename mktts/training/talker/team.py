@@ -94,6 +94,7 @@ def _member(rank: int, work: Callable[..., None], devices: list[str], meeting: s
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=len(devices))
     try:
         work(Team(rank, len(devices)), devices[rank], *arguments)
+        dist.all_reduce(torch.zeros(1))  # who leaves while another is still coming fails that one
     finally:
         dist.destroy_process_group()
     # The work is done and written. An interpreter that is torn down beside native threads may abort ("terminate called
