@@ -213,11 +213,7 @@ class MegakernelBackend:
 
     def _launch(self, state: MegakernelStream, rows: Sequence[Tensor | None], debug: Debug | None) -> torch.cuda.Event:
         inputs = [state.sum if row is None else row.to(self.device, self.dtype) for row in rows]
-        if len(inputs) > 1:
-            with torch.inference_mode():
-                stacked = torch.stack(inputs)
-        else:
-            stacked = inputs[0].contiguous()
+        stacked = torch.stack(inputs) if len(inputs) > 1 else inputs[0].contiguous()
         params = self._params(state, stacked)
         params.frames = len(rows)
         if debug is not None:
