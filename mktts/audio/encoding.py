@@ -68,21 +68,25 @@ def _encoder(kind: StreamFormat, sample_rate_hz: int, whole: bool) -> Encoder:
     if whole:
         return _Whole(kind, sample_rate_hz)
     if kind in UNCODED:
-        return _Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
+        return Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
     from mktts.audio.coding import Coder
 
     return Coder(kind, sample_rate_hz)
 
 
-class _Samples:
-    """16-bit samples behind a header."""
+class Samples:
+    """16-bit samples behind a header. An `Encoder` that has no work to do."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header
 
     def feed(self, pcm: np.ndarray) -> bytes:
+        return self.feed_pcm16(to_pcm16(pcm))
+
+    def feed_pcm16(self, samples: bytes) -> bytes:
+        """As `feed`, of samples that have 16 bits already."""
         header, self._header = self._header, b""
-        return header + to_pcm16(pcm)
+        return header + samples
 
     def finish(self) -> bytes:
         header, self._header = self._header, b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,6 +23,26 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
     np.minimum(scaled, _FULL_SCALE, out=scaled)
     np.maximum(scaled, -_FULL_SCALE, out=scaled)
     return scaled.astype("<i2").tobytes()
+
+
+def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
+    """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite.
+
+    All rows in three passes: a thread that has an interpreter beside it which wants its lock loses it at every pass.
+    """
+    finite = np.isfinite(np.add.reduce(pcm, axis=1)).tolist()
+    with np.errstate(invalid="ignore"):  # of the rows that are not finite
+        scaled = pcm * np.float32(_FULL_SCALE)
+        samples = np.rint(scaled, out=scaled).astype("<i2")
+    return [row.tobytes() if good else None for row, good in zip(samples, finite, strict=True)]
+
+
+def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Pieces of PCM (S,) float32, one behind the other, in memory of their own.
+
+    As `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it.
+    """
+    return np.frombuffer(bytearray().join(pieces), np.float32)
 
 
 def from_pcm16(samples: bytes | np.ndarray) -> np.ndarray:

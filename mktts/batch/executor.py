@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mktts.audio import rows_to_pcm16
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
 from mktts.batch.lanes import Made
@@ -363,6 +364,9 @@ class Together:
 
     def _give(self, lanes: Sequence[Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
+        # Who listens takes 16 bits mostly: made here for all at once. Files are written by others.
+        listened = any(lane.job.paced for lane in lanes)
+        pcm16 = rows_to_pcm16(made.pcm) if listened else [None] * len(lanes)
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
                 continue
@@ -377,7 +381,8 @@ class Together:
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             frame = None if ended else made.codes[index].copy()
             before = job.made_frames
-            job.advance(partial(LaneUtterance.made, codes=frame, pcm=made.pcm[index], tick_ms=tick_ms))
+            samples = made.pcm[index]
+            job.advance(partial(LaneUtterance.made, codes=frame, pcm=samples, tick_ms=tick_ms, pcm16=pcm16[index]))
             if not job.open:
                 continue
             if job.made_frames != before or not before:

@@ -35,7 +35,7 @@ class LaneUtterance(Utterance):
         self.launched = 0
         self.row: Tensor | None = None
         self.on_close: Callable[[], None] | None = None
-        self._pcm: deque[np.ndarray] = deque()
+        self._pcm: deque[tuple[bytearray, bytes | None]] = deque()  # the samples of frames, and the same in 16 bits
 
     def input_known(self) -> bool:
         """As `Utterance.input_known`, of the frame after those launched."""
@@ -73,12 +73,16 @@ class LaneUtterance(Utterance):
         """How many frames the chunk has that is being made, the silent lead before it included."""
         return self._chunker.pending_frames + self._chunker.missing_frames
 
-    def made(self, codes: np.ndarray | None, pcm: np.ndarray, tick_ms: float) -> Chunk | None:
-        """Books a frame of the segment: codes (16,) int64, None at end of speech, and PCM (1920,), which is copied."""
+    def made(
+        self, codes: np.ndarray | None, pcm: np.ndarray, tick_ms: float, pcm16: bytes | None = None
+    ) -> Chunk | None:
+        """Books a frame of the segment: codes (16,) int64, None at end of speech, and PCM (1920,) float32, which is
+        copied. pcm16: the same in 16 bits, where that was made too."""
         if codes is None:
             self.segment = None
         else:
-            self._pcm.append(pcm.copy())
+            # Not `copy`: numpy would let go of the interpreter's lock for it, once for every frame.
+            self._pcm.append((bytearray(pcm), pcm16))
         return self.took(Frame(codes, tick_ms, 0.0))
 
     def close(self) -> None:
@@ -92,14 +96,16 @@ class LaneUtterance(Utterance):
         self.row = self._prompt.row(self.launched - 1) if self.launched else None
 
     def _decode(self, frames: list[np.ndarray]) -> _Decoded:
-        pcm = [self._pcm.popleft() for _ in frames]
-        return _Decoded(pcm[0] if len(pcm) == 1 else np.concatenate(pcm))
+        pcm, pcm16 = zip(*(self._pcm.popleft() for _ in frames), strict=True)
+        samples = np.frombuffer(bytearray().join(pcm), np.float32)
+        return _Decoded(samples, None if None in pcm16 else b"".join(pcm16))
 
 
 class _Decoded(NamedTuple):
     """PCM that is there: see `mktts.speech.chunking.Pending`."""
 
     pcm: np.ndarray
+    pcm16: bytes | None
 
     def result(self) -> np.ndarray:
         return self.pcm

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 class Pending:
-    """PCM that is on its way to the host."""
+    """PCM that is on its way to the host. pcm16: the same in 16 bits, where that is made with it."""
+
+    pcm16: bytes | None = None
 
     def __init__(self, pcm: Tensor, arrived: torch.cuda.Event | None = None) -> None:
         """`pcm` (S,) float32 of the host, pinned if `arrived` says when it is written, else written already."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from mktts.audio import to_pcm16
 from mktts.errors import EngineError, TextError
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
@@ -186,7 +185,7 @@ class LocalSpeech:
 
     async def __anext__(self) -> bytes:
         try:
-            return to_pcm16((await anext(self._stream)).pcm)
+            return (await anext(self._stream)).pcm16
         except StopAsyncIteration:
             if self._stream.finish_reason == "cancelled" and not self._cancelled:
                 raise EngineError("the synthesizer was closed in the middle of an utterance: load another") from None

@@ -8,15 +8,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 from fastapi.responses import Response
 
-from mktts.audio.encoding import UNCODED, Encoder, StreamFormat, encoder_of
+from mktts.audio.encoding import UNCODED, Encoder, Samples, StreamFormat, encoder_of
 from mktts.errors import MkttsError
 from mktts.server import events
 from mktts.server.problems import Problem
 from mktts.server.utterance import Utterance
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.options import Chunk
 
 MEDIA_TYPES: dict[StreamFormat, str] = {
     "mp3": "audio/mpeg",
@@ -58,17 +58,17 @@ class Body:
         self.as_events = as_events
         self.speed = speed
         self._usage = usage
-        self._works = format not in UNCODED or speed != 1 or sample_rate_hz != SAMPLE_RATE_HZ or whole
 
-    async def feed(self, pcm: np.ndarray) -> bytes:
-        """What can be sent once `pcm` is in; may be nothing yet. An encoder's work is done beside the event loop."""
-        data = await asyncio.to_thread(self._encoder.feed, pcm) if self._works else self._encoder.feed(pcm)
-        return self._sent(data)
+    async def feed(self, chunk: Chunk) -> bytes:
+        """What can be sent once `chunk` is in; may be nothing yet. An encoder's work is done beside the event loop."""
+        if isinstance(self._encoder, Samples):
+            return self._sent(self._encoder.feed_pcm16(chunk.pcm16))
+        return self._sent(await asyncio.to_thread(self._encoder.feed, chunk.pcm))
 
     async def finish(self) -> bytes:
         """The rest."""
-        data = await asyncio.to_thread(self._encoder.finish) if self._works else self._encoder.finish()
-        rest = self._sent(data)
+        idle = isinstance(self._encoder, Samples)
+        rest = self._sent(self._encoder.finish() if idle else await asyncio.to_thread(self._encoder.finish))
         if self.as_events and self._usage is not None:
             rest += events.done(*await self._usage())
         return rest
@@ -128,7 +128,7 @@ class AudioAnswer(Response):
         try:
             async with contextlib.aclosing(self._utterance.chunks()) as chunks:
                 async for chunk in chunks:
-                    data = await self._body.feed(chunk.pcm)
+                    data = await self._body.feed(chunk)
                     sound_s += chunk.duration_s / self._body.speed
                     if not data:
                         continue

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-
+from mktts import audio
 from mktts.spec import FRAME_RATE_HZ
 from mktts.speech.options import Chunk, Timings
 
@@ -62,7 +61,9 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         sum(one.predictor_ms for one in times),
         sum(one.codec_ms for one in times),
     )
-    return Chunk(np.concatenate([chunk.pcm for chunk in chunks]), chunks[0].start_s, _frames(chunks), timings)
+    ready = [chunk.ready_pcm16 for chunk in chunks]
+    pcm16 = None if None in ready else b"".join(ready)
+    return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, _frames(chunks), timings, pcm16)
 
 
 def _frames(chunks: Sequence[Chunk]) -> int:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import TypeAdapter, ValidationError
 
-from mktts.audio import to_pcm16
 from mktts.errors import MkttsError
 from mktts.server.access.gate import owner_of_request
 from mktts.server.problems import Problem, from_error, from_validation
@@ -219,7 +218,7 @@ class SpeechSocket:
         with utterance.sending(chunk.duration_s):
             await self._send(note)
             async with asyncio.timeout(self._studio.limits.stall_s):
-                await self._socket.send_bytes(to_pcm16(chunk.pcm))
+                await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, message: StrictModel) -> None:
         async with asyncio.timeout(self._studio.limits.stall_s):

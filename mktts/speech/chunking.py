@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from mktts.audio import first_audible_sample
+from mktts.audio import first_audible_sample, joined
 from mktts.errors import EngineError
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
 from mktts.speech.options import SCHEDULE, Chunk, StreamOptions, Timings
@@ -18,7 +18,9 @@ KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 
 
 
 class Pending(Protocol):
-    """PCM that is on its way to the host (`mktts.codec.pending`)."""
+    """PCM that is on its way to the host (`mktts.codec.pending`). pcm16: the same in 16 bits, where that is made."""
+
+    pcm16: bytes | None
 
     def result(self) -> np.ndarray: ...
 
@@ -93,11 +95,12 @@ class Chunker:
             return None
         frames = sum(count for _, count in self._decoding[:taken])
         parts = [pending.result() for pending, _ in self._decoding[:taken]]
-        pcm = parts[0] if taken == 1 else np.concatenate(parts)  # (S,)
+        pcm = parts[0] if taken == 1 else joined(parts)  # (S,)
+        pcm16 = self._decoding[0][0].pcm16 if taken == 1 else None
         del self._decoding[:taken]
         self._samples += len(pcm)
         if self._trimming:
-            pcm = self._trimmed(pcm)
+            pcm, pcm16 = self._trimmed(pcm), None
         ready_s = time.perf_counter()
         self.codec_ms += 1e3 * (ready_s - begun_s)
         if not len(pcm):
@@ -107,7 +110,7 @@ class Chunker:
             1e3 * (ready_s - started_s), self.prefill_ms, self.talker_ms, self.predictor_ms, self.codec_ms
         )
         frames += self._silent_frames
-        chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings)
+        chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings, pcm16)
         self._chunks += 1
         self._silent_frames = 0
         self.pending_frames -= frames
@@ -115,14 +118,14 @@ class Chunker:
         return chunk
 
     def _trimmed(self, pcm: np.ndarray) -> np.ndarray:
-        joined = np.concatenate((self._lead, pcm))
-        audible = first_audible_sample(joined)
+        whole = joined((self._lead, pcm))
+        audible = first_audible_sample(whole)
         if audible is None:
-            self._lead = joined[-(KEPT_LEAD_SAMPLES + len(joined) % AUDIBLE_WINDOW_SAMPLES) :]  # begins with a window
-            return joined[:0]
+            self._lead = whole[-(KEPT_LEAD_SAMPLES + len(whole) % AUDIBLE_WINDOW_SAMPLES) :]  # begins with a window
+            return whole[:0]
         self._trimming = False
-        self._lead = joined[:0]
-        return joined[max(0, audible - KEPT_LEAD_SAMPLES) :]
+        self._lead = whole[:0]
+        return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]
 
 
 def _closed(frames: list[Tensor]) -> Pending:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mktts.audio import to_pcm16
 from mktts.common import whole_number
 from mktts.errors import OptionsError
 from mktts.model.sampling import MAX_SEED, Sampling
@@ -105,13 +106,20 @@ class Chunk:
     """A piece of speech.
 
     pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
-    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes.
+    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes. ready_pcm16:
+    what `pcm16` gives, where it was made with the samples.
     """
 
     pcm: np.ndarray
     start_s: float
     frames: int
     timings: Timings
+    ready_pcm16: bytes | None = field(default=None, repr=False)
+
+    @property
+    def pcm16(self) -> bytes:
+        """The samples in 16 bits, as `mktts.audio.to_pcm16`, whose AudioError this raises."""
+        return to_pcm16(self.pcm) if self.ready_pcm16 is None else self.ready_pcm16
 
     @property
     def duration_s(self) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import WebSocketDisconnect
 from pydantic import ValidationError
 
-from mktts.audio import to_pcm16
 from mktts.errors import MkttsError
 from mktts.server.peers.socket import FAILED, NORMAL, POLICY_VIOLATION, PeerSocket, Stalled
 from mktts.server.problems import Problem, from_error, from_validation
@@ -137,7 +136,7 @@ class NariSocket(PeerSocket):
         async with contextlib.aclosing(self._utterance.chunks()) as chunks:
             async for chunk in chunks:
                 with self._utterance.sending(chunk.duration_s):
-                    await self.send(to_pcm16(chunk.pcm))
+                    await self.send(chunk.pcm16)
                 sent += 1
         return sent
 

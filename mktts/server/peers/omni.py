@@ -162,7 +162,7 @@ class OmniSocket(PeerSocket):
         async with contextlib.aclosing(begun.utterance.chunks()) as chunks:
             async for chunk in chunks:
                 sound_s += chunk.duration_s / begun.sound.speed
-                if data := await begun.sound.feed(chunk.pcm):
+                if data := await begun.sound.feed(chunk):
                     with begun.utterance.sending(sound_s):
                         await self.send(data)
                     total_bytes, sound_s = total_bytes + len(data), 0.0
