@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mktts.audio import rows_to_pcm16
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
@@ -248,38 +250,37 @@ class Together:
         self._free.append(slot)
         self._room = True
 
-    # ---- ticks
-
     def _look_round(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
-        board = self._board
-        made, was_full = board.frames_made.tolist(), board.full.tolist()
         for job in [job for job in self._in_line if job.cancelled]:
             self._in_line.discard(job)
             self._door.give_up(job)
             self._room = True  # those behind it may come in
             job.end(None)
-        slots, taken_frames = [], []
-        for slot, job in list(self._awake.items()):
-            if job.cancelled:
-                job.end(None)
-                continue
-            taken = job.taken_frames
-            slots.append(slot)
-            taken_frames.append(taken)
-            crowded = made[slot] - taken >= job.buffer_frames
-            if crowded or was_full[slot] or job.watched:
-                # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-                pending = made[slot] - job.made_frames
-                full = (crowded and job.work.unread) or ((crowded or job.watched) and job.full(pending))
-                board.full[slot] = full
-                self._room |= full and not was_full[slot]  # it may count no more
-                job.rest(full)
-        if slots:
-            board.read(slots, taken_frames, now_s)
+        for job in [job for job in self._awake.values() if job.cancelled]:
+            job.end(None)
+        self._look_at_readers(now_s)
         self._door.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
+
+    def _look_at_readers(self, now_s: float) -> None:
+        """What those of `_awake` have taken, and whose buffer is full: a loop only over those of whom there is news."""
+        board, jobs = self._board, list(self._awake.values())
+        slots = np.fromiter(self._awake, np.int64, len(jobs))
+        taken = np.array([job.taken_frames for job in jobs], np.int64)
+        watched = np.array([job.watched for job in jobs], bool)
+        frames = board.frames_made[slots]
+        crowded = frames - taken >= np.array([job.buffer_frames for job in jobs], np.int64)
+        for index in np.flatnonzero(crowded | watched | board.full[slots]).tolist():
+            slot, job = int(slots[index]), jobs[index]
+            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            read = crowded[index] or watched[index]
+            full = bool((crowded[index] and job.work.unread) or (read and job.full(frames[index] - job.made_frames)))
+            self._room |= full and not board.full[slot]  # it may count no more
+            board.full[slot] = full
+            job.rest(full)
+        board.read(slots, taken, now_s)
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for pages between two segments, if they have come."""
@@ -365,8 +366,7 @@ class Together:
     def _give(self, lanes: Sequence[Lane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
         # Who listens takes 16 bits mostly: made here for all at once. Files are written by others.
-        listened = any(lane.job.paced for lane in lanes)
-        pcm16 = rows_to_pcm16(made.pcm) if listened else [None] * len(lanes)
+        pcm16 = rows_to_pcm16(made.pcm) if any(lane.job.paced for lane in lanes) else [None] * len(lanes)
         for index, (slot, job, work, segment) in enumerate(lanes):
             if not job.open:
                 continue

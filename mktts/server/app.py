@@ -183,7 +183,7 @@ def _allowed(app: FastAPI, request: Request) -> str:
     return ", ".join(sorted(methods))
 
 
-def _json_only(request: Request) -> None:
+async def _json_only(request: Request) -> None:
     """Raises Problem 415 for a body that does not say that it is JSON: curl's and a form's default."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

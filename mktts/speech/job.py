@@ -103,7 +103,7 @@ class Job:
         self._inbox = inbox
         self._bell = bell
         self._tally = Tally()
-        self._waited_for = False  # the worker has found the buffer full
+        self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
         self._chunks: SimpleQueue[Any] = SimpleQueue()
         self._reason: FinishReason | None = None
         self._read = False  # the consumer has seen the end
@@ -202,7 +202,7 @@ class Job:
                 raise self.error
             return None
         self.taken_frames += item.frames
-        if self._waited_for:  # else nobody sleeps over this
+        if self.watched:  # else nobody sleeps over this
             self.tell()
         return item
 
@@ -286,20 +286,15 @@ class Job:
         for asked_again in (False, True):
             waiting = self.made_frames - self.taken_frames
             if not waiting or waiting + pending_frames < self.buffer_frames:
-                self._waited_for = False
+                self.watched = False
                 return False
             if not asked_again:
-                self._waited_for = True  # what the consumer takes from now on wakes the worker: look once more
+                self.watched = True  # what the consumer takes from now on wakes the worker: look once more
         return True
-
-    @property
-    def watched(self) -> bool:
-        """Whether the consumer wakes the worker when it takes something."""
-        return self._waited_for
 
     def watch(self) -> int:
         """From now on it does. Returns the frames that it had taken by then."""
-        self._waited_for = True
+        self.watched = True
         return self.taken_frames
 
     def _put(self, item: Any, at_once: bool = False) -> None:

@@ -24,7 +24,8 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     assert first_audible_sample(whole) == 9 * AUDIBLE_WINDOW_SAMPLES
     pieces = iter([whole[start : start + size] for start in range(0, len(whole), size)])
     chunker = Chunker(
-        lambda codes: SimpleNamespace(result=lambda: next(pieces), pcm16=None), StreamOptions(schedule=(1,), trim_lead=True)
+        lambda codes: SimpleNamespace(result=lambda: next(pieces), pcm16=None),
+        StreamOptions(schedule=(1,), trim_lead=True),
     )
     chunks = []
     for _ in range(0, len(whole), size):
