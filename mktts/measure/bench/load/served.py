@@ -95,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     document: dict[str, Any] = {**head(server.device), "settings": {**of_file(settings), "url": _shown(url)}}
     document["settings"] |= {"random_weights": server.random_weights, "processes": processes}
     document |= {"points": [], "figures": {}, "reports": {}, "missing": {}}
-    beside = book.provenance(server.device) | {"command": shlex.join(["python", "-m", "mktts", *sys.argv[1:]])}
+    beside = book.provenance(server.device) | {"command": _command(sys.argv[1:])}
     if not is_here(url):  # what is known of this machine is nothing of that one
         beside |= {"device": f"{server.device} at {urlsplit(url).hostname}", "driver": None}
         document |= {name: beside[name] for name in ("device", "driver")}
@@ -209,6 +209,14 @@ def body_of(server: Server, voice: str | None = None) -> dict[str, Any]:
     """The keys of every request to it; None: by the first of its voices."""
     voice = voice or (server.health.get("speakers") or ["alloy"])[0]
     return {"model": server.model, "voice": voice, "response_format": "pcm"}
+
+
+def _command(words: list[str]) -> str:
+    """That is in the file: without the path of this machine that the file has."""
+    if "--into" in words:
+        place = words.index("--into")
+        words = [*words[:place], *words[place + 2 :]]
+    return shlex.join(["python", "-m", "mktts", *words])
 
 
 def _more(words: str) -> dict[str, Any]:
