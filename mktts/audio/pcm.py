@@ -10,7 +10,7 @@ import numpy as np
 from mktts.errors import AudioError
 from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, SAMPLE_RATE_HZ
 
-_FULL_SCALE = 2**15 - 1
+FULL_SCALE = 2**15 - 1  # of 16 bits: samples that are made from these, divided by it, give the same again
 
 
 def to_pcm16(pcm: np.ndarray) -> bytes:
@@ -18,10 +18,10 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 
     Raises AudioError unless `pcm` is one-dimensional, float32 and finite.
     """
-    scaled = _checked(pcm) * np.float32(_FULL_SCALE)
+    scaled = _checked(pcm) * np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)
-    np.minimum(scaled, _FULL_SCALE, out=scaled)
-    np.maximum(scaled, -_FULL_SCALE, out=scaled)
+    np.minimum(scaled, FULL_SCALE, out=scaled)
+    np.maximum(scaled, -FULL_SCALE, out=scaled)
     return scaled.astype("<i2").tobytes()
 
 
@@ -32,7 +32,7 @@ def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
     """
     finite = np.isfinite(np.add.reduce(pcm, axis=1)).tolist()
     with np.errstate(invalid="ignore"):  # of the rows that are not finite
-        scaled = pcm * np.float32(_FULL_SCALE)
+        scaled = pcm * np.float32(FULL_SCALE)
         samples = np.rint(scaled, out=scaled).astype("<i2")
     return [row.tobytes() if good else None for row, good in zip(samples, finite, strict=True)]
 

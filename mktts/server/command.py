@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from mktts.checkpoint.arguments import add_model_arguments
@@ -71,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
     )
     parser.add_argument(
+        "--engine-process",
+        default="same",
+        choices=("same", "own"),
+        help="where it runs: for hundreds of listeners, in a process of its own (default: %(default)s)",
+    )
+    parser.add_argument(
         "--codec-precision",
         default="full",
         choices=("full", "fast"),
@@ -124,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serves until a signal; 0 after SIGTERM."""
+    """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     try:
         from mktts.server.process import Server
         from mktts.server.uploads.folder import VoiceFolder
@@ -164,6 +171,7 @@ def main(arguments: argparse.Namespace) -> int:
         synthesizer, studio = open_studio(arguments, limits)
         with synthesizer:
             server = Server(studio, keys, origins, sources, hosts)
+            synthesizer.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if studio.model.random_weights:
@@ -176,4 +184,4 @@ def main(arguments: argparse.Namespace) -> int:
                 server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
-    return 0
+    return 1 if synthesizer.gone else 0

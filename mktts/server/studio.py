@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mktts.server.uploads.folder import VoiceFolder
     from mktts.speech.stream import Session
     from mktts.synth import Synthesizer
+    from mktts.synth.apart import ApartSynthesizer
 
 _DRAWS = tuple(Draws.model_fields)  # the names of Sampling.flat
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
@@ -43,7 +44,7 @@ class Studio:
 
     def __init__(
         self,
-        synthesizer: Synthesizer,
+        synthesizer: Synthesizer | ApartSynthesizer,
         limits: Limits | None = None,
         voices: Mapping[str, Voice] | None = None,
         name: str | None = None,
@@ -172,8 +173,9 @@ class Studio:
 
     @property
     def health(self) -> Health:
-        status: Literal["ok", "failing", "stopping"] = "failing" if self._failures >= _FAILING_AFTER else "ok"
         synthesizer = self._synthesizer
+        failing = self._failures >= _FAILING_AFTER or synthesizer.gone
+        status: Literal["ok", "failing", "stopping"] = "failing" if failing else "ok"
         return Health(
             status="stopping" if self.stopping else status,
             model=self.model,

@@ -34,8 +34,21 @@ class Work(Protocol):
     def close(self) -> None: ...
 
 
+class Away(Protocol):
+    """Where a job's chunks go that are taken in another process."""
+
+    def put(self, job: Job, chunk: Chunk | None, at_once: bool) -> None:
+        """A chunk, None at the end; `at_once` from another thread than the worker's."""
+
+    def rested(self, job: Job) -> None:
+        """`job.resting` has changed. Worker."""
+
+
 class Bell:
-    """Wakes event loops: those that the worker rang for are woken together, one call a loop."""
+    """Wakes event loops: those that the worker rang for are woken together, one call a loop. after: called with every
+    `sound`, behind all that a turn gave."""
+
+    after: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.first = False  # a lone stream's first chunk was delivered, and nobody had time to take it yet
@@ -51,6 +64,8 @@ class Bell:
             rung, self._rung = self._rung, defaultdict(list)
             for loop, waiters in rung.items():
                 _wake(loop, waiters)
+        if self.after is not None:
+            self.after()
 
 
 class Tally:
@@ -86,9 +101,15 @@ class Job:
     """
 
     def __init__(
-        self, buffer_frames: int, inbox: SimpleQueue[Any], bell: Bell | None = None, paced: bool = True
+        self,
+        buffer_frames: int,
+        inbox: SimpleQueue[Any],
+        bell: Bell | None = None,
+        paced: bool = True,
+        away: tuple[Away, int] | None = None,
     ) -> None:
-        """bell: None wakes an event loop at once."""
+        """bell: None wakes an event loop at once. away: where its chunks go instead of to `take`, and as what."""
+        self._away, self.name = away or (None, 0)
         self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = False
         self.resting = False
@@ -234,8 +255,7 @@ class Job:
             if chunk is not None:
                 if self._bell is not None and self.engine == "single" and not self.made_frames:
                     self._bell.first = True
-                self.made_frames += chunk.frames
-                self._put(chunk)
+                self.deliver(chunk)
             if work.finish_reason is not None:
                 self.end(work.finish_reason)
         except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
@@ -270,6 +290,19 @@ class Job:
         if resting is not self.resting:
             self.resting = resting
             self._tally.resting += 1 if resting else -1
+            if self._away is not None:
+                self._away.rested(self)
+
+    def deliver(self, chunk: Chunk) -> None:
+        """A chunk for the consumer."""
+        self.made_frames += chunk.frames
+        self._put(chunk)
+
+    def read_away(self, frames: int) -> None:
+        """Any thread, of a job whose chunks go away: so many frames have been taken there by now."""
+        self.taken_frames = frames
+        if self.watched:
+            self.tell()
 
     @property
     def open(self) -> bool:
@@ -298,6 +331,9 @@ class Job:
         return self.taken_frames
 
     def _put(self, item: Any, at_once: bool = False) -> None:
+        if self._away is not None:
+            self._away.put(self, None if item is _END else item, at_once)
+            return
         self._chunks.put(item)
         waiter = self._waiter
         if waiter is not None:

@@ -75,6 +75,10 @@ class Stream:
 
     close = cancel
 
+    def read_away(self, frames: int) -> None:
+        """Of a stream whose chunks go away: see `mktts.speech.job.Job.read_away`."""
+        self._job.read_away(frames)
+
     def when_over(self, call: Callable[[], None]) -> None:
         """Has `call` called, perhaps twice, when the generation has ended, however it did; at once if it has already.
         It runs in the worker's thread, where it must neither wait nor raise. For a stream whose text is known."""

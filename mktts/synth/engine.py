@@ -27,7 +27,7 @@ import torch
 
 from mktts.errors import EngineError
 from mktts.speech.executor import Executor, Standing, Wishes
-from mktts.speech.job import Bell, EngineName, Job, News, Tally, Work
+from mktts.speech.job import Away, Bell, EngineName, Job, News, Tally, Work
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -70,19 +70,26 @@ class Engine:
         """Those of `open_streams` that the executor of that name makes."""
         return self._tallies[name].open
 
-    def open(self, work: Work, buffer_frames: int, on: EngineName = "single", paced: bool = True) -> Job:
-        """Gives `work` its ticks from now on. on: the executor of that name makes it; paced: see Job.
+    def open(
+        self,
+        work: Work,
+        buffer_frames: int,
+        on: EngineName = "single",
+        paced: bool = True,
+        away: tuple[Away, int] | None = None,
+    ) -> Job:
+        """Gives `work` its ticks from now on. on: the executor of that name makes it; paced, away: see Job.
 
         Raises EngineError after `close` and in a forked child.
         """
-        job = self.expect(buffer_frames, paced)
+        job = self.expect(buffer_frames, paced, away)
         self.begin(job, work, on)
         return job
 
-    def expect(self, buffer_frames: int, paced: bool = True) -> Job:
+    def expect(self, buffer_frames: int, paced: bool = True, away: tuple[Away, int] | None = None) -> Job:
         """A stream that is to `begin` later. Raises as `open`."""
         self._check_process()
-        job = Job(buffer_frames, self._inbox, self._bell, paced)
+        job = Job(buffer_frames, self._inbox, self._bell, paced, away)
         with self._lock:
             self._check_open()
             self._jobs.add(job)
@@ -103,6 +110,10 @@ class Engine:
         with self._lock:
             self._check_open()
             self._inbox.put(executor)
+
+    def after_turn(self, call: Callable[[], None]) -> None:
+        """Has the worker call after every turn."""
+        self._bell.after = call
 
     def admit(self, wishes: Wishes) -> None:
         """What a server wants of admission, of every executor, those that are added later too."""

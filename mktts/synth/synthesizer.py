@@ -24,7 +24,7 @@ from mktts.model.voice import Voice
 from mktts.speech.executor import Standing, Wishes
 from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
-from mktts.speech.job import EngineName
+from mktts.speech.job import Away, EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import FedWork, Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
@@ -86,7 +86,11 @@ class Synthesizer:
     """One model and its worker thread; any number of streams may be open at once.
 
     Load one per process and share it between threads and tasks. Use it as a context manager, or call `close`.
+    gone, on_gone: of a synthesizer in a process of its own (`mktts.synth.apart`), which may die; this one does not.
     """
+
+    gone = False
+    on_gone: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -213,6 +217,20 @@ class Synthesizer:
 
         Fed text is spoken in the streaming layout, so layout="whole" raises PromptError.
         """
+        return self._listen(settings)
+
+    def open_away(self, text: str | None, away: tuple[Away, int], settings: StreamSettings) -> Stream:
+        """`stream`, or for no text `open`, whose chunks go `away`: see `mktts.synth.apart`. The stream is to be kept
+        until it is over."""
+        if text is None:
+            return self._listen(settings, away)
+        return self._stream(text, settings, time.perf_counter(), paced=True, away=away)
+
+    def after_turn(self, call: Callable[[], None]) -> None:
+        """Has the worker call after every turn, with what that gave."""
+        self._engine.after_turn(call)
+
+    def _listen(self, settings: StreamSettings, away: tuple[Away, int] | None = None) -> Session:
         if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
@@ -220,7 +238,8 @@ class Synthesizer:
         self._models.check(plan.sampling)
         make = partial(self._fed_work, request, max_chars, plan)
         feed = self.front_end and self.front_end.feed(request.language)
-        return Session(self._engine, self._engine.expect(plan.options.buffer_frames), plan.seed, make, feed)
+        job = self._engine.expect(plan.options.buffer_frames, away=away)
+        return Session(self._engine, job, plan.seed, make, feed)
 
     def _fed_work(self, request: Request, max_chars: int, plan: Plan) -> FedWork:
         model, engine = self._pick(plan.sampling)
@@ -236,13 +255,15 @@ class Synthesizer:
         started_s: float,
         paced: bool,
         served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName] | None = None,
+        away: tuple[Away, int] | None = None,
     ) -> Stream:
         request, plan = self._checked(clean_text(text), settings)
         spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
         pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         model, engine = served_by or self._pick(plan.sampling)
         work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
-        return Stream(self._engine, self._engine.open(work, plan.options.buffer_frames, engine, paced), plan.seed)
+        job = self._engine.open(work, plan.options.buffer_frames, engine, paced, away)
+        return Stream(self._engine, job, plan.seed)
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, time.perf_counter(), paced=False)

@@ -301,3 +301,25 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
             with pytest.raises(ConnectionClosed):
                 connection.recv(timeout=30)
         stop.join()
+
+
+def test_an_engine_in_a_process_of_its_own_ends_with_the_server(start):
+    server = start("--engine-process", "own")
+    assert len(httpx.post(f"{server.url}/tts/stream", json=SHORT).content) == 2 * SAMPLES_PER_FRAME
+    (engine,) = _children(server.process.pid)
+    assert server.stop(signal.SIGTERM) == 0
+    until(lambda: not os.path.exists(f"/proc/{engine}"), "the engine to be gone")
+
+
+def test_a_server_whose_engine_dies_ends_and_says_so(start):
+    server = start("--engine-process", "own")
+    assert server.url
+    (engine,) = _children(server.process.pid)
+    os.kill(engine, signal.SIGKILL)
+    assert server.process.wait(timeout=30) == 1
+    until(lambda: "process that speaks has ended" in server.log, "the reason in the log")
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]

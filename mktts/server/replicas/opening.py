@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from mktts.server.references import ReferenceSources
     from mktts.server.studio import Studio
     from mktts.synth import Synthesizer
+    from mktts.synth.apart import ApartSynthesizer
 
 
-def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, Studio]:
+def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer | ApartSynthesizer, Studio]:
     """The model that the arguments name, warm, and the studio in which all connections share it. The synthesizer is the
     caller's to close. Raises what loading raises."""
     from mktts.checkpoint import open_checkpoint
@@ -30,7 +31,13 @@ def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesi
     aliases = read_aliases(arguments.voice_alias)
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     batch = BatchSettings(codec=arguments.codec_precision)
-    synthesizer = Synthesizer.load(checkpoint, **{**loading(arguments), "engine": arguments.engine, "batch": batch})
+    settings = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+    if arguments.engine_process == "own":
+        from mktts.synth.apart import ApartSynthesizer
+
+        synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
+    else:
+        synthesizer = Synthesizer.load(checkpoint, **settings)
     try:
         studio = Studio(synthesizer, limits, voices, _name(arguments.checkpoint), aliases, uploads)
         synthesizer.warm_up()

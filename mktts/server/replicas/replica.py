@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from mktts.server.studio import Studio
     from mktts.synth import Synthesizer
+    from mktts.synth.apart import ApartSynthesizer
 
 _POLL_S = 0.05
 
@@ -108,7 +109,7 @@ class _Plain:
             await send({"type": f"{message['type']}.complete"})
 
 
-def _open(plan: Plan) -> tuple[Synthesizer, Studio, FastAPI]:
+def _open(plan: Plan) -> tuple[Synthesizer | ApartSynthesizer, Studio, FastAPI]:
     """In a thread: loading takes longer than Ray waits for a sign of life."""
     from mktts.server.app import make_app
 

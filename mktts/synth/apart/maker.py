@@ -1,0 +1,188 @@
+"""The process that owns the model: opens what it is asked for, and sends what the worker makes, a turn at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mktts.speech.job import Job
+from mktts.speech.options import Chunk
+from mktts.speech.stream import Session, Stream
+from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Wire
+from mktts.synth.serving import many_streams
+
+_STANDING_S = 0.1  # between two accounts of how the engines stand
+
+_LOG = logging.getLogger(__name__)
+
+
+class Sender:
+    """Where the chunks of all streams go instead of to a consumer: see `mktts.speech.job.Away`.
+
+    What a turn of the worker gives is one message, sent by a thread of its own: the worker waits for nobody.
+    """
+
+    def __init__(self, wire: Wire, standing: Callable[[], Answer]) -> None:
+        """standing: how the engines stand, in a message."""
+        self._wire, self._standing = wire, standing
+        self._made: list[Any] = []  # in this turn; the worker's
+        self._out: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="mktts-sender", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job, chunk: Chunk | None, at_once: bool) -> None:
+        """A chunk of `job`, or its end. at_once: from another thread than the worker's."""
+        id = job.name
+        if chunk is not None:
+            self._made.append(Sound(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+        elif at_once:
+            self._out.put([Over(id, "cancelled", None)])
+        else:
+            self._made.append(Over(id, job.finish_reason, job.error))
+
+    def rested(self, job: Job) -> None:
+        """It waits for its text or its reader, or does so no more."""
+        self._made.append(Rests(job.name, job.resting))
+
+    def turn_over(self) -> None:
+        """Worker: what there is goes out."""
+        if self._made:
+            made, self._made = self._made, []
+            self._out.put(made)
+
+    def say(self, message: Any) -> None:
+        """Behind what was made before."""
+        self._out.put([message])
+
+    def close(self) -> None:
+        """Sends what there is, and ends."""
+        self._out.put(None)
+        self._thread.join(5.0)
+
+    def _send(self) -> None:
+        told_s = 0.0
+        try:
+            while True:
+                try:
+                    messages = self._out.get(timeout=_STANDING_S)
+                    if messages is None:
+                        return
+                except Empty:
+                    messages = []
+                if time.monotonic() - told_s >= _STANDING_S:
+                    messages, told_s = [*messages, self._standing()], time.monotonic()
+                self._wire.send(messages)
+        except OSError:  # the other side is gone: `receive` says so too
+            pass
+
+
+class Maker:
+    """Does what it is told until the other side goes away."""
+
+    def __init__(self, wire: Wire, synthesizer: Any, sender: Sender) -> None:
+        self._wire, self._synthesizer, self._sender = wire, synthesizer, sender
+        self._streams: dict[int, Stream] = {}
+        self._voices: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Returns when the other side is gone."""
+        try:
+            while True:
+                self._do_all(self._wire.receive())  # whose names are gone when it waits again: it keeps no voice
+        except (EOFError, OSError):
+            pass
+
+    def _do_all(self, messages: list[Any]) -> None:
+        for message in messages:
+            self._do(message)
+
+    def _do(self, message: Any) -> None:
+        if isinstance(message, Read):
+            self._read(message)
+        elif isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Feed):
+            self._feed(message)
+        elif isinstance(message, Keep):
+            self._voices[message.number] = message.voice
+        elif isinstance(message, Drop):
+            self._voices.pop(message.number, None)
+        elif isinstance(message, Ask):
+            self._sender.say(self._answer(message))
+
+    def _open(self, order: Open) -> None:
+        settings = dict(order.settings)
+        if order.voice is not None:
+            settings["voice"] = self._voices[order.voice]
+        try:
+            stream = self._synthesizer.open_away(order.text, (self._sender, order.id), settings)
+        except Exception as error:
+            self._sender.say(Over(order.id, None, error))
+        else:
+            self._streams[order.id] = stream
+
+    def _feed(self, order: Feed) -> None:
+        session = self._streams.get(order.id)
+        if not isinstance(session, Session):  # over, or it was refused
+            return
+        try:
+            session.finish() if order.text is None else session.feed(order.text)
+        except Exception as error:
+            self._streams.pop(order.id).cancel()
+            self._sender.say(Over(order.id, None, error))
+
+    def _read(self, news: Read) -> None:
+        for id, frames in news.taken:
+            if (stream := self._streams.get(id)) is not None:
+                stream.read_away(frames)
+        for id in news.cancelled:  # by its listener, or it is over and nobody asks for it any more
+            if (stream := self._streams.pop(id, None)) is not None:
+                stream.cancel()
+
+    def _answer(self, order: Ask) -> Answer:
+        arguments = order.arguments if order.voice is None else (self._voices[order.voice],)
+        try:
+            return Answer(order.number, None, getattr(self._synthesizer, order.method)(*arguments))
+        except Exception as error:
+            return Answer(order.number, error)
+
+
+def main(handle: int) -> None:
+    """The process, with the socket of that number."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: the other process decides
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    wire = Wire(Connection(socket.socket(fileno=handle).detach()))
+    try:
+        load: Load = wire.receive()[0]
+    except (EOFError, OSError):
+        return
+    try:
+        from mktts.checkpoint import open_checkpoint
+        from mktts.synth.synthesizer import Synthesizer
+
+        synthesizer = Synthesizer.load(open_checkpoint(load.checkpoint, load.revision), **load.settings)
+    except BaseException as error:
+        wire.send(Answer(0, error))
+        return
+    with synthesizer, many_streams():
+        sender = Sender(wire, lambda: Answer(-1, None, synthesizer.standing))
+        synthesizer.after_turn(sender.turn_over)
+        facts = (synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, synthesizer.serves_many)
+        sender.say(Answer(0, None, facts))
+        Maker(wire, synthesizer, sender).run()
+    sender.close()
+    os._exit(0)  # without teardown: nothing here is to be kept, and a thread of a library may hold it up
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

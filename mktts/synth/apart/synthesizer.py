@@ -1,0 +1,302 @@
+"""The synthesizer's other half: what a server sees of one that is in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+
+from mktts.audio.pcm import FULL_SCALE
+from mktts.checkpoint import Checkpoint
+from mktts.common import python_path
+from mktts.errors import EngineError, PromptError
+from mktts.model.sampling import drawn_seed
+from mktts.model.voice import Voice
+from mktts.speech.executor import Standing, Wishes
+from mktts.speech.job import Bell, EngineName, Job, News
+from mktts.speech.options import Chunk, StreamOptions
+from mktts.speech.stream import Stream
+from mktts.speech.text import clean_text
+from mktts.synth.apart.session import ApartSession, Elsewhere
+from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Wire
+from mktts.synth.synthesizer import StreamSettings
+
+_TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
+_END_S = 10.0  # for the other process to go
+_DEAD_S = 0.5  # until the system says that it is dead
+
+_LOG = logging.getLogger(__name__)
+
+
+class ApartSynthesizer:
+    """As `mktts.synth.Synthesizer`, as far as servers use one; samples have gone through 16 bits.
+
+    Loading, warming up and calibrating are waited for, and raise what they raise there. Where the other process dies,
+    every stream ends with EngineError, it is `gone`, and `on_gone` is called, from a thread of this.
+    """
+
+    gone = False
+    on_gone: Callable[[], None] | None = None
+
+    def __init__(self, checkpoint: Checkpoint, name: str, revision: str | None, settings: dict[str, Any]) -> None:
+        """checkpoint: for this process to look at. name, revision, settings: that the other one loads with."""
+        self.checkpoint, self.sampling = checkpoint, checkpoint.sampling()
+        self._inbox: SimpleQueue[News | Drop | _Gone | None] = SimpleQueue()  # of what consumers do, to the teller
+        self._bell = Bell()
+        self._jobs: dict[int, Job] = {}
+        self._ids = itertools.count(1)
+        self._asked: dict[int, SimpleQueue[Answer]] = {0: SimpleQueue()}
+        self._voices: dict[int, tuple[int, weakref.ref[Voice]]] = {}  # their numbers there, by the object's here
+        self._standing: dict[EngineName, Standing] = {}
+        self._closed = self._ended = False  # no more streams; nothing is left
+        self._lock = threading.Lock()
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", "mktts.synth.apart.maker", str(there.fileno())]
+            environment = {**os.environ, **python_path()}
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+        self._wire = Wire(Connection(here.detach()))
+        self._threads = [
+            threading.Thread(target=call, name=f"mktts-{name}", daemon=True)
+            for name, call in (("hears", self._hear), ("tells", self._tell))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._wire.send(Load(name, revision, settings))
+        try:
+            self.backend_name, device, self.dtype, self.serves_many = self._answered(0)
+        except BaseException:
+            self.close()
+            raise
+        self.device = torch.device(device)
+
+    # ---- streams
+
+    def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
+        """As `Synthesizer.stream`; what is wrong with the settings is raised by the stream."""
+        job, seed = self._open(clean_text(text), settings)
+        return Stream(self, job, seed)
+
+    def open(self, **settings: Unpack[StreamSettings]) -> ApartSession:
+        """As `Synthesizer.open`."""
+        if settings.get("layout") == "whole":
+            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
+        job, seed = self._open(None, settings)
+        return ApartSession(self, job, seed, lambda text: self._say(Feed(job.name, text)))
+
+    def begin(self, job: Job, work: Any, on: EngineName) -> None:
+        """Of `mktts.speech.stream.Begins`: the other process does."""
+
+    def _open(self, text: str | None, settings: StreamSettings) -> tuple[Job, int]:
+        seed = settings.get("seed")
+        seed = drawn_seed() if seed is None else seed
+        options = settings.get("options") or StreamOptions()
+        voice = settings.get("voice")
+        sent = {**settings, "seed": seed, "options": options}
+        sent.pop("voice", None)
+        job = Job(options.buffer_frames, self._inbox, self._bell)
+        job.name, job.watched = next(self._ids), True  # what is taken is told
+        job.begin(Elsewhere(), "batch")
+        with self._lock:
+            if self._closed:
+                raise EngineError("the synthesizer is closed: load another one")
+            self._jobs[job.name] = job
+        self._say(Open(job.name, text, sent, None if voice is None else self._number(voice)))
+        return job, seed
+
+    def _number(self, voice: Voice) -> int:
+        found = self._voices.get(id(voice))
+        if found is not None and found[1]() is voice:
+            return found[0]
+        number, key = next(self._ids), id(voice)
+        self._voices[key] = number, weakref.ref(voice, lambda _: self._drop(key, number))
+        self._say(Keep(number, voice))
+        return number
+
+    def _drop(self, key: int, number: int) -> None:
+        if self._voices.get(key, (None,))[0] == number:
+            del self._voices[key]
+        self._inbox.put(Drop(number))  # in a finalizer: no lock may be waited for
+
+    # ---- the rest of the interface
+
+    def admit(self, wishes: Wishes) -> None:
+        """As `Synthesizer.admit`."""
+        self._ask("admit", wishes)
+
+    def warm_up(self) -> None:
+        """As `Synthesizer.warm_up`."""
+        self._ask("warm_up")
+
+    def calibrate(self) -> None:
+        """As `Synthesizer.calibrate`."""
+        self._ask("calibrate")
+
+    def forget(self, voice: Voice) -> None:
+        """As `Synthesizer.forget`; not waited for."""
+        self._say(Ask(next(self._ids), "forget", (), self._number(voice)))
+
+    @property
+    def standing(self) -> dict[EngineName, Standing]:
+        """As `Synthesizer.standing`, a tenth of a second ago at most."""
+        return self._standing
+
+    @property
+    def carries(self) -> int:
+        """As `Synthesizer.carries`."""
+        return max((one.carries for one in self._standing.values()), default=1)
+
+    def close(self) -> None:
+        """Ends every stream and the other process. Idempotent."""
+        with self._lock:
+            self._closed = True
+            was_ended, self._ended = self._ended, True
+        if was_ended:
+            return
+        self._inbox.put(None)
+        self._wire.shut()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_S)
+        self._wire.close()
+        self._end_all(None)
+
+    def __enter__(self) -> ApartSynthesizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the wire
+
+    def _say(self, message: Any) -> None:
+        try:
+            self._wire.send(message)
+        except OSError:
+            raise self._gone() from None
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        number = next(self._ids)
+        self._asked[number] = SimpleQueue()
+        self._say(Ask(number, method, arguments))
+        return self._answered(number)
+
+    def _answered(self, number: int) -> Any:
+        answer = self._asked[number].get()
+        del self._asked[number]
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def _tell(self) -> None:
+        """Thread: tells what consumers have taken, and who wants no more."""
+        with contextlib.suppress(EngineError):
+            while self._told(self._inbox.get()):  # whose names are gone when it waits again: it keeps no stream
+                pass
+
+    def _told(self, news: News | Drop | _Gone | None) -> bool:
+        """Tells news, and what comes within _TOLD_S of them. False: this synthesizer was closed."""
+        time.sleep(_TOLD_S if news is not None else 0.0)
+        taken: dict[int, int] = {}
+        gone: list[int] = []
+        while news is not None:
+            if isinstance(news, Drop):
+                self._say(news)
+            elif isinstance(news, _Gone):
+                gone.append(news.id)
+            elif news.job.cancelled:
+                gone.append(news.job.name)
+            else:
+                taken[news.job.name] = news.job.taken_frames
+            try:
+                news = self._inbox.get_nowait()
+            except Empty:
+                break
+        else:
+            return False
+        for id in gone:
+            taken.pop(id, None)
+            self._jobs.pop(id, None)
+        self._say(Read(list(taken.items()), gone))
+        return True
+
+    def _hear(self) -> None:
+        """Thread: hands on what the other process says."""
+        try:
+            while True:
+                self._take_all(self._wire.receive())
+                self._bell.sound()
+        except (EOFError, OSError):
+            pass
+        closed, self._closed = self._closed, True
+        error = None if closed else self._gone()
+        self._end_all(error)
+        for asked in list(self._asked.values()):
+            asked.put(Answer(0, error or EngineError("the synthesizer is closed: load another one")))
+        self._bell.sound()
+        if not closed:
+            self.gone = True
+            _LOG.error("%s", error)
+            if self.on_gone is not None:
+                self.on_gone()
+
+    def _take_all(self, messages: list[Any]) -> None:
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Answer):
+            if message.number == -1:
+                self._standing = message.value
+            elif (asked := self._asked.get(message.number)) is not None:
+                asked.put(message)
+            return
+        job = self._jobs.get(message.id)
+        if job is None:  # it was cancelled
+            return
+        if isinstance(message, Sound):
+            pcm = np.frombuffer(message.pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
+            job.deliver(Chunk(pcm, message.start_s, message.frames, message.timings, message.pcm16))
+        elif isinstance(message, Rests):
+            job.rest(message.resting)
+        elif isinstance(message, Over):
+            del self._jobs[message.id]
+            job.end(message.reason) if message.error is None else job.fail(message.error)
+            self._inbox.put(_Gone(message.id))
+
+    def _end_all(self, error: EngineError | None) -> None:
+        while self._jobs:
+            _, job = self._jobs.popitem()
+            job.cancel() if error is None else job.fail(self._gone())
+
+    def _gone(self) -> EngineError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_DEAD_S)
+        status = self._process.returncode
+        how = "has closed its connection" if status is None else f"has ended with status {status}"
+        return EngineError(f"the process that speaks {how}: its messages stand above; start the server again")
+
+
+class _Gone(NamedTuple):
+    """A stream that is over here: the other process may forget it."""
+
+    id: int

@@ -1,0 +1,254 @@
+"""A synthesizer in a process of its own, against one in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from mktts.audio import to_pcm16
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.common import python_path
+from mktts.errors import BackendUnavailable, BusyError, EngineError, PromptError, TextError
+from mktts.model.voice import Voice
+from mktts.speech.executor import Wishes
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
+from mktts.synth import Synthesizer
+from mktts.synth.apart import ApartSynthesizer
+from mktts.synth.apart.wire import Over, Wire
+
+BATCH = {"device": "cpu", "engine": "batch"}
+LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
+
+
+def until(true: Callable[[], object], what: str, within_s: float = 10.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+def apart(name: str, **settings: object) -> ApartSynthesizer:
+    return ApartSynthesizer(open_checkpoint(name), name, None, {**BATCH, **settings})
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[ApartSynthesizer]:
+    with apart("random:tiny") as synthesizer:
+        yield synthesizer
+
+
+@pytest.fixture(scope="module")
+def near(tiny: Checkpoint) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, **BATCH) as synthesizer:
+        yield synthesizer
+
+
+def test_it_says_in_16_bits_what_one_in_this_process_says(far, near):
+    settings = {"seed": 3, "max_frames": 30}
+    theirs = near.stream("Good morning, everybody.", **settings)
+    chunks = list(far.stream("Good morning, everybody.", **settings))
+    pcm = np.concatenate([chunk.pcm for chunk in chunks])
+    assert b"".join(chunk.pcm16 for chunk in chunks) == to_pcm16(theirs.read()) == to_pcm16(pcm)
+    assert sum(chunk.frames for chunk in chunks) == 30
+    assert [chunk.start_s for chunk in chunks] == sorted(chunk.start_s for chunk in chunks)
+    assert (far.backend_name, far.device, far.dtype) == (near.backend_name, near.device, near.dtype)
+    assert far.serves_many and far.sampling == near.sampling
+
+
+def test_many_streams_in_an_event_loop_each_get_their_own(far, near):
+    async def said(seed: int) -> bytes:
+        return b"".join([chunk.pcm16 async for chunk in far.stream("One of many.", seed=seed, max_frames=12)])
+
+    async def all_of_them() -> list[bytes]:
+        return await asyncio.gather(*(said(seed) for seed in range(12)))
+
+    expected = [to_pcm16(near.say("One of many.", seed=seed, max_frames=12)) for seed in range(12)]
+    assert asyncio.run(all_of_them()) == expected
+
+
+def test_fed_text_is_spoken_as_here(far, near):
+    def said(session) -> bytes:
+        for piece in ("Hello ", "my ", "friends."):
+            session.feed(piece)
+        session.finish()
+        return to_pcm16(session.read())
+
+    settings = {"seed": 5, "max_frames": 24}
+    assert said(far.open(**settings)) == said(near.open(**settings))
+
+
+def test_a_session_refuses_what_one_here_refuses(far):
+    with pytest.raises(PromptError, match="streaming layout"):
+        far.open(layout="whole")
+    session = far.open()
+    session.feed("  ")
+    with pytest.raises(TextError, match="expected text"):
+        session.finish()
+    assert session.finish_reason == "cancelled"
+    session = far.open(max_frames=2)
+    session.feed("Done.")
+    session.finish()
+    with pytest.raises(EngineError, match="feed after finish"):
+        session.feed("more")
+    session.read()
+
+
+def test_what_is_wrong_with_a_request_is_raised_with_its_own_error(far):
+    with pytest.raises(TextError):
+        far.stream(" ")
+    with pytest.raises(PromptError, match="speaker must be one of"):
+        far.stream("Hello.", speaker="nobody").read()
+    assert len(far.stream("Hello.", max_frames=3, seed=0).read()) == 3 * 1920
+
+
+def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):
+    def used() -> int:
+        return far.standing["batch"].lanes_used
+
+    stream = far.stream("A long story.", **LONG)
+    next(stream)
+    until(lambda: stream.rests, "its buffer to be full")
+    assert used() == 1
+    before = stream._job.made_frames
+    time.sleep(0.3)
+    assert stream._job.made_frames == before <= 40
+    for _ in range(4):
+        next(stream)
+    until(lambda: stream._job.made_frames > before, "more, as it was read from")
+    stream.cancel()
+    assert list(stream) == [] and stream.finish_reason == "cancelled"
+    until(lambda: not used(), "its lane to be free")
+    assert not far._jobs
+
+
+def test_dropped_streams_are_forgotten_on_both_sides(far):
+    for _ in range(3):
+        next(far.stream("Nobody reads on.", **LONG))
+    until(lambda: not far._jobs and not far.standing["batch"].lanes_used, "all to be gone")
+
+
+def test_admission_speaks_through_it(tiny):
+    with apart("random:tiny") as far:
+        far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
+        first = far.stream("The only place.", **LONG)
+        next(first)
+        with pytest.raises(BusyError) as refused:
+            far.stream("One too many.", **LONG).read()
+        assert refused.value.carries == 1
+        until(lambda: far.carries == 1, "the standing")
+
+
+def test_a_voice_goes_over_once_and_is_dropped_with_its_last_holder(tiny_base):
+    def voice() -> Voice:
+        torch.manual_seed(1)
+        hidden = tiny_base.config.talker.hidden_size
+        return Voice(torch.randn(hidden), None, None, model_size=tiny_base.config.model_size)
+
+    settings = {"seed": 2, "max_frames": 8}
+    with Synthesizer.load(tiny_base, **BATCH) as near, apart("random:tiny:base") as far:
+        one, other = voice(), voice()
+        expected = to_pcm16(near.say("In her voice.", voice=one, **settings))
+        for _ in range(2):
+            assert to_pcm16(far.stream("In her voice.", voice=one, **settings).read()) == expected
+        far.stream("And hers.", voice=other, **settings).read()
+        assert len(far._voices) == 2
+        far.forget(other)
+        del other
+        until(lambda: len(far._voices) == 1, "the voice to be dropped")
+        assert to_pcm16(far.stream("In her voice.", voice=one, **settings).read()) == expected
+
+
+def test_where_the_other_process_is_killed_streams_end_at_once_and_it_says_so():
+    with apart("random:tiny") as far:
+        gone = threading.Event()
+        far.on_gone = gone.set
+        stream = far.stream("Until somebody pulls the plug.", **LONG)
+        next(stream)
+        begun_s = time.monotonic()
+        os.kill(far._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="process that speaks"):
+            for _ in stream:
+                pass
+        assert gone.wait(2.0) and far.gone and time.monotonic() - begun_s < 2.0
+        with pytest.raises(EngineError):
+            far.stream("Hello?")
+        with pytest.raises(EngineError):
+            far.warm_up()
+
+
+def test_closing_ends_streams_and_the_process(tiny):
+    far = apart("random:tiny")
+    stream = far.stream("Not to its end.", **LONG)
+    next(stream)
+    far.close()
+    assert far._process.returncode == 0 and not far.gone
+    assert list(stream) == [] and stream.finish_reason == "cancelled"
+    far.close()
+    with pytest.raises(EngineError, match="closed"):
+        far.stream("Too late.")
+
+
+def test_it_ends_with_the_process_that_it_speaks_for():
+    program = (
+        "import os, time\n"
+        "from mktts.checkpoint import open_checkpoint\n"
+        "from mktts.synth.apart import ApartSynthesizer\n"
+        "far = ApartSynthesizer(open_checkpoint('random:tiny'), 'random:tiny', None, {'device': 'cpu'})\n"
+        "print(far._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, **python_path()}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        child = int(parent.stdout.readline())
+        os.kill(parent.pid, signal.SIGKILL)
+    until(lambda: not _runs(child), "the child to go")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_loading_raises_is_raised_here():
+    checkpoint = open_checkpoint("random:tiny")
+    with pytest.raises(BackendUnavailable):
+        ApartSynthesizer(checkpoint, "random:tiny", None, {"device": "cuda:77"})
+
+
+class _Shut:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send_bytes(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def recv_bytes(self) -> bytes:
+        return self.sent.pop(0)
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_words():
+    error = ValueError("beyond words")
+    error.cause = threading.Lock()
+    wire = Wire(_Shut())
+    wire.send([Over(1, None, error), Over(2, "eos", None)])
+    told, other = wire.receive()
+    assert type(told.error) is EngineError and "ValueError: beyond words" in str(told.error)
+    assert other == Over(2, "eos", None)
