@@ -38,6 +38,8 @@ SHOWN_IN = {
     "load": "08_many_voices",
     "parity": "02_parity",
     "parity_batch": "README: the batch engine's promise",
+    "serve_load": "README: listeners over sockets",
+    "speak_all": "LOG.md: sentences by the thousand",
     "trace": "09_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.

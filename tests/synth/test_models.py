@@ -49,7 +49,7 @@ def test_every_engine_is_warmed_up():
     with fake_synthesizer(engine="auto") as synth:
         opened = []
         plain = synth._engine.open
-        synth._engine.open = lambda work, frames, on, paced: opened.append(on) or plain(work, frames, on, paced)
+        synth._engine.open = lambda work, frames, on, *more: opened.append(on) or plain(work, frames, on, *more)
         synth.warm_up()
         assert opened == ["single", "batch"]
     with pytest.raises(EngineError, match="closed"):

@@ -22,8 +22,6 @@ from mktts.synth.serving import many_streams
 
 _STANDING_S = 0.1  # between two accounts of how the engines stand
 
-_LOG = logging.getLogger(__name__)
-
 
 class Sender:
     """Where the chunks of all streams go instead of to a consumer: see `mktts.speech.job.Away`.
@@ -60,8 +58,8 @@ class Sender:
             self._out.put(made)
 
     def say(self, message: Any) -> None:
-        """Behind what was made before."""
-        self._out.put([message])
+        """Behind what was made before, and with how the engines stand by now."""
+        self._out.put([self._standing(), message])
 
     def close(self) -> None:
         """Sends what there is, and ends."""

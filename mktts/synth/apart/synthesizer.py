@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ApartSynthesizer:
-    """As `mktts.synth.Synthesizer`, as far as servers use one; samples have gone through 16 bits.
+    """As `mktts.synth.Synthesizer`, as far as servers use one; samples have gone through 16 bits, and codes stay there.
 
     Loading, warming up and calibrating are waited for, and raise what they raise there. Where the other process dies,
     every stream ends with EngineError, it is `gone`, and `on_gone` is called, from a thread of this.
