@@ -113,9 +113,9 @@ def first_speaker(checkpoint: Checkpoint) -> str:
     return checkpoint.config.default_speaker
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
     """Waits for another thread."""
-    end_s = time.monotonic() + WAIT_S
+    end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, f"waited in vain for: {what}"
         time.sleep(0.01)

@@ -37,8 +37,8 @@ def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
     return [row.tobytes() if good else None for row, good in zip(samples, finite, strict=True)]
 
 
-def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Pieces of PCM (S,) float32, one behind the other, in memory of their own.
+def joined(pieces: Sequence[np.ndarray | bytearray]) -> np.ndarray:
+    """Pieces of PCM (S,) float32, arrays or their bytes, one behind the other, in memory of their own.
 
     As `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it.
     """

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from mktts.audio import joined
 from mktts.model.backend import Frame
 from mktts.model.voice import Voice
 from mktts.speech.options import Chunk, Plan
@@ -97,8 +98,7 @@ class LaneUtterance(Utterance):
 
     def _decode(self, frames: list[np.ndarray]) -> _Decoded:
         pcm, pcm16 = zip(*(self._pcm.popleft() for _ in frames), strict=True)
-        samples = np.frombuffer(bytearray().join(pcm), np.float32)
-        return _Decoded(samples, None if None in pcm16 else b"".join(pcm16))
+        return _Decoded(joined(pcm), None if None in pcm16 else b"".join(pcm16))
 
 
 class _Decoded(NamedTuple):

@@ -222,10 +222,14 @@ class Job:
             if self.error is not None and not self.cancelled:
                 raise self.error
             return None
-        self.taken_frames += item.frames
+        self.has_taken(self.taken_frames + item.frames)
+        return item
+
+    def has_taken(self, frames: int) -> None:
+        """So many frames by now; `take` says it, and whoever takes for a consumer in another process."""
+        self.taken_frames = frames
         if self.watched:  # else nobody sleeps over this
             self.tell()
-        return item
 
     # ---- worker
 
@@ -297,12 +301,6 @@ class Job:
         """A chunk for the consumer."""
         self.made_frames += chunk.frames
         self._put(chunk)
-
-    def read_away(self, frames: int) -> None:
-        """Any thread, of a job whose chunks go away: so many frames have been taken there by now."""
-        self.taken_frames = frames
-        if self.watched:
-            self.tell()
 
     @property
     def open(self) -> bool:

@@ -76,8 +76,8 @@ class Stream:
     close = cancel
 
     def read_away(self, frames: int) -> None:
-        """Of a stream whose chunks go away: see `mktts.speech.job.Job.read_away`."""
-        self._job.read_away(frames)
+        """Of a stream whose chunks go away: see `mktts.speech.job.Job.has_taken`."""
+        self._job.has_taken(frames)
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Has `call` called, perhaps twice, when the generation has ended, however it did; at once if it has already.
@@ -156,6 +156,69 @@ class Stream:
         self._job.cancel()
 
 
+class WrittenStream(Stream):
+    """A stream whose text is written while it is spoken: what may be written when, wherever it goes.
+
+    `feed` and `finish` never wait and may be called from any thread.
+    """
+
+    def __init__(self, engine: Begins, job: Job, seed: int) -> None:
+        super().__init__(engine, job, seed)
+        self._writing = threading.Lock()
+        self._chars = 0
+        self._finished = False
+
+    def feed(self, piece: str) -> None:
+        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
+
+        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
+        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
+        """
+        piece = clean_piece(piece)
+        with self._writing:
+            if self._finished:
+                raise EngineError("feed after finish: open another session for more text")
+            if self._job.over:
+                return
+            check_length(self._chars + len(piece))
+            words = self._words(piece)
+            self._chars += len(piece)
+            self._take(words, bool(piece.strip()))
+
+    def finish(self) -> None:
+        """Says that no more text comes; a second call does nothing.
+
+        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
+        then cancelled.
+        """
+        with self._writing:
+            if self._finished:
+                return
+            self._finished = True
+            if self._begun:
+                self._end()
+            elif not self._job.over:
+                self._job.cancel()
+                raise TextError("expected text to speak before finish, got none")
+
+    @property
+    def _begun(self) -> bool:
+        """Whether visible text has been taken."""
+        raise NotImplementedError
+
+    def _words(self, piece: str) -> str:
+        """What is spoken for it."""
+        return piece
+
+    def _take(self, words: str, visible: bool) -> None:
+        """More text. visible: of what was written."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """No more comes, and there was some."""
+        raise NotImplementedError
+
+
 class FedWork(NamedTuple):
     """What makes a stream whose text is fed, the script that it is fed through, and the engine that it begins on."""
 
@@ -164,7 +227,7 @@ class FedWork(NamedTuple):
     engine: EngineName
 
 
-class Session(Stream):
+class Session(WrittenStream):
     """A stream whose text is written while it is spoken.
 
     `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
@@ -188,56 +251,32 @@ class Session(Stream):
         self._front_end = front_end
         self._script: FedScript | CollectedScript | None = None
         self._early: list[str] = []  # pieces without anything visible
-        self._writing = threading.Lock()
-        self._chars = 0
-        self._finished = False
 
-    def feed(self, piece: str) -> None:
-        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
+    @property
+    def _begun(self) -> bool:
+        return self._script is not None
 
-        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
-        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
-        """
-        piece = clean_piece(piece)
-        with self._writing:
-            if self._finished:
-                raise EngineError("feed after finish: open another session for more text")
-            if self._job.over:
-                return
-            check_length(self._chars + len(piece))
-            words = piece if self._front_end is None else self._front_end.push(piece)
-            self._chars += len(piece)
-            if self._script is not None:
-                self._script.feed(words)
-                self._job.tell()
-            elif piece.strip():
-                self._begin(words, time.perf_counter())
-            else:
-                self._early.append(words)
+    def _words(self, piece: str) -> str:
+        return piece if self._front_end is None else self._front_end.push(piece)
 
-    def finish(self) -> None:
-        """Says that no more text comes; a second call does nothing.
-
-        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
-        then cancelled.
-        """
-        with self._writing:
-            if self._finished:
-                return
-            self._finished = True
-            if self._script is None:
-                if not self._job.over:
-                    self._job.cancel()
-                    raise TextError("expected text to speak before finish, got none")
-                return
-            if self._front_end is not None and not self._job.over:
-                try:
-                    self._script.feed(self._front_end.finish())
-                except TextError:
-                    self._job.cancel()
-                    raise
-            self._script.finish()
+    def _take(self, words: str, visible: bool) -> None:
+        if self._script is not None:
+            self._script.feed(words)
             self._job.tell()
+        elif visible:
+            self._begin(words, time.perf_counter())
+        else:
+            self._early.append(words)
+
+    def _end(self) -> None:
+        if self._front_end is not None and not self._job.over:
+            try:
+                self._script.feed(self._front_end.finish())
+            except TextError:
+                self._job.cancel()
+                raise
+        self._script.finish()
+        self._job.tell()
 
     def _begin(self, words: str, started_s: float) -> None:
         try:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
+import served
 import torch
 
 from mktts.audio import to_pcm16
@@ -31,11 +33,7 @@ BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
 
 
-def until(true: Callable[[], object], what: str, within_s: float = 10.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end_s, f"waited in vain for {what}"
-        time.sleep(0.01)
+until = partial(served.until, within_s=10.0)
 
 
 def apart(name: str, **settings: object) -> ApartSynthesizer:

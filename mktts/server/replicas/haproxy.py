@@ -48,8 +48,7 @@ defaults
     timeout tunnel 1h
     # Each chunk of sound goes out as it comes.
     option http-no-delay
-    # A server that has just gone has taken no request, or answered none: the next one gets it. (Of 512 listeners of
-    # two servers, one killed, 7 who came then had an error where only failed connections were tried again.)
+    # A server that has just gone has taken no request, or answered none: the next one gets it.
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1

@@ -17,7 +17,7 @@ from typing import Any
 from mktts.speech.job import Job
 from mktts.speech.options import Chunk
 from mktts.speech.stream import Session, Stream
-from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Wire
+from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
 from mktts.synth.serving import many_streams
 
 _STANDING_S = 0.1  # between two accounts of how the engines stand
@@ -29,8 +29,7 @@ class Sender:
     What a turn of the worker gives is one message, sent by a thread of its own: the worker waits for nobody.
     """
 
-    def __init__(self, wire: Wire, standing: Callable[[], Answer]) -> None:
-        """standing: how the engines stand, in a message."""
+    def __init__(self, wire: Wire, standing: Callable[[], Stands]) -> None:
         self._wire, self._standing = wire, standing
         self._made: list[Any] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Any] | None] = SimpleQueue()
@@ -173,7 +172,7 @@ def main(handle: int) -> None:
         wire.send(Answer(0, error))
         return
     with synthesizer, many_streams():
-        sender = Sender(wire, lambda: Answer(-1, None, synthesizer.standing))
+        sender = Sender(wire, lambda: Stands(synthesizer.standing))
         synthesizer.after_turn(sender.turn_over)
         facts = (synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, synthesizer.serves_many)
         sender.say(Answer(0, None, facts))

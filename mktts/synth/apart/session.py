@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from mktts.errors import EngineError, TextError
 from mktts.speech.job import Job
-from mktts.speech.stream import Stream
-from mktts.speech.text import check_length, clean_piece
+from mktts.speech.stream import WrittenStream
 
 
 class Elsewhere:
@@ -30,37 +27,20 @@ class Elsewhere:
         """Nothing is held here."""
 
 
-class ApartSession(Stream):
-    """As `mktts.speech.stream.Session`."""
+class ApartSession(WrittenStream):
+    """As `mktts.speech.stream.Session`; what a front end has no words for ends the stream with its TextError."""
+
+    _begun = False
 
     def __init__(self, engine: Any, job: Job, seed: int, say: Callable[[str | None], None]) -> None:
+        """say: tells the other process a piece, or with None the end."""
         super().__init__(engine, job, seed)
         self._say = say
-        self._writing = threading.Lock()
-        self._chars, self._visible, self._finished = 0, False, False
 
-    def feed(self, piece: str) -> None:
-        """As `Session.feed`; what a front end has no words for ends the stream with its TextError."""
-        piece = clean_piece(piece)
-        with self._writing:
-            if self._finished:
-                raise EngineError("feed after finish: open another session for more text")
-            if self._job.over:
-                return
-            check_length(self._chars + len(piece))
-            self._chars += len(piece)
-            self._visible = self._visible or bool(piece.strip())
-            self._say(piece)
+    def _take(self, words: str, visible: bool) -> None:
+        self._begun = self._begun or visible
+        self._say(words)
 
-    def finish(self) -> None:
-        """As `Session.finish`."""
-        with self._writing:
-            if self._finished:
-                return
-            self._finished = True
-            if self._job.over:
-                return
-            if not self._visible:
-                self._job.cancel()
-                raise TextError("expected text to speak before finish, got none")
+    def _end(self) -> None:
+        if not self._job.over:
             self._say(None)

@@ -32,7 +32,7 @@ from mktts.speech.options import Chunk, StreamOptions
 from mktts.speech.stream import Stream
 from mktts.speech.text import clean_text
 from mktts.synth.apart.session import ApartSession, Elsewhere
-from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Wire
+from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
 from mktts.synth.synthesizer import StreamSettings
 
 _TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
@@ -264,10 +264,11 @@ class ApartSynthesizer:
             self._take(message)
 
     def _take(self, message: Any) -> None:
+        if isinstance(message, Stands):
+            self._standing = message.engines
+            return
         if isinstance(message, Answer):
-            if message.number == -1:
-                self._standing = message.value
-            elif (asked := self._asked.get(message.number)) is not None:
+            if (asked := self._asked.get(message.number)) is not None:
                 asked.put(message)
             return
         job = self._jobs.get(message.id)

@@ -81,6 +81,12 @@ class Answer(NamedTuple):
     value: Any = None
 
 
+class Stands(NamedTuple):
+    """How the engines stand: `Synthesizer.standing`."""
+
+    engines: dict[str, Any]
+
+
 class Sound(NamedTuple):
     """A chunk of a stream: 16-bit samples, and the rest of `mktts.speech.options.Chunk`."""
 
