@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine-process",
-        default="same",
-        choices=("same", "own"),
-        help="where it runs: for hundreds of listeners, in a process of its own (default: %(default)s)",
+        default="auto",
+        choices=("auto", "same", "own"),
+        help="where it runs: beside the sockets, or in its own process (default: own for --engine batch on CUDA)",
     )
     parser.add_argument(
         "--codec-precision",

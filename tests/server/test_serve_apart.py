@@ -14,6 +14,7 @@ from websockets.sync.client import connect
 
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.checkpoint import Checkpoint
+from mktts.server.replicas.opening import runs_apart
 from mktts.speech.guard import Guard
 from mktts.synth import Synthesizer
 from mktts.synth.apart import ApartSynthesizer
@@ -90,3 +91,19 @@ def test_a_killed_engine_breaks_streams_off_and_the_server_is_no_longer_well(tin
                 pass
         assert httpx.post(f"{server.url}/tts/stream", json=SHORT).status_code == 500
         assert httpx.get(f"{server.url}/ready").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("process", "engine", "device", "apart"),
+    [
+        ("auto", "batch", "cuda", True),
+        ("auto", "batch", "auto", True),
+        ("auto", "batch", "cpu", False),
+        ("auto", "auto", "cuda", False),
+        ("same", "batch", "cuda", False),
+        ("own", "auto", "cpu", True),
+    ],
+)
+def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch, process, engine, device, apart):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert runs_apart(process, engine, device) is apart

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mktts.checkpoint.arguments import loading
 from mktts.errors import ServerError
+from mktts.model.backend import device_named
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesi
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     batch = BatchSettings(codec=arguments.codec_precision)
     settings = {**loading(arguments), "engine": arguments.engine, "batch": batch}
-    if arguments.engine_process == "own":
+    if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
         from mktts.synth.apart import ApartSynthesizer
 
         synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
@@ -46,6 +47,18 @@ def open_studio(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesi
         synthesizer.close()
         raise
     return synthesizer, studio
+
+
+def runs_apart(process: str, engine: str, device: str) -> bool:
+    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
+
+    With "auto", where a GPU serves many: one H200 carries 680 listeners from one process and 1 100 from two (LOG.md,
+    2026-11-22). One listener hears the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
+    Raises BackendUnavailable for no device.
+    """
+    if process == "auto":
+        return engine == "batch" and device_named(device).type == "cuda"
+    return process == "own"
 
 
 def read_voices(words: list[str]) -> dict[str, Voice]:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="random:0.6b", help="default: %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--engine", choices=("auto", "single", "batch"), help="of the servers (default: their own)")
-    parser.add_argument("--engine-process", choices=("same", "own"), help="of the servers (default: their own choice)")
+    parser.add_argument("--engine-process", choices=("auto", "same", "own"), help="likewise")
     parser.add_argument("--codec-precision", choices=("full", "fast"), help="of the batch engine")
     parser.add_argument("--seconds", type=float, default=HELD_S, help="that a load is held (default: %(default)s)")
     parser.add_argument("--warm-seconds", type=float, default=8.0, help="before (default: %(default)s)")
