@@ -1,13 +1,14 @@
 // How blocks hand values to each other without a grid barrier.
 //
 // A word says itself whether it is fresh: [tag:16 | bf16:16], the tag counting exchanges. A reader polls the data, not
-// a flag, so there is no fence, no counter to reset, and nothing an aborted launch can leave in a wrong state but tags,
-// which the host clears. A buffer is written again only after an all-to-all exchange that every reader has passed.
+// a flag, so there is no fence and no counter to reset. What a launch that gave up has left half made the host clears,
+// with all tags. A buffer is written again only after an all-to-all exchange that every reader has passed.
 //
-// A sum over groups takes one hop: every thread of every block adds the groups' shares of its rows, in their order. A
-// share is fp32 but for its four lowest bits, which count the sums. All blocks poll the same words: a copy for each
-// block takes so many writes that the weight stream's queues delay them (H200, 0.6B frame inside a launch, ms: an
-// owner's sum in 128 copies 1.36, in eight 1.25; shares in eight copies 1.25, in four 1.19, in one 1.18).
+// A sum over groups takes one hop as well: each group adds its share of a row to the row's word, in L2, and every block
+// reads the sum. Shares are added in fixed point, which is exact: their order is nothing to the result. The word's upper
+// eight bits count shares, so it says itself when it is whole. Before a word's next sum, and after every block has read
+// the last one, group 0 takes that out again; the count goes on. (Shares that every block reads and adds itself are 32 KB
+// a block and sum, at 0.6B, instead of 8; an owner that adds and hands on is a second hop.)
 #pragma once
 #include "state.cuh"
 
@@ -55,22 +56,33 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
   }
 }
 
-// `row`: within the rows that this rank was dealt, EACH a rank. Cut, not rounded: NaN stays NaN.
-template <class S, int EACH> DEV void send_part(const Ctx& c, Shares& to, int n, u32 row, float value) {
-  const u32 word = (__float_as_uint(value) & ~15u) | (c.layers[S::ID] & 15u);
-  put32(&to[n][c.group][c.rank * EACH + row], word);
+// Fixed point with 28 binary places: shares below 2^18, to 2^-29. What is larger, or NaN, makes its sum NaN.
+constexpr float PLACES = 268435456.f, MOST = 262144.f;
+constexpr i64 NOT_A_SHARE = 1ll << 50, WHOLE = NOT_A_SHARE / 2;             // sums of shares are at most the latter
+static_assert(NKV * (u64)(MOST * PLACES) <= WHOLE, "more than all shares of a sum, in either direction, are no sum");
+DEV i64 to_fixed(float v) { return fabsf(v) < MOST ? __float2ll_rn(v * PLACES) : NOT_A_SHARE; }
+DEV float from_fixed(i64 v) {
+  return v <= WHOLE && v >= -WHOLE ? __ll2float_rn(v) * (1.f / PLACES) : __uint_as_float(0x7fffffffu);
 }
-// Sums over groups of the four rows from `at` on, each rounded as a projection's output is. Whole warps, or the lanes
-// of a warp that are active. Added while polled: words that are kept until all are fresh spilled 0.8 KB of registers.
-template <class S> DEV void take_parts(Ctx& c, const Shares& from, int n, u32 at, float (&sum)[4]) {
-  Watch w = {0, 0}; const u32 t = c.layers[S::ID] & 15u, active = __activemask();
+// Once a layer, before its sums.
+DEV void expect_shares(Ctx& c, int kind) {
+  const u32 byte = 255u << 8 * kind;
+  c.counts = (c.counts & ~byte) | (c.counts + (NKV << 8 * kind) & byte);
+}
+DEV void send_share(u64* word, float value) { add64(word, (1ull << 56) + (u64)to_fixed(value)); }
+// The sums of the four rows from `at` on, each rounded as a projection's output is. Whole warps, or the lanes of a warp
+// that are active. EACH: rows of a block.
+template <int EACH> DEV void take_sums4(Ctx& c, Sums& from, int kind, u32 at, float (&sum)[4]) {
+  Watch w = {0, 0}; const u32 count = c.counts >> 8 * kind & 255u, active = __activemask(); u64 v[4];
   for (;;) {
-    u32 bad = 0; float s[4] = {0.f, 0.f, 0.f, 0.f};
-    UNROLL for (int g = 0; g < NKV; g++) {
-      u32 v[4]; get32x4(&from[n][g][at], v);
-      UNROLL for (int i = 0; i < 4; i++) { bad |= v[i] ^ t; s[i] += __uint_as_float(v[i] & ~15u); }
-    }
-    UNROLL for (int i = 0; i < 4; i++) sum[i] = round_bf16(s[i]);
-    if (__all_sync(active, (bad & 15u) == 0) || give_up(c, w, 3)) break;
+    get64x2(&from.word[kind][at], v[0], v[1]); get64x2(&from.word[kind][at + 2], v[2], v[3]);
+    u32 bad = 0;
+    UNROLL for (int i = 0; i < 4; i++) bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count;
+    if (__all_sync(active, bad == 0) || give_up(c, w, 3)) break;
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    const i64 whole = (i64)(v[i] - ((u64)count << 56));
+    sum[i] = round_bf16(from_fixed(whole));
+    if (c.group == 0 && (at + i) / EACH == c.rank) from.was[kind][at + i] = whole;
   }
 }

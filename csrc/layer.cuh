@@ -73,18 +73,26 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
 }
 // Adds to the residuals what all groups have to add.
 template <class S, class M, int NT>
-DEV void take_sums(Ctx& c, const Shares& from, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
+DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
   if (more) preload(c, next);
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-    float sum[4]; take_parts<S>(c, from, n, element<S>(c, g), sum);
+    float sum[4]; take_sums4<S::Out::EACH>(c, from, S::ID + n, element<S>(c, g), sum);
     UNROLL for (int i = 0; i < 4; i++) x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i]);
   }
 }
 // A projection of this group's inputs: its share of the sum goes to all blocks.
-template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Shares& to) {
+template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Sums& to) {
   multiply<D, NT, true>(c, w, [&](int row, const float (&v)[NT]) {
-    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_part<S, D::EACH>(c, to, n, row, v[n]);
+    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_share(&to.word[S::ID + n][c.rank * D::EACH + row], v[n]);
   });
+}
+// Takes what the words held out of them, once every block has read it, and before this block sends shares to them.
+template <class S, int NT> DEV void take_back(const Ctx& c, Sums& of) {
+  constexpr u32 EACH = S::Out::EACH;
+  if (c.group == 0) for (u32 i = c.tid; i < NT * EACH; i += THREADS) {
+    const u32 kind = S::ID + i / EACH, row = c.rank * EACH + i % EACH;
+    if (row < S::H) add64(&of.word[kind][row], -(u64)of.was[kind][row]);
+  }
 }
 
 // The exchanges of one layer, by what its tag advances for each.
@@ -98,7 +106,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
                const u16* norms, const u16* next_norm, bool more) {
   Shared& s = *c.s; Exchange& e = *c.p->exchange;
   const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_act = c.tag + TAG_ACT;
-  c.tag += LAYER_EXCHANGES; c.layers[S::ID]++;
+  c.tag += LAYER_EXCHANGES; UNROLL for (int n = 0; n < NT; n++) expect_shares(c, S::ID + n);
   MARK(c, 1);
   weigh<S>(c, x, norm);                                     // 1. queries, keys, values of the group
   MARK(c, 2);
@@ -109,15 +117,16 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
     }
   });
   MARK(c, 3);
+  take_back<S, NT>(c, e.h);                                 // whoever has this layer's residual has read the last h
   load_norm<S>(c, norms + S::H, norm);
   Fragments<typename S::Out> out;                           // 2. attention; its output is the next input
   if constexpr (TALKER) talker_attention(c, l, position, tag_qkv, tag_att, out);
   else { preload(c, out); predictor_attention<NT>(c, l, position, tag_qkv); }
   MARK(c, 4);
-  project_parts<S, typename S::Out, NT>(c, out, e.h[S::ID]); // 3. output projection of this group, summed over groups
+  project_parts<S, typename S::Out, NT>(c, out, e.h);       // 3. output projection of this group, summed over groups
   MARK(c, 5);
   Fragments<typename S::GateUp> gate_up;
-  take_sums<S>(c, e.h[S::ID], x, gate_up);
+  take_sums<S>(c, e.h, x, gate_up);
   MARK(c, 6);
   weigh<S>(c, x, norm);                                     // 4. gate and up
   MARK(c, 7);
@@ -131,6 +140,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
     }
   });
   MARK(c, 8);
+  take_back<S, NT>(c, e.x);
   load_norm<S>(c, next_norm, norm);
   Fragments<typename S::Down> down; preload(c, down);
   UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::INNER; i += THREADS * 4) {
@@ -139,9 +149,9 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   }
   block_sync();
   MARK(c, 9);
-  project_parts<S, typename S::Down, NT>(c, down, e.x[S::ID]); // 5. down projection of this group, summed over groups
+  project_parts<S, typename S::Down, NT>(c, down, e.x);     // 5. down projection of this group, summed over groups
   MARK(c, 10);
-  take_sums<S>(c, e.x[S::ID], x, first, more);
+  take_sums<S>(c, e.x, x, first, more);
 }
 
 // All layers of a stack; `norm` holds the first layer's input norm before and `after` afterwards.

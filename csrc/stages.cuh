@@ -30,7 +30,7 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
   Shared* s = (Shared*)dynamic;
   Ctx c; c.block = blockIdx.x; c.tid = threadIdx.x; c.lane = c.tid & 31; c.warp = c.tid >> 5;
   c.group = c.block / GROUP; c.rank = c.block % GROUP; c.stage = 0; c.phase = 0; c.tag = p.tag;
-  c.layers[0] = p.exchange->layers[0]; c.layers[1] = p.exchange->layers[1];
+  c.counts = p.exchange->counts[0];
   c.s = s; c.p = &p; c.u = &p.stream;
 #ifdef TRACE
   c.starved = 0;
@@ -63,7 +63,7 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
 #endif
     CONSUME(c);
     // Every block has long read them: none finishes a layer without all others.
-    if (c.block == 0 && c.tid == 0) { p.exchange->layers[0] = c.layers[0]; p.exchange->layers[1] = c.layers[1]; }
+    if (c.block == 0 && c.tid == 0) p.exchange->counts[0] = c.counts;
   }
 }
 

@@ -2,16 +2,14 @@
 #pragma once
 #include "ptx.cuh"
 
-// Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32], shares of
-// sums [fp32, upper 28 bits | count:4].
+// Exchange area in global memory. 32-bit words carry [tag:16 | bf16:16], 64-bit words [tag:32 | fp32:32], sums over
+// groups [count:8 | fixed-point:56].
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
-typedef u32 Shares[POSITIONS][NKV][MAXH];
+constexpr int SUMS = 3;                      // of the talker, of the predictor, of the second position in such a pass
+struct Sums { u64 word[SUMS][MAXH]; i64 was[SUMS][MAXH]; };   // was: the newest sum, as group 0 takes it back
 struct Exchange {
-  // Of what the residual gets before the feed-forward, and after it; of talker and predictor. A word is written in each
-  // of its stack's layers, and its count of layers tells it from what it held before. (Position 1: in those of a
-  // frame's first pass. Fourteen passes lie between two of them: an even number of layers, and one on is never 16 on.)
-  Shares h[2], x[2];
-  u32 layers[4];                             // [0], [1]: that launches before this one made. Words are read in fours
+  Sums h, x;                                 // what the residual gets before the feed-forward, and after it
+  u32 counts[4];                             // [0]: as Ctx has it, after the launch before this one
   u64 part[NKV][SHARES][GROUP][SHARE + 2];            // talker attention partials: [group][to][from]
   u32 qkv[NKV][POSITIONS][(QPK + 2) * HD];
   u32 att[NKV][QPK * HD];
@@ -85,7 +83,7 @@ DEV u16* vec_of(Shared& s, int n) { return n ? s.vec1 : s.vec0; }
 struct Ctx {
   u32 block, tid, lane, warp, group, rank;   // rank: the block's place in its group
   u32 stage, phase, tag;
-  u32 layers[2];                             // of talker and predictor, this one among them
+  u32 counts;                                // of shares in the words of each kind of sum: a byte each, as they have it
   Shared* s;
   const Params* p;
   const Stream* u;

@@ -16,14 +16,20 @@ from mktts.errors import EngineError
 from mktts.kernel.grid import Shape, power_of_two
 
 POSITIONS = 2  # that one pass can take
-_COUNT = np.uint32(15)  # the bits of a share that count
+SUMS = 3  # kinds of sums: of the talker, of the predictor, of the second position in a pass of two
+PLACES, MOST = 2.0**28, 2.0**18  # a share's fixed point: what 1 counts, and what is no share any more
+_NO_SHARE = 1 << 50
+_WHOLE = _NO_SHARE // 2  # sums of shares are at most that
+_ONE = 56  # where a word's count of shares begins
 # What is read here -> the line of csrc that says it.
 LINES = {
     "word": "put32(word, (tag << 16) | to_bf16(value))",
     "fresh": "((v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t)) >> 16) == 0",
-    "share": "word = (__float_as_uint(value) & ~15u) | (c.layers[S::ID] & 15u)",
-    "sent": "put32(&to[n][c.group][c.rank * EACH + row], word)",
-    "counted": "bad |= v[i] ^ t; s[i] += __uint_as_float(v[i] & ~15u)",
+    "share": "return fabsf(v) < MOST ? __float2ll_rn(v * PLACES) : NOT_A_SHARE;",
+    "sent": "add64(word, (1ull << 56) + (u64)to_fixed(value))",
+    "taken back": "add64(&of.word[kind][row], -(u64)of.was[kind][row])",
+    "counted": "bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count",
+    "whole": "const i64 whole = (i64)(v[i] - ((u64)count << 56))",
     "added": "x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i])",
 }
 
@@ -44,33 +50,45 @@ def words_of(tag: int, values: np.ndarray) -> np.ndarray:
     return np.uint32((tag & 0xFFFF) << 16) | to_bf16(values)
 
 
-def shares_of(count: int, values: np.ndarray) -> np.ndarray:
-    """`send_part`: [fp32, upper 28 bits | count:4]."""
-    return (np.asarray(values, np.float32).view(np.uint32) & ~_COUNT) | (np.uint32(count) & _COUNT)
+def to_fixed(values: np.ndarray | float) -> np.ndarray:
+    """int64 with 28 binary places, ties to even; what is no share of a sum makes that NaN (`from_fixed`)."""
+    values = np.asarray(values, np.float32)
+    shares = np.abs(values) < MOST
+    return np.where(shares, np.rint(np.where(shares, values, 0) * np.float32(PLACES)).astype(np.int64), _NO_SHARE)
 
 
-def values_of(shares: np.ndarray) -> np.ndarray:
-    """What `take_parts` adds: fp32 without the count."""
-    return (shares & ~_COUNT).view(np.float32)
+def from_fixed(sums: np.ndarray) -> np.ndarray:
+    """fp32 of int64 sums."""
+    return np.where(np.abs(sums) <= _WHOLE, sums.astype(np.float32) / np.float32(PLACES), np.float32(np.nan))
 
 
-def counted(shares: np.ndarray, count: int) -> np.ndarray:
-    """`take_parts`: which shares are of this sum; others are old ones."""
-    return (shares & _COUNT) == (count & int(_COUNT))
+def shares_of(values: np.ndarray) -> np.ndarray:
+    """`send_share`: what is added to a sum's word, uint64."""
+    return to_fixed(values).view(np.uint64) + np.uint64(1 << _ONE)
+
+
+def counts_of(words: np.ndarray) -> np.ndarray:
+    """How many shares were added to each word, modulo 256. What it holds may be negative and borrow from the count."""
+    return ((words + np.uint64(1 << (_ONE - 1))) >> np.uint64(_ONE)).astype(np.int64)
+
+
+def sums_of(words: np.ndarray, count: int) -> np.ndarray:
+    """int64 sums of whole words, which have `count` shares by now, modulo 256."""
+    return (words - np.uint64((count & 255) << _ONE)).view(np.int64)
 
 
 def layout(shape: Shape) -> np.dtype:
     """state.cuh, struct Exchange: every word of device memory that blocks meet at. Offsets are the compiler's."""
     t, p = shape.talker, shape.predictor
     blocks, group, heads = shape.blocks, shape.group, t.num_key_value_heads
-    shares = (2, POSITIONS, heads, max(t.hidden_size, p.hidden_size))
+    sums = (2, SUMS, max(t.hidden_size, p.hidden_size))
     queries = t.num_attention_heads // heads
     share = power_of_two(-(-queries * t.head_dim // group))
     return np.dtype(
         [
-            ("h", "u4", shares),
-            ("x", "u4", shares),
-            ("layers", "u4", (4,)),
+            ("h", "u8", sums),
+            ("x", "u8", sums),
+            ("counts", "u4", (4,)),
             ("part", "u8", (heads, queries * t.head_dim // share, group, share + 2)),
             ("qkv", "u4", (heads, POSITIONS, (queries + 2) * t.head_dim)),
             ("att", "u4", (heads, queries * t.head_dim)),
@@ -107,34 +125,40 @@ class Grid:
         first = block % self.group * self.each
         return slice(first, min(first + self.each, self.width))
 
-    def new_area(self) -> np.ndarray:
-        """(heads, width): one position of `Shares`, zeros, as on a new device."""
-        return np.zeros((self.heads, self.width), np.uint32)
+    def new_area(self, name: str = "h") -> Area:
+        """As on a new device."""
+        return Area(name, np.zeros(self.width, np.uint64), np.zeros(self.width, np.int64))
 
 
-def sum_of_shares(shares: np.ndarray) -> np.ndarray:
-    """`take_parts`: (heads, rows) fp32 -> (rows,), one group after another, rounded to bf16."""
-    total = np.zeros(shares.shape[1], np.float32)
-    for share in shares:
-        total = total + share
-    return from_bf16(to_bf16(total))
+@dataclass(frozen=True)
+class Area:
+    """state.cuh, `Sums`: one word a row, and the newest sum of it that every block has read."""
+
+    name: str
+    words: np.ndarray  # (width,) uint64
+    was: np.ndarray  # (width,) int64
 
 
 Block = Generator[str, None, np.ndarray]
 
 
-def add_residual(
-    grid: Grid, area: np.ndarray, block: int, count: int, residual: np.ndarray, share: np.ndarray
-) -> Block:
-    """One block's way through `project_parts` and `take_sums`: residual + the groups' shares, for all rows.
+def add_residual(grid: Grid, area: Area, block: int, sums: int, residual: np.ndarray, share: np.ndarray) -> Block:
+    """One block's way through `take_back`, `project_parts` and `take_sums`: residual + the groups' shares, all rows.
 
-    residual (width,) fp32 of bf16 values. share: of `rows_of_rank`, by this block's group. count: of the sum. Yields
-    what it waits for each time it polls in vain; returns the new residual (width,).
+    residual (width,) fp32 of bf16 values. share: of `rows_of_rank`, by this block's group. sums: that the area has had,
+    this one among them; all blocks have read those before. Yields what it waits for each time it polls in vain; returns
+    the new residual (width,).
     """
-    area[block // grid.group, grid.rows_of_rank(block)] = shares_of(count, share)
-    while not counted(area, count).all():
-        yield "partial sums"
-    return from_bf16(to_bf16(residual + sum_of_shares(values_of(area))))
+    rows, count = grid.rows_of_rank(block), grid.heads * sums
+    if block < grid.group:
+        area.words[rows] -= area.was[rows].view(np.uint64)
+    area.words[rows] += shares_of(share)
+    while (counts_of(area.words) != count & 255).any():
+        yield f"sum {sums} in {area.name}"
+    found = sums_of(area.words, count)
+    if block < grid.group:
+        area.was[rows] = found[rows]
+    return from_bf16(to_bf16(residual + from_bf16(to_bf16(from_fixed(found)))))
 
 
 def run(

@@ -33,7 +33,7 @@ WEIGHTS = {
     "rotary tables": tuple(f"{stack}_{kind}" for stack in ("talker", "predictor") for kind in ("cos", "sin")),
 }
 MAILBOXES = {
-    "mailboxes: shares of sums": ("h", "x", "layers"),
+    "mailboxes: sums over groups": ("h", "x", "counts"),
     "mailboxes: within a group": ("part", "qkv", "att", "act"),
     "mailboxes: logits, projected row, text, host's answer": ("logits", "projected", "offers", "sums", "go"),
 }

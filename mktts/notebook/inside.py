@@ -88,26 +88,27 @@ def exchanged(
     residual: np.ndarray,
     shares: np.ndarray,
     seed: int,
-    count: int = 1,
-    area: np.ndarray | None = None,
+    sums: int = 1,
+    area: exchange.Area | None = None,
 ) -> tuple[np.ndarray, list[tuple[float, float]]]:
     """One sum, blocks in an order drawn by `seed`: the new residual (width,), the same for all blocks, and after each
-    step how much of the words is of this sum, and how many of the blocks have taken it.
+    step how much of its shares is added, and how many of the blocks have taken it.
 
-    shares (heads, width): each group's. area: what an exchange before it left; None: a new one.
-    Raises MetricsError where two blocks end with different residuals.
+    shares (heads, width): each group's. area: what sums before it left, `sums` with this one; None: a new one.
+    Raises MetricsError where two blocks end with different residuals, EngineError where the sum never becomes whole.
     """
     rng = np.random.default_rng(seed)
     area = grid.new_area() if area is None else area
     ranks = [grid.rows_of_rank(block) for block in range(grid.blocks)]
     blocks = [
-        exchange.add_residual(grid, area, block, count, residual, shares[block // grid.group][ranks[block]])
+        exchange.add_residual(grid, area, block, sums, residual, shares[block // grid.group][ranks[block]])
         for block in range(grid.blocks)
     ]
     seen: list[tuple[float, float]] = []
 
     def look(ended: int) -> None:
-        seen.append((float(exchange.counted(area, count).mean()), ended / grid.blocks))
+        added = exchange.counts_of(area.words) - (sums - 1) * grid.heads & 255
+        seen.append((float(added.mean()) / grid.heads, ended / grid.blocks))
 
     results = exchange.run(blocks, lambda left: int(rng.integers(left)), look)
     if not all(np.array_equal(result, results[0]) for result in results):

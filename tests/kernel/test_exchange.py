@@ -18,7 +18,6 @@ from mktts.kernel.exchange import Grid
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.nvrtc import compile_source
 from mktts.measure.inspection import config_at
-from mktts.spec import NUM_CODEBOOKS
 
 GRIDS = [Grid(128, 8, 1024), Grid(128, 8, 2048), Grid(64, 8, 1024), Grid(16, 2, 64), Grid(8, 4, 64)]
 # Of cards with 108, 58 and 24 multiprocessors: the last block of a group has fewer rows.
@@ -59,36 +58,78 @@ def test_every_block_gets_the_sum_whatever_the_order_of_blocks(grid):
     ]
     for values in (values for result in results for values in result):
         assert np.array_equal(values, results[0][0])
-    # Two roundings to bf16: of the sum, which fp32 may bring to the other side of a tie, and of the new residual.
-    assert np.abs(results[0][0] - (residual + exact)).max() <= 2.0**-7 * np.abs(residual + exact).max()
+    # One rounding of shares, to 2^-29, may bring a sum to the other side of a tie of bf16's.
+    rounded = torch.from_numpy(residual + exact).bfloat16().float().numpy()
+    wrong = results[0][0] != rounded
+    assert (
+        wrong.mean() < 1e-3 and np.abs(results[0][0] - rounded)[wrong].max(initial=0) <= 2.0**-7 * np.abs(exact).max()
+    )
 
 
-def test_sums_are_added_in_the_order_of_the_groups():
-    p = np.random.default_rng(3).standard_normal((8, 8)).astype(np.float32)
-    total = ((((((p[0] + p[1]) + p[2]) + p[3]) + p[4]) + p[5]) + p[6]) + p[7]
-    assert np.array_equal(exchange.sum_of_shares(p), exchange.from_bf16(exchange.to_bf16(total)))
+def in_layers(grid, areas, block, count, shares):
+    """One block through `count` sums, in areas that take turns, from a residual of zeros: the last residual."""
+    residual, rows = np.zeros(grid.width, np.float32), grid.rows_of_rank(block)
+    for i in range(count):
+        share = shares[i, block // grid.group][rows]
+        residual = yield from exchange.add_residual(
+            grid, areas[i % len(areas)], block, 1 + i // len(areas), residual, share
+        )
+    return residual
 
 
-def test_one_sum_after_another_in_the_same_words_needs_no_reset():
+def summed(shares):
+    residual = torch.zeros(shares.shape[-1])
+    for each in shares:
+        residual = (residual + torch.from_numpy(each.astype(np.float64).sum(0)).float().bfloat16().float()).bfloat16()
+    return residual.float().numpy()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_areas_that_take_turns_need_no_reset_in_any_order_of_blocks(seed):
+    grid, count = Grid(16, 4, 64), 140  # a word of eight bits counts four shares a sum, 70 sums: it comes round
+    shares = np.random.default_rng(seed).integers(-64, 64, (count, grid.heads, grid.width)).astype(np.float32)
+    areas = [grid.new_area("h"), grid.new_area("x")]
+    blocks = [in_layers(grid, areas, block, count, shares) for block in range(grid.blocks)]
+    for residual in exchange.run(blocks, order(seed)):
+        assert np.array_equal(residual, summed(shares))
+
+
+def test_one_area_for_all_sums_would_be_too_few():
+    """Whoever is ahead adds to it before the others have read it."""
+    grid = Grid(16, 4, 64)
+    shares = np.random.default_rng(0).integers(-64, 64, (8, grid.heads, grid.width)).astype(np.float32)
+    area = grid.new_area()
+    with pytest.raises(EngineError, match="that nobody sends"):
+        exchange.run([in_layers(grid, [area], block, 8, shares) for block in range(grid.blocks)], order(0))
+
+
+def test_half_a_sum_is_never_taken_for_a_whole_one():
     grid, area = GRIDS[3], GRIDS[3].new_area()
     residual, shares = case(grid)
-    for tag in range(1, 20):  # the count has four bits
-        fresh_area = exchange.run(blocks_of(grid, grid.new_area(), 1, residual, shares), order(tag))
-        used_area = exchange.run(blocks_of(grid, area, tag, residual, shares), order(tag + 100))
-        assert np.array_equal(used_area[0], fresh_area[0])
-        residual = used_area[0]
-
-
-def test_words_of_an_exchange_that_was_given_up_are_not_taken_for_the_next_ones():
-    grid, area = GRIDS[3], GRIDS[3].new_area()
-    residual, shares = case(grid)
-    begun = blocks_of(grid, area, 1, residual, 100 * shares)
-    for block in begun[: grid.blocks - 1]:
+    for block in blocks_of(grid, area, 1, residual, 100 * shares)[: grid.blocks - 1]:
         next(block)
-    assert (area != 0).any()
-    result = exchange.run(blocks_of(grid, area, 2, residual, shares), order(0))
-    expected = exchange.run(blocks_of(grid, grid.new_area(), 2, residual, shares), order(0))
-    assert np.array_equal(result[0], expected[0])
+    with pytest.raises(EngineError, match="that nobody sends"):
+        exchange.run(blocks_of(grid, area, 2, residual, shares), order(0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e5])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_what_is_no_share_makes_its_sum_nan_and_the_next_one_is_well(bad, groups):
+    grid, area = GRIDS[2], GRIDS[2].new_area()
+    residual, shares = case(grid)
+    spoilt = shares.copy()
+    spoilt[:groups, 5] = bad
+    found = exchange.run(blocks_of(grid, area, 1, residual, spoilt), order(1))[0]
+    assert np.isnan(found[5]) and np.isnan(found).sum() == 1
+    assert np.isfinite(exchange.run(blocks_of(grid, area, 2, residual, shares), order(2))[0]).all()
+
+
+def test_the_largest_shares_of_all_groups_are_still_a_sum():
+    largest = np.nextafter(np.float32(exchange.MOST), np.float32(0))
+    for sign in (1, -1):
+        word = sum((exchange.shares_of(np.full(1, sign * largest)) for _ in range(8)), np.zeros(1, np.uint64))
+        assert exchange.counts_of(word) == [8]
+        assert exchange.from_fixed(exchange.sums_of(word, 8)) == [8 * sign * largest]
 
 
 def test_a_block_that_never_comes_is_noticed():
@@ -106,20 +147,14 @@ def test_the_blocks_of_a_group_share_out_all_rows():
             assert np.array_equal(np.concatenate(rows), np.arange(grid.width)) and min(map(len, rows)) > 0
 
 
-def test_a_words_count_is_never_that_of_what_it_held_before():
-    """Position 1 is written in the layers of a frame's first pass alone: what it held came before fourteen others."""
-    for layers in range(1, 65):
-        assert ((NUM_CODEBOOKS - 2) * layers + 1) % 16 != 0
-
-
 def test_bf16_is_torchs():
     values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     theirs = torch.from_numpy(values).bfloat16().float().numpy()
     assert np.array_equal(exchange.from_bf16(exchange.to_bf16(values)), theirs)
     words = exchange.words_of(0x1ABCD, values)
     assert np.array_equal(exchange.from_bf16(words), theirs) and set(words >> 16) == {0xABCD}
-    shares = exchange.shares_of(0x1B, values)
-    assert np.allclose(exchange.values_of(shares), values, rtol=2.0**-19, atol=0) and set(shares & 15) == {0xB}
+    words = exchange.shares_of(values)
+    assert np.abs(exchange.from_fixed(exchange.sums_of(words, 1)) - values).max() <= 2.0**-22  # fp32's own, below 8
 
 
 def test_csrc_has_the_lines_that_this_reads():
@@ -137,11 +172,11 @@ def test_words_lie_where_the_compiler_puts_them(size, multiprocessors):
     struct = re.search(r"struct Exchange \{(.*?)\n\};", (CSRC / "state.cuh").read_text(), re.DOTALL)[1]
     assert re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*|\[[^\]]*\]", "", struct)) == list(layout.names)
     sizes = {name: f"sizeof(Exchange::{name})" for name in layout.names}
-    facts = {**sizes, "positions": "POSITIONS", "group": "GROUP"}
+    facts = {**sizes, "positions": "POSITIONS", "sums": "SUMS", "group": "GROUP"}
     exports = "".join(f"\nEXPORT(u32, fact_{name}, {value});" for name, value in facts.items())
     flags = ["--std=c++17", "-DRING=2", *(f"-D{name}={value}" for name, value in shape.defines.items())]
     found = kernel_build.constants_of(compile_source(source(SHARED) + exports, SHARED, "sm_90a", flags)[0])
     expected = {name: layout[name].itemsize for name in layout.names}
-    expected |= {"positions": exchange.POSITIONS, "group": shape.group}
+    expected |= {"positions": exchange.POSITIONS, "sums": exchange.SUMS, "group": shape.group}
     assert {name: found[f"fact_{name}"] for name in facts} == expected
     assert layout.itemsize == found["exchange_bytes"]

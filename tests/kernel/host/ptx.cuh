@@ -111,6 +111,8 @@ HOST float __frcp_rn(float a) { return 1.f / a; }
 HOST float rsqrtf(float a) { return 1.f / sqrtf(a); }
 HOST float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
 HOST float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
+HOST i64 __float2ll_rn(float f) { return llrintf(f); }
+HOST float __ll2float_rn(i64 v) { return (float)v; }
 HOST u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
 // ---- csrc/ptx.cuh by its own names
@@ -143,8 +145,10 @@ HOST int get32_host(const int* p) { return *(volatile const int*)p; }
 void check_exchange(const void* p, u32 width);   // launch.h
 HOST void put32(u32* p, u32 v) { check_exchange(p, 4); *(volatile u32*)p = v; }
 HOST void put64(u64* p, u64 v) { check_exchange(p, 8); *(volatile u64*)p = v; }
+HOST void add64(u64* p, u64 v) { check_exchange(p, 8); *(volatile u64*)p += v; }
 HOST u32 get32(const u32* p) { give_way(); check_exchange(p, 4); return *(volatile const u32*)p; }
 HOST u64 get64(const u64* p) { give_way(); check_exchange(p, 8); return *(volatile const u64*)p; }
+HOST void get64x2(const u64* p, u64& a, u64& b) { give_way(); check_exchange(p, 16); a = p[0]; b = p[1]; }
 HOST void get32x4(const u32* p, u32 (&v)[4]) { give_way(); check_exchange(p, 16); memcpy(v, p, 16); }
 HOST void fetch8(const void* p, u32& a, u32& b) {
   if ((u64)p % 8) fail("a load that is not aligned");
