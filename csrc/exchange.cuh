@@ -4,11 +4,11 @@
 // a flag, so there is no fence and no counter to reset. What a launch that gave up has left half made the host clears,
 // with all tags. A buffer is written again only after an all-to-all exchange that every reader has passed.
 //
-// A sum over groups takes one hop as well: each group adds its share of a row to the row's word, in L2, and every block
-// reads the sum. Shares are added in fixed point, which is exact: their order is nothing to the result. The word's upper
-// eight bits count shares, so it says itself when it is whole. Before a word's next sum, and after every block has read
-// the last one, group 0 takes that out again; the count goes on. (Shares that every block reads and adds itself are 32 KB
-// a block and sum, at 0.6B, instead of 8; an owner that adds and hands on is a second hop.)
+// A sum over groups takes one hop as well: each group adds its share of a row to the row's word, in L2, and every
+// block reads the sum. Shares are added in fixed point, which is exact: their order is nothing to the result. The
+// word's upper eight bits count shares, so it says itself when it is whole. Before a word's next sum, and after every
+// block has read the last one, group 0 takes that out again; the count goes on. (Shares that every block reads and adds
+// itself are 32 KB a block and sum, at 0.6B, instead of 8; an owner that adds and hands on is a second hop.)
 #pragma once
 #include "state.cuh"
 
@@ -70,19 +70,9 @@ DEV void expect_shares(Ctx& c, int kind) {
   c.counts = (c.counts & ~byte) | (c.counts + (NKV << 8 * kind) & byte);
 }
 DEV void send_share(u64* word, float value) { add64(word, (1ull << 56) + (u64)to_fixed(value)); }
-// The sums of the four rows from `at` on, each rounded as a projection's output is. Whole warps, or the lanes of a warp
-// that are active. EACH: rows of a block.
-template <int EACH> DEV void take_sums4(Ctx& c, Sums& from, int kind, u32 at, float (&sum)[4]) {
-  Watch w = {0, 0}; const u32 count = c.counts >> 8 * kind & 255u, active = __activemask(); u64 v[4];
-  for (;;) {
-    get64x2(&from.word[kind][at], v[0], v[1]); get64x2(&from.word[kind][at + 2], v[2], v[3]);
-    u32 bad = 0;
-    UNROLL for (int i = 0; i < 4; i++) bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count;
-    if (__all_sync(active, bad == 0) || give_up(c, w, 3)) break;
-  }
-  UNROLL for (int i = 0; i < 4; i++) {
-    const i64 whole = (i64)(v[i] - ((u64)count << 56));
-    sum[i] = round_bf16(from_fixed(whole));
-    if (c.group == 0 && (at + i) / EACH == c.rank) from.was[kind][at + i] = whole;
-  }
+// Whether words have all shares of their sum by now.
+DEV u32 shares_missing(const u64 (&v)[4], u32 count) {
+  u32 bad = 0;
+  UNROLL for (int i = 0; i < 4; i++) bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count;
+  return bad;
 }

@@ -75,10 +75,23 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
 template <class S, class M, int NT>
 DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
   if (more) preload(c, next);
-  UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-    float sum[4]; take_sums4<S::Out::EACH>(c, from, S::ID + n, element<S>(c, g), sum);
-    UNROLL for (int i = 0; i < 4; i++) x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i]);
+  Watch w = {0, 0}; const u32 active = __activemask(); u64 v[NT][S::GRANULES][4];
+  for (;;) {
+    u32 bad = 0;
+    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
+      const u64* words = &from.word[S::ID + n][element<S>(c, g)];
+      get64x2(words, v[n][g][0], v[n][g][1]); get64x2(words + 2, v[n][g][2], v[n][g][3]);
+    }
+    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
+      bad |= shares_missing(v[n][g], c.counts >> 8 * (S::ID + n) & 255u);
+    if (__all_sync(active, bad == 0) || give_up(c, w, 3)) break;
   }
+  UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
+    UNROLL for (int i = 0; i < 4; i++) {
+      const i64 sum = (i64)(v[n][g][i] << 8) >> 8; const u32 row = element<S>(c, g) + i;
+      x[n].v[g][i] = round_bf16(x[n].v[g][i] + round_bf16(from_fixed(sum)));
+      if (c.group == 0 && row / S::Out::EACH == c.rank) from.was[S::ID + n][row] = sum;
+    }
 }
 // A projection of this group's inputs: its share of the sum goes to all blocks.
 template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Sums& to) {

@@ -29,8 +29,8 @@ LINES = {
     "sent": "add64(word, (1ull << 56) + (u64)to_fixed(value))",
     "taken back": "add64(&of.word[kind][row], -(u64)of.was[kind][row])",
     "counted": "bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count",
-    "whole": "const i64 whole = (i64)(v[i] - ((u64)count << 56))",
-    "added": "x[n].v[g][i] = round_bf16(x[n].v[g][i] + sum[i])",
+    "whole": "const i64 sum = (i64)(v[n][g][i] << 8) >> 8",
+    "added": "x[n].v[g][i] = round_bf16(x[n].v[g][i] + round_bf16(from_fixed(sum)))",
 }
 
 
@@ -72,9 +72,10 @@ def counts_of(words: np.ndarray) -> np.ndarray:
     return ((words + np.uint64(1 << (_ONE - 1))) >> np.uint64(_ONE)).astype(np.int64)
 
 
-def sums_of(words: np.ndarray, count: int) -> np.ndarray:
-    """int64 sums of whole words, which have `count` shares by now, modulo 256."""
-    return (words - np.uint64((count & 255) << _ONE)).view(np.int64)
+def sums_of(words: np.ndarray) -> np.ndarray:
+    """int64: what words hold beside their counts."""
+    bits = 64 - _ONE
+    return (words << np.uint64(bits)).view(np.int64) >> bits
 
 
 def layout(shape: Shape) -> np.dtype:
@@ -155,7 +156,7 @@ def add_residual(grid: Grid, area: Area, block: int, sums: int, residual: np.nda
     area.words[rows] += shares_of(share)
     while (counts_of(area.words) != count & 255).any():
         yield f"sum {sums} in {area.name}"
-    found = sums_of(area.words, count)
+    found = sums_of(area.words)
     if block < grid.group:
         area.was[rows] = found[rows]
     return from_bf16(to_bf16(residual + from_bf16(to_bf16(from_fixed(found)))))

@@ -135,7 +135,7 @@ class Reading:
             each, sums = self.multiply(block, h, 1, inputs[number])
             for row, value in sums.items():  # send_share
                 shares.put((number, rank * each + row), value)
-        return shares.poll((slice(None), slice(None))).sum(0)  # take_sums4
+        return shares.poll((slice(None), slice(None))).sum(0)  # take_sums
 
     def attention(self, maxima: np.ndarray, sums: np.ndarray, outs: np.ndarray) -> np.ndarray:
         """talker_attention's exchange: (heads, outputs) from each block's running maxima and sums (blocks, query heads)

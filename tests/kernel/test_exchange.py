@@ -129,7 +129,7 @@ def test_the_largest_shares_of_all_groups_are_still_a_sum():
     for sign in (1, -1):
         word = sum((exchange.shares_of(np.full(1, sign * largest)) for _ in range(8)), np.zeros(1, np.uint64))
         assert exchange.counts_of(word) == [8]
-        assert exchange.from_fixed(exchange.sums_of(word, 8)) == [8 * sign * largest]
+        assert exchange.from_fixed(exchange.sums_of(word)) == [8 * sign * largest]
 
 
 def test_a_block_that_never_comes_is_noticed():
@@ -154,7 +154,7 @@ def test_bf16_is_torchs():
     words = exchange.words_of(0x1ABCD, values)
     assert np.array_equal(exchange.from_bf16(words), theirs) and set(words >> 16) == {0xABCD}
     words = exchange.shares_of(values)
-    assert np.abs(exchange.from_fixed(exchange.sums_of(words, 1)) - values).max() <= 2.0**-22  # fp32's own, below 8
+    assert np.abs(exchange.from_fixed(exchange.sums_of(words)) - values).max() <= 2.0**-22  # fp32's own, below 8
 
 
 def test_csrc_has_the_lines_that_this_reads():
