@@ -7,14 +7,16 @@ constexpr int VALUES = HD / 32;               // head dimensions a lane holds: l
 DEV float score_scale() { return rsqrtf((float)HD) * LOG2E; }
 
 // RMSNorm and rotary embedding of one head across a warp, rounded where the model rounds.
-struct Rotation { float w[VALUES], cosine[VALUES], sine[VALUES]; };
+// As it was stored until it is used: what is made of it at once is waited for at once, before the poll that hides it.
+struct Rotation { u32 w[2], cosine[2], sine[2]; };
+DEV void fetch_values(const u16* from, u32 (&v)[2]) {
+  if (VALUES == 4) fetch8(from, v[0], v[1]);
+  else { v[0] = v[1] = 0; UNROLL for (int i = 0; i < VALUES; i++) v[i / 2] |= (u32)from[i] << i % 2 * 16; }
+}
+DEV float value_of(const u32 (&v)[2], int i) { return i & 1 ? high(v[i / 2]) : low(v[i / 2]); }
 DEV Rotation load_rotation(const Ctx& c, const u16* weight, const u16* cosines, const u16* sines) {
   Rotation r; const u32 d = c.lane * VALUES, a = d % (HD / 2);
-  UNROLL for (int i = 0; i < VALUES; i++) {
-    r.w[i] = from_bf16(weight[d + i]);
-    r.cosine[i] = from_bf16(cosines[a + i]);
-    r.sine[i] = from_bf16(sines[a + i]);
-  }
+  fetch_values(weight + d, r.w); fetch_values(cosines + a, r.cosine); fetch_values(sines + a, r.sine);
   return r;
 }
 DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
@@ -22,8 +24,9 @@ DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
   UNROLL for (int i = 0; i < VALUES; i++) ss += v[i] * v[i];
   const float r = rsqrtf(warp_sum(ss) * (1.f / HD) + EPS);
   UNROLL for (int i = 0; i < VALUES; i++) {
-    const float x = round_bf16(t.w[i] * round_bf16(v[i] * r)), y = shuffle_xor(x, 16);
-    v[i] = round_bf16(round_bf16(x * t.cosine[i]) + round_bf16((c.lane & 16 ? y : -y) * t.sine[i]));
+    const float x = round_bf16(value_of(t.w, i) * round_bf16(v[i] * r)), y = shuffle_xor(x, 16);
+    v[i] = round_bf16(round_bf16(x * value_of(t.cosine, i)) +
+                      round_bf16((c.lane & 16 ? y : -y) * value_of(t.sine, i)));
   }
 }
 constexpr int HEADS = QPK + 2;                // of a group: queries, key, value
@@ -117,6 +120,19 @@ DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], 
     UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = o[h][i] * a + w * from_bf16(v[d + i]);
   }
 }
+// What all blocks of a group have of one dimension, and a block's maximum and sum, in one round trip.
+template <u32 STEP> DEV void poll_parts(Ctx& c, const u64* outs, const u64* scale, u32 tag, float (&out)[GROUP],
+                                        float& top, float& sum) {
+  Watch w = {0, 0};
+  for (;;) {
+    const u64 a = get64(scale), b = get64(scale + 1); u64 v[GROUP];
+    UNROLL for (int j = 0; j < GROUP; j++) v[j] = get64(outs + j * STEP);
+    u32 bad = ((u32)(a >> 32) ^ tag) | ((u32)(b >> 32) ^ tag);
+    UNROLL for (int j = 0; j < GROUP; j++) { bad |= (u32)(v[j] >> 32) ^ tag; out[j] = __uint_as_float((u32)v[j]); }
+    top = __uint_as_float((u32)a); sum = __uint_as_float((u32)b);
+    if (__all_sync(~0u, bad == 0) || give_up(c, w, 3)) break;
+  }
+}
 DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att, Fragments<Talker::Out>& out_weights) {
   Shared& s = *c.s; const Params& p = *c.p; Exchange& x = *p.exchange;
   const bool owner = position % GROUP == (int)c.rank;
@@ -128,10 +144,6 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
     float v[VALUES]; poll_head(c, 0, c.warp, tag, v); __syncwarp();
     if (c.warp <= QPK) norm_rotate(c, v, turn);
     store_bf16((c.warp < QPK ? s.q[0][c.warp] : c.warp == QPK ? s.k : s.v) + c.lane * VALUES, v);
-    if (owner && c.warp >= QPK) {
-      store_bf16((u16*)(kv + (u64)(position / GROUP) * SLOT_BYTES) + (c.warp - QPK) * HD + c.lane * VALUES, v);
-      proxy_fence();                          // a later frame reads it through the copy engine
-    }
   }
   block_sync();
   MARK(c, 11);
@@ -176,17 +188,20 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
     const u64* from = x.part[c.group][c.rank][0];
     const u32 mine = SHARE > 32 ? c.tid : c.lane;                  // dimension of the share
     constexpr u32 STEP = sizeof(x.part[0][0][0]) / 8;
-    float top[1], sum[1], out[GROUP], value = 0.f;                 // lane j: maximum and sum of block j
-    poll64n<1>(c, from + SHARE + c.lane % GROUP * STEP, 0, tag, top);
-    poll64n<1>(c, from + SHARE + 1 + c.lane % GROUP * STEP, 0, tag, sum);
-    float best = top[0];
+    float top, sum, out[GROUP], value = 0.f;                       // lane j: maximum and sum of block j
+    poll_parts<STEP>(c, from + mine % SHARE, from + SHARE + c.lane % GROUP * STEP, tag, out, top, sum);
+    float best = top;
     UNROLL for (int m = 16; m; m >>= 1) best = fmaxf(best, shuffle_xor(best, m));
-    const float a = exp2_fast(top[0] - best), total = warp_sum(c.lane < GROUP ? a * sum[0] : 0.f);
-    poll64n<GROUP>(c, from + mine % SHARE, STEP, tag, out);
+    const float a = exp2_fast(top - best), total = warp_sum(c.lane < GROUP ? a * sum : 0.f);
     UNROLL for (int j = 0; j < GROUP; j++) value += out[j] * __shfl_sync(~0u, a, j);
     if (mine < SHARE) publish(&x.att[c.group][c.rank * SHARE + mine], tag_att, value / total);
   }
   MARK(c, 13);
+  if (owner && c.warp == WARPS - 1) {           // not before the exchanges, which the others would wait with
+    u32* slot = (u32*)(kv + (u64)(position / GROUP) * SLOT_BYTES);
+    for (u32 i = c.lane; i < HD; i += 32) slot[i] = i < HD / 2 ? ((const u32*)s.k)[i] : ((const u32*)s.v)[i - HD / 2];
+    proxy_fence();                              // a later frame reads it through the copy engine
+  }
   if (c.tid < QPK * HD / 4) {
     u32 a, b; poll4(c, &x.att[c.group][c.tid * 4], tag_att, a, b);
     sts64(smem(s.inner[0]) + vec_offset<Talker::Out::K>(c.tid * 4), a, b);

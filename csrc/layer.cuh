@@ -79,7 +79,7 @@ DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool
   for (;;) {
     u32 bad = 0;
     UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g)) {
-      const u64* words = &from.word[S::ID + n][element<S>(c, g)];
+      const u64* words = &from.word[S::ID + n][c.block % COPIES][place(element<S>(c, g))];
       get64x2(words, v[n][g][0], v[n][g][1]); get64x2(words + 2, v[n][g][2], v[n][g][3]);
     }
     UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
@@ -96,15 +96,25 @@ DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool
 // A projection of this group's inputs: its share of the sum goes to all blocks.
 template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Sums& to) {
   multiply<D, NT, true>(c, w, [&](int row, const float (&v)[NT]) {
-    if (row >= 0) UNROLL for (int n = 0; n < NT; n++) send_share(&to.word[S::ID + n][c.rank * D::EACH + row], v[n]);
+    if (row >= 0) UNROLL for (int n = 0; n < NT; n++)
+      send_share(to.word[S::ID + n], c.rank * D::EACH + row, v[n]);
   });
 }
 // Takes what the words held out of them, once every block has read it, and before this block sends shares to them.
-template <class S, int NT> DEV void take_back(const Ctx& c, Sums& of) {
+// In two halves: group 0's rows are fetched ahead, or all would wait for it.
+template <class S, int NT> struct Taken { static constexpr u32 ROWS = NT * S::Out::EACH; u64 v[ceil_div(ROWS, THREADS)]; };
+template <class S, int NT> DEV void fetch_taken(const Ctx& c, const Sums& of, Taken<S, NT>& t) {
   constexpr u32 EACH = S::Out::EACH;
-  if (c.group == 0) for (u32 i = c.tid; i < NT * EACH; i += THREADS) {
-    const u32 kind = S::ID + i / EACH, row = c.rank * EACH + i % EACH;
-    if (row < S::H) add64(&of.word[kind][row], -(u64)of.was[kind][row]);
+  UNROLL for (u32 i = 0; i < ceil_div(t.ROWS, THREADS); i++) {
+    const u32 at = c.tid + i * THREADS, row = c.rank * EACH + at % EACH;
+    t.v[i] = c.group == 0 && at < t.ROWS && row < S::H ? fetch64(&of.was[S::ID + at / EACH][row]) : 0;
+  }
+}
+template <class S, int NT> DEV void take_back(const Ctx& c, Sums& of, const Taken<S, NT>& t) {
+  constexpr u32 EACH = S::Out::EACH;
+  if (c.group == 0) UNROLL for (u32 i = 0; i < ceil_div(t.ROWS, THREADS); i++) {
+    const u32 at = c.tid + i * THREADS, row = c.rank * EACH + at % EACH;
+    if (at < t.ROWS && row < S::H) add_to(of.word[S::ID + at / EACH], row, -t.v[i]);
   }
 }
 
@@ -121,6 +131,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   const u32 tag_qkv = c.tag + TAG_QKV, tag_att = c.tag + TAG_ATT, tag_act = c.tag + TAG_ACT;
   c.tag += LAYER_EXCHANGES; UNROLL for (int n = 0; n < NT; n++) expect_shares(c, S::ID + n);
   MARK(c, 1);
+  Taken<S, NT> last_h; fetch_taken<S, NT>(c, e.h, last_h);
   weigh<S>(c, x, norm);                                     // 1. queries, keys, values of the group
   MARK(c, 2);
   multiply<typename S::Qkv, NT>(c, first, [&](int row, const float (&v)[NT]) {
@@ -130,7 +141,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
     }
   });
   MARK(c, 3);
-  take_back<S, NT>(c, e.h);                                 // whoever has this layer's residual has read the last h
+  take_back<S, NT>(c, e.h, last_h);                         // whoever has this layer's residual has read the last h
   load_norm<S>(c, norms + S::H, norm);
   Fragments<typename S::Out> out;                           // 2. attention; its output is the next input
   if constexpr (TALKER) talker_attention(c, l, position, tag_qkv, tag_att, out);
@@ -141,6 +152,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   Fragments<typename S::GateUp> gate_up;
   take_sums<S>(c, e.h, x, gate_up);
   MARK(c, 6);
+  Taken<S, NT> last_x; fetch_taken<S, NT>(c, e.x, last_x);
   weigh<S>(c, x, norm);                                     // 4. gate and up
   MARK(c, 7);
   multiply<typename S::GateUp, NT>(c, gate_up, [&](int row, const float (&v)[NT]) {
@@ -153,7 +165,7 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
     }
   });
   MARK(c, 8);
-  take_back<S, NT>(c, e.x);
+  take_back<S, NT>(c, e.x, last_x);
   load_norm<S>(c, next_norm, norm);
   Fragments<typename S::Down> down; preload(c, down);
   UNROLL for (int n = 0; n < NT; n++) for (u32 i = c.tid * 4; i < S::INNER; i += THREADS * 4) {

@@ -41,6 +41,9 @@ DEV void get32x4(const u32* p, u32 (&v)[4]) {
     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
 }
 // volatile keeps a prefetch where it is written: before the wait that hides it
+DEV u64 fetch64(const void* p) {
+  u64 v; asm volatile("ld.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
 DEV void fetch8(const void* p, u32& a, u32& b) {
   asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "l"(p));
 }

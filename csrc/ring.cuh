@@ -29,10 +29,6 @@ DEV void ring_release(Ctx& c) {
   if (++c.stage == RING) { c.stage = 0; c.phase ^= 1; }
 }
 
-// Copies a block has under way. More of them fill the memory system's queues, and every exchange waits behind them; one
-// alone moves no more than 2.7 TB/s. The talker, whose attention has two exchanges more, is quickest with one, the
-// predictor with two (H200, 0.6B: talker 0.354 and 0.373 ms, predictor 0.900 and 0.847).
-constexpr u32 TALKER_COPIES = 1, PREDICTOR_COPIES = 2;
 // With -DSTILL no weights are copied: every stage counts as full as it lies there, all zeros. What a frame then takes
 // is its chain of exchanges and arithmetic without the stream beside it, which is all that such a build is for.
 #ifdef STILL
@@ -44,6 +40,8 @@ DEV void fill_stage(Ctx& c, u32 stage, const u8* from, u32 bytes, u64 policy) {
   copy_stage(c.s->ring[stage], from, bytes, &c.s->full[stage], policy, c.lane);
 }
 #endif
+// copies: that a block has under way. More of them fill the memory system's queues, and every exchange waits behind
+// them; one alone moves no more than 2.7 TB/s. Each kernel says what suits its parts.
 struct Feeder { u32 stage, phase, count, copies; bool on; };
 DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   if (!f.on) return;
@@ -79,7 +77,6 @@ DEV u8* kv_of(const Ctx& c, int layer) {
 
 template <class S, bool TALKER>
 DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, u64 policy) {
-  f.copies = TALKER ? TALKER_COPIES : PREDICTOR_COPIES;
   feed_dealt<typename S::Qkv>(c, f, tape, policy);
   if (TALKER) {
     const u8* kv = kv_of(c, layer);

@@ -75,6 +75,22 @@ template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, 
   return block_sum(c, sum);
 }
 
+// All logits of a thread in one round trip.
+template <int V> DEV void poll_logits(Ctx& c, const u32* from, u32 tag, u32 (&out)[ceil_div(V, 4 * THREADS)][2]) {
+  constexpr int N = ceil_div(V, 4 * THREADS);
+  Watch w = {0, 0}; const u32 t = tag << 16;
+  for (;;) {
+    u32 bad = 0;
+    UNROLL for (int g = 0; g < N; g++) {
+      const int id = 4 * (g * THREADS + c.tid);
+      u32 v[4] = {t, t, t, t};
+      if (V % (4 * THREADS) == 0 || id < V) get32x4(from + id, v);
+      bad |= (v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t);
+      out[g][0] = __byte_perm(v[0], v[1], 0x5410); out[g][1] = __byte_perm(v[2], v[3], 0x5410);
+    }
+    if (__all_sync(~0u, (bad >> 16) == 0) || give_up(c, w, 2)) break;
+  }
+}
 // Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids
 // it, and then whatever is not above the highest refused offer is out of the next round.
 template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
@@ -88,11 +104,12 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     UNROLL for (int i = 0; i < 4; i++) score[g][i] = gumbel(r[i]);
   }
   float most = NEVER;
+  u32 words[N][2];
+  poll_logits<V>(c, p.exchange->logits, tag, words);
   UNROLL for (int g = 0; g < N; g++) {
     const int id = 4 * (g * THREADS + c.tid);
-    u32 a = 0, b = 0;
+    const u32 a = words[g][0], b = words[g][1];
     const bool mine = V % (4 * THREADS) == 0 || id < V;
-    if (mine) poll4(c, &p.exchange->logits[id], tag, a, b);
     if (p.debug_logits && c.block == 0 && mine) {
       u32* d = (u32*)(p.debug_logits + ((u64)(frame - c.u->frame) * CODES + book) * VT + id);
       d[0] = a; d[1] = b;

@@ -6,7 +6,15 @@
 // groups [count:8 | fixed-point:56].
 constexpr int POSITIONS = 2;                 // that one pass can take: the predictor's first pass takes two
 constexpr int SUMS = 3;                      // of the talker, of the predictor, of the second position in such a pass
-struct Sums { u64 word[SUMS][MAXH]; i64 was[SUMS][MAXH]; };   // was: the newest sum, as group 0 takes it back
+// All blocks poll the words of a sum, and who adds to a line waits behind those who read it: lines lie LINE_STEP lines
+// apart, and each block reads one of COPIES (H200, 0.6B frame inside a launch, ms: side by side in one copy 1.217, four
+// lines apart 1.155, in two copies 1.127, in four 1.114).
+constexpr u32 LINE_ROWS = 16, LINE_STEP = 4, COPIES = 4;
+DEV u32 place(u32 row) { return row / LINE_ROWS * LINE_ROWS * LINE_STEP + row % LINE_ROWS; }
+struct Sums {
+  u64 word[SUMS][COPIES][ceil_div(MAXH, LINE_ROWS) * LINE_ROWS * LINE_STEP];
+  i64 was[SUMS][MAXH];                       // the newest sums, as group 0 takes them back
+};
 struct Exchange {
   Sums h, x;                                 // what the residual gets before the feed-forward, and after it
   u32 counts[4];                             // [0]: as Ctx has it, after the launch before this one

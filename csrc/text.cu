@@ -133,16 +133,21 @@ DEV int choose(Ctx& c, Logits& x, int index) {
   return 0;
 }
 
+// Copies under way (H200, 0.6B, tokens a second at ten a launch: with one 2 018, four for the head 2 162, and two for
+// the layers 2 271). Nothing is exchanged while the head is read.
+constexpr u32 LAYER_COPIES = 2, HEAD_COPIES = 4;
 DEV void feeder(Ctx& c) {
-  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, TALKER_COPIES, true};
+  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, LAYER_COPIES, true};
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
+    f.copies = LAYER_COPIES;
     if (p.prefill || u.frame + i > 0)
       for (int l = 0; l < T_L && f.on; l++) {
         const u8* tape = p.talker_tape + ((u64)c.block * T_L + l) * Talker::LAYER_BYTES;
         feed_layer<Talker, true>(c, f, tape, l, u.position + i, policy);
       }
     if (p.prefill) continue;
+    f.copies = HEAD_COPIES;
     const u8* head = p.talker_head_tape + (u64)c.block * HEAD_CHUNKS * HeadChunk::BYTES;
     for (int k = 0; k < HEAD_CHUNKS && f.on; k++) feed_matrix<HeadChunk>(c, f, head, policy);
   }

@@ -17,6 +17,8 @@ from mktts.kernel.grid import Shape, power_of_two
 
 POSITIONS = 2  # that one pass can take
 SUMS = 3  # kinds of sums: of the talker, of the predictor, of the second position in a pass of two
+COPIES = 4  # of a sum's words, alike; a quarter of the blocks read each. Here there is one
+LINE_ROWS, LINE_STEP = 16, 4  # rows whose words share a line, and how many lines apart such lines lie
 PLACES, MOST = 2.0**28, 2.0**18  # a share's fixed point: what 1 counts, and what is no share any more
 _NO_SHARE = 1 << 50
 _WHOLE = _NO_SHARE // 2  # sums of shares are at most that
@@ -26,8 +28,8 @@ LINES = {
     "word": "put32(word, (tag << 16) | to_bf16(value))",
     "fresh": "((v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t)) >> 16) == 0",
     "share": "return fabsf(v) < MOST ? __float2ll_rn(v * PLACES) : NOT_A_SHARE;",
-    "sent": "add64(word, (1ull << 56) + (u64)to_fixed(value))",
-    "taken back": "add64(&of.word[kind][row], -(u64)of.was[kind][row])",
+    "sent": "add_to(words, row, (1ull << 56) + (u64)to_fixed(value))",
+    "taken back": "add_to(of.word[S::ID + at / EACH], row, -t.v[i])",
     "counted": "bad |= (((u32)(v[i] >> 32) + (1u << 23)) >> 24) ^ count",
     "whole": "const i64 sum = (i64)(v[n][g][i] << 8) >> 8",
     "added": "x[n].v[g][i] = round_bf16(x[n].v[g][i] + round_bf16(from_fixed(sum)))",
@@ -82,13 +84,15 @@ def layout(shape: Shape) -> np.dtype:
     """state.cuh, struct Exchange: every word of device memory that blocks meet at. Offsets are the compiler's."""
     t, p = shape.talker, shape.predictor
     blocks, group, heads = shape.blocks, shape.group, t.num_key_value_heads
-    sums = (2, SUMS, max(t.hidden_size, p.hidden_size))
+    widest = max(t.hidden_size, p.hidden_size)
+    places = -(-widest // LINE_ROWS) * LINE_ROWS * LINE_STEP
+    sums = np.dtype([("word", "u8", (SUMS, COPIES, places)), ("was", "i8", (SUMS, widest))])
     queries = t.num_attention_heads // heads
     share = power_of_two(-(-queries * t.head_dim // group))
     return np.dtype(
         [
-            ("h", "u8", sums),
-            ("x", "u8", sums),
+            ("h", sums),
+            ("x", sums),
             ("counts", "u4", (4,)),
             ("part", "u8", (heads, queries * t.head_dim // share, group, share + 2)),
             ("qkv", "u4", (heads, POSITIONS, (queries + 2) * t.head_dim)),

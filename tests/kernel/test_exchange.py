@@ -172,11 +172,16 @@ def test_words_lie_where_the_compiler_puts_them(size, multiprocessors):
     struct = re.search(r"struct Exchange \{(.*?)\n\};", (CSRC / "state.cuh").read_text(), re.DOTALL)[1]
     assert re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*|\[[^\]]*\]", "", struct)) == list(layout.names)
     sizes = {name: f"sizeof(Exchange::{name})" for name in layout.names}
-    facts = {**sizes, "positions": "POSITIONS", "sums": "SUMS", "group": "GROUP"}
+    facts = {**sizes, "positions": "POSITIONS", "sums": "SUMS", "copies": "COPIES", "group": "GROUP"}
     exports = "".join(f"\nEXPORT(u32, fact_{name}, {value});" for name, value in facts.items())
     flags = ["--std=c++17", "-DRING=2", *(f"-D{name}={value}" for name, value in shape.defines.items())]
     found = kernel_build.constants_of(compile_source(source(SHARED) + exports, SHARED, "sm_90a", flags)[0])
     expected = {name: layout[name].itemsize for name in layout.names}
-    expected |= {"positions": exchange.POSITIONS, "sums": exchange.SUMS, "group": shape.group}
+    expected |= {
+        "positions": exchange.POSITIONS,
+        "sums": exchange.SUMS,
+        "copies": exchange.COPIES,
+        "group": shape.group,
+    }
     assert {name: found[f"fact_{name}"] for name in facts} == expected
     assert layout.itemsize == found["exchange_bytes"]

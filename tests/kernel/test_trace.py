@@ -29,7 +29,7 @@ POINTS = frame_points(*LAYERS)
 # A kernel of one matrix that feeds its ring, and marks three points.
 SMALL = """
 DEV void feeder(Ctx& c) {
-  Feeder f = {0, 0, 0, TALKER_COPIES, true}; const u8* tape = c.p->talker_tape;
+  Feeder f = {0, 0, 0, 1, true}; const u8* tape = c.p->talker_tape;
   feed_matrix<Talker::Qkv>(c, f, tape, stream_policy()); feed_end(c, f);
 }
 DEV void consumer(Ctx& c) {

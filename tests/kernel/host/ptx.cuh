@@ -150,6 +150,7 @@ HOST u32 get32(const u32* p) { give_way(); check_exchange(p, 4); return *(volati
 HOST u64 get64(const u64* p) { give_way(); check_exchange(p, 8); return *(volatile const u64*)p; }
 HOST void get64x2(const u64* p, u64& a, u64& b) { give_way(); check_exchange(p, 16); a = p[0]; b = p[1]; }
 HOST void get32x4(const u32* p, u32 (&v)[4]) { give_way(); check_exchange(p, 16); memcpy(v, p, 16); }
+HOST u64 fetch64(const void* p) { u64 v; memcpy(&v, p, 8); return v; }
 HOST void fetch8(const void* p, u32& a, u32& b) {
   if ((u64)p % 8) fail("a load that is not aligned");
   memcpy(&a, p, 4); memcpy(&b, (const u8*)p + 4, 4);
