@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -143,9 +144,29 @@ def test_no_more_than_asked_for_is_open_or_taken_from_the_table(engine, at_once)
             assert len(taken) <= done + at_once
 
 
+class Lasting(FakeBackend):
+    """The segment of one seed goes on until it is told to end: each frame waits FRAME_S for that."""
+
+    FRAME_S = 0.005  # the other lanes of a tick wait along
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.told = seed, threading.Event()
+
+    def step(self, state, row):
+        if state.seed == self.seed and self.told.wait(self.FRAME_S):
+            self.eos_after = state.frames
+        return super().step(state, row)
+
+
 def test_the_short_ones_do_not_wait_for_the_long_one():
-    long = Sentence(0, "long", "Long.", max_frames=45)
+    # Nobody tells the long one to end before all short ones are there. If they wait for it, it ends after 10 s.
+    long = Sentence(0, "long", "Long. " * 30, max_frames=2_000)
     short = [Sentence(number, f"short{number}", "Short.", max_frames=2) for number in range(1, 9)]
-    with fake_synthesizer(backend(), engine="batch", slots=2) as synth:
-        order = [take.sentence.id for take in takes(synth, [long, *short], MANNER, at_once=2)]
-    assert order.index("long") > 4
+    lasting, order = Lasting(MANNER.seed_of(long)), []
+    with fake_synthesizer(lasting, engine="batch", slots=2) as synth:
+        for take in takes(synth, [long, *short], MANNER, at_once=2):
+            order.append((take.sentence.id, take.reason))
+            if len(order) == len(short):
+                lasting.told.set()
+    assert order == [*((one.id, "max_frames") for one in short), ("long", "eos")]
