@@ -102,7 +102,10 @@ template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>&
 }
 // Takes what the words held out of them, once every block has read it, and before this block sends shares to them.
 // In two halves: group 0's rows are fetched ahead, or all would wait for it.
-template <class S, int NT> struct Taken { static constexpr u32 ROWS = NT * S::Out::EACH; u64 v[ceil_div(ROWS, THREADS)]; };
+template <class S, int NT> struct Taken {
+  static constexpr u32 ROWS = NT * S::Out::EACH;
+  u64 v[ceil_div(ROWS, THREADS)];
+};
 template <class S, int NT> DEV void fetch_taken(const Ctx& c, const Sums& of, Taken<S, NT>& t) {
   constexpr u32 EACH = S::Out::EACH;
   UNROLL for (u32 i = 0; i < ceil_div(t.ROWS, THREADS); i++) {
