@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.kernel.fused_rows import FusedRows, fits
 from mktts.model.cuda_graph import record
 from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
 
@@ -100,6 +101,7 @@ class Prefill:
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
         layers = map(stack.layer_weights, range(c.num_hidden_layers))
         self._qk_norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
+        self._fused = FusedRows(stack, self._rotary) if fits(c, self.device) else None
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
@@ -209,17 +211,21 @@ class Prefill:
         """Static input to static outputs; the position is on the device only."""
         positions = self._past + self._counts[:bucket]
         index = positions.masked_fill(positions >= self._end, self.capacity)  # padding goes to the spare row
-        rotary = self._rotary.index_select(0, index)[:, None]  # (rows, 1, 2, head_dim)
         mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
         mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
         x = self._input[:bucket]
         backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
         with backends:
-            for layer, (norm, (keys, values)) in enumerate(zip(self._qk_norms, self._kv.unbind(1), strict=True)):
-                w = self.stack.layer_weights(layer)
-                x = self.stack.layer(w, x, partial(self._attend, w.qkv, norm, keys, values, rotary, index, mask))
-        last = x.index_select(0, (self._end - self._past - 1)[None])
-        self._hidden.copy_(rms_norm(last, self.stack.norm, self.stack.config.rms_norm_eps)[0])
+            rows = self._fused.run(x, index, mask, self._kv) if self._fused else self._by_operators(x, index, mask)
+        self._hidden.copy_(rows.index_select(0, (self._end - self._past - 1)[None])[0])
+
+    def _by_operators(self, x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+        """As `FusedRows.run`."""
+        rotary = self._rotary.index_select(0, index)[:, None]  # (rows, 1, 2, head_dim)
+        for layer, (norm, (keys, values)) in enumerate(zip(self._qk_norms, self._kv.unbind(1), strict=True)):
+            w = self.stack.layer_weights(layer)
+            x = self.stack.layer(w, x, partial(self._attend, w.qkv, norm, keys, values, rotary, index, mask))
+        return rms_norm(x, self.stack.norm, self.stack.config.rms_norm_eps)
 
     def _attend(
         self,

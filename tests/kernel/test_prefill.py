@@ -275,6 +275,17 @@ def test_in_fp32_a_gpu_gives_what_the_cpu_gives():
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("rows", [1, 10, 70, 300])
+def test_fused_rows_are_those_of_the_operators(rows):
+    fused, plain = (released(torch.float32, graphs=False) for _ in range(2))
+    assert fused._fused is not None
+    plain._fused, x = None, on_gpu(rows, torch.float32)
+    expected = (plain.run(x), plain.keys, plain.values)
+    assert close((fused.run(x), fused.keys, fused.values), expected, 1e-3)
+
+
+@pytest.mark.gpu
+@GPU
 @pytest.mark.parametrize("rows", [10, 70, 300])
 def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
     x, prefill, exact = on_gpu(rows), released(), released(torch.float32, graphs=False).stack

@@ -23,6 +23,7 @@ from mktts.batch.cuda.weights import FrameWeights, StackWeights
 from mktts.batch.cuda.workspace import ATTENTION_PARTS, Workspace, space_shapes
 from mktts.batch.pages import PAGE_ROWS
 from mktts.codec.state import CodecState
+from mktts.kernel.rows import add_norm
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 _BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
@@ -184,7 +185,7 @@ class Frame:
         products.add_norm(x, products.gated(h, stack.gate_up[index]), stack.down[index], following, h, eps)
 
     def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-        launch(rows.add_norm, (len(x),), x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
+        launch(add_norm, (len(x),), x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
 
 
 def _power_of_two(count: int) -> int:

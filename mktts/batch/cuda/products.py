@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mktts.batch.cuda.kernels import products, rows
+from mktts.batch.cuda.kernels import products
 from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.tiles import Kind, plan_of
 from mktts.errors import OptionsError
+from mktts.kernel import rows
 
 _SILU_BLOCK = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -4,7 +4,7 @@ enable_fp_fusion=False, so that every operation is rounded once, as there."""
 import triton
 import triton.language as tl
 
-from mktts.batch.cuda.kernels.rows import rms
+from mktts.kernel.rows import rms
 
 _NEVER = tl.constexpr(-3.0e38)  # the score of an id that may not be drawn
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)  # mktts.model.philox.MULTIPLIERS

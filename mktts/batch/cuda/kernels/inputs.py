@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mktts.batch.cuda.kernels.rows import rms
+from mktts.kernel.rows import rms
 
 
 @triton.jit(do_not_specialize=["lane_count", "nobody", "capacity"])

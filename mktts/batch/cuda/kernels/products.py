@@ -8,7 +8,7 @@ several, give the same bits: the number of rows may decide which of them runs, i
 import triton
 import triton.language as tl
 
-from mktts.batch.cuda.kernels.rows import rms
+from mktts.kernel.rows import rms
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def product(
 
     x (rows, depth), rows at a `stride`, is read by blocks of (BM, BK), weight (columns, depth) by blocks of (BN, BK).
     SPLIT: a program makes one part, and out (PARTS, rows, columns) keeps them apart. GATED: weight has 2 columns rows,
-    out = silu(first half) * second half, rounded as `mktts.batch.cuda.kernels.rows.silu_mul` rounds; PARTS is 1.
+    out = silu(first half) * second half, rounded as `mktts.kernel.rows.silu_mul` rounds; PARTS is 1.
     TURNED: the tile is (BN, BM).
     """
     T: tl.constexpr = out.dtype.element_ty

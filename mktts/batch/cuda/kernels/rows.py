@@ -2,63 +2,15 @@
 position row_pos[r], so that the rows of lanes and of prompts ride in one launch.
 
 Keys and values are paged: pages (pages, layers, kv heads, 2, PAGE, D), and a slot's i-th page stands in
-table[slot, i]. Every value that the oracle rounds is rounded here too, to the dtype T of the activations.
+table[slot, i]. Values are rounded as in `mktts.kernel.rows`.
 """
 
 import triton
 import triton.language as tl
 
+from mktts.kernel.rows import norm_rope
+
 _FAR = tl.constexpr(-1.0e30)  # a score that no position reaches: its exponential is 0
-
-
-@triton.jit
-def rms(x, weight, eps, T: tl.constexpr, N: tl.constexpr):
-    """x (N,) fp32 normalised in fp32, rounded to T, times weight, rounded to T, as Qwen3RMSNorm."""
-    y = (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)).to(T).to(tl.float32)
-    return (y * weight).to(T)
-
-
-@triton.jit
-def add_norm(x, delta, weight, out, eps, N: tl.constexpr, ADDS: tl.constexpr):
-    """Program (row): x += delta where ADDS, then out = rms(x) * weight. x, delta, out (rows, N)."""
-    T: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, N)
-    value = tl.load(x + row * N + c).to(tl.float32)
-    if ADDS:
-        value = (value + tl.load(delta + row * N + c).to(tl.float32)).to(T).to(tl.float32)
-        tl.store(x + row * N + c, value.to(T))
-    tl.store(out + row * N + c, rms(value, tl.load(weight + c).to(tl.float32), eps, T, N))
-
-
-@triton.jit
-def silu_mul(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block): out (rows, N) = silu(gate) * up of gate_up (rows, 2 N)."""
-    T: tl.constexpr = gate_up.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = c < N
-    gate = tl.load(gate_up + row * 2 * N + c, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * N + N + c, mask=live, other=0.0).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(T).to(tl.float32)
-    tl.store(out + row * N + c, (gate * up).to(T), mask=live)
-
-
-@triton.jit
-def norm_rope(heads, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
-    """Heads at `heads` (N, D / 2), which points at their first halves, normalised and rotated: both halves, in T.
-
-    weight: as wide, points at the first half of the norm's. cos, sin fp32, as wide.
-    """
-    HALF: tl.constexpr = D // 2
-    a = tl.load(heads).to(tl.float32)
-    b = tl.load(heads + HALF).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
-    a = ((a * scale).to(T).to(tl.float32) * tl.load(weight).to(tl.float32)).to(T).to(tl.float32)
-    b = ((b * scale).to(T).to(tl.float32) * tl.load(weight + HALF).to(tl.float32)).to(T).to(tl.float32)
-    first = ((a * cos).to(T).to(tl.float32) + (-b * sin).to(T).to(tl.float32)).to(T)
-    second = ((b * cos).to(T).to(tl.float32) + (a * sin).to(T).to(tl.float32)).to(T)
-    return first, second
 
 
 @triton.jit(do_not_specialize=["table_stride", "layer", "layers"])
