@@ -1,8 +1,8 @@
 """The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only.
 
 A prompt's prefix comes from a cache, a few rows after it go through the kernel one by one, more of them through CUDA
-graphs of PyTorch's operators on the same weights. From there on the host only launches and reads codes, which the
-kernel writes into the host's pinned memory frame by frame.
+graphs of products on the same weights and of Triton kernels between them. From there on the host only launches and
+reads codes, which the kernel writes into the host's pinned memory frame by frame.
 """
 
 from __future__ import annotations

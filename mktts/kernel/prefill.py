@@ -2,8 +2,9 @@
 
 Eager PyTorch spends its time on launches (a prefill of 28 layers has over a thousand kernels); a graph of the same
 operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
-static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s: the same operators in the same order,
-with q, k, v and gate, up as one product each (`Stack.layer_weights`) and all rotary heads turned together.
+static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one
+product each (`Stack.layer_weights`): what lies between products is made by kernels of the project (`FusedRows`) where
+they fit, elsewhere by the same operators in the same order, which turn all rotary heads together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.kernel.fused_rows import FusedRows, fits
+from mktts.kernel.fused_rows import FusedRows, row_kernels
 from mktts.model.cuda_graph import record
 from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
 
@@ -99,9 +100,11 @@ class Prefill:
         cos, sin = stack.rotary(0, capacity + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        layers = map(stack.layer_weights, range(c.num_hidden_layers))
-        self._qk_norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
-        self._fused = FusedRows(stack, self._rotary) if fits(c, self.device) else None
+        kernels = row_kernels(c, self.device, stack.dtype)
+        self._fused = None if kernels is None else FusedRows(stack, self._rotary, kernels)
+        layers = map(stack.layer_weights, range(c.num_hidden_layers))  # fused here: a pass may be on another stream
+        norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
+        self._qk_norms = [] if self._fused else norms
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
@@ -113,8 +116,9 @@ class Prefill:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the workspace, of the tables and of what goes in and out; the graphs' is not in it."""
-        held = (self._kv, self._rotary, self._input, self._hidden, self._counts, *self._qk_norms)
+        """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs, nor of head
+        norms, which only operators need (0.3 MiB at the released sizes)."""
+        held = (self._kv, self._rotary, self._input, self._hidden, self._counts)
         return sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
 
     @property
