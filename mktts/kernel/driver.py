@@ -22,11 +22,13 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    driver = _driver()
-    status = getattr(driver, name)(*arguments)
+    _check(name, getattr(_driver(), name)(*arguments))
+
+
+def _check(name: str, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
-        driver.cuGetErrorString(status, ctypes.byref(text))
+        _driver().cuGetErrorString(status, ctypes.byref(text))
         raise EngineError(f"{name} failed: {text.value.decode() if text.value else status}")
 
 
@@ -83,9 +85,9 @@ class Kernel(PlainKernel):
         _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
         self._present = each.value * torch.cuda.get_device_properties().multi_processor_count
 
-    def launch(self, parameters: ctypes.Structure) -> None:
-        """A cooperative launch on torch's current stream."""
-        arguments = _Arguments(ctypes.addressof(parameters))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
-        _call("cuLaunchCooperativeKernel", self._function, *grid, *block, self.shared_bytes, stream, arguments)
+    def launch(self, parameters: ctypes.Structure, stream: torch.cuda.Stream) -> None:
+        """A cooperative launch on `stream`; `parameters` are copied."""
+        arguments, handle = _Arguments(ctypes.addressof(parameters)), ctypes.c_void_p(stream.cuda_stream)
+        launch, blocks, threads = _driver().cuLaunchCooperativeKernel, self.blocks, self.threads
+        status = launch(self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, handle, arguments)
+        _check("cuLaunchCooperativeKernel", status)  # not `_call`: every frame comes by here

@@ -15,7 +15,7 @@ from mktts.kernel.build import build_for
 from mktts.kernel.card import Card
 from mktts.kernel.driver import Kernel
 from mktts.kernel.grid import EPS, FRAGMENTS, WARPS
-from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
+from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params
 
 _TIMEOUT_NS = 2_000_000_000
 _POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
@@ -30,7 +30,6 @@ class Launcher:
 
     def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device, card: Card) -> None:
         """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
-        self.device = device
         build = build_for(defines, card, unit)
         constants = build.constants
         check_constants(constants)
@@ -42,21 +41,26 @@ class Launcher:
         self._exchange = torch.zeros(words, dtype=torch.int32, device=device)
         self._status = torch.zeros(8, dtype=torch.int32, device=device)
         self._tag = 1
+        self._index = self._exchange.device.index
+        self._there = torch.cuda.device(self._exchange.device)  # held: to make one costs more than to enter it
 
-    def launch(self, params: Params, tags: int) -> torch.cuda.Event:
+    def launch(self, params: Params, tags: int, done: torch.cuda.Event | None = None) -> torch.cuda.Event:
         """Launches without waiting; `tags` is the most exchanges it can take. Returns the event of its end.
 
+        done: an earlier launch's event, which nobody waits for any more, to be used again; None makes a new one.
+        `params` may be changed for another launch as soon as this returns.
         Tags never wrap between launches: a word from 65 536 exchanges ago would look fresh.
         """
-        with torch.cuda.device(self.device):
+        with self._there:
             if self._tag + tags >= _TAG_LIMIT:
                 self._restart_tags()
-            point(params, {"exchange": self._exchange, "status": self._status})
+            params.exchange, params.status = self._exchange.data_ptr(), self._status.data_ptr()
             params.tag, params.timeout_ns = self._tag, _TIMEOUT_NS
             self._tag += tags
-            self.kernel.launch(params)
-            done = torch.cuda.Event()
-            done.record()
+            stream = torch.cuda.current_stream(self._index)
+            self.kernel.launch(params, stream)
+            done = torch.cuda.Event() if done is None else done
+            done.record(stream)
         return done
 
     def failure(self) -> EngineError:

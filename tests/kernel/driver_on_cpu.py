@@ -1,0 +1,106 @@
+"""A launcher without a GPU: stand-ins take launches as the driver would, and write what a kernel would."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mktts.kernel import driver, launch
+from mktts.kernel.params import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
+
+HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
+
+
+@dataclass
+class StandIn:
+    """The driver. Takes launches down as (grid, block, shared bytes, stream, the parameters' bytes)."""
+
+    status: int = 0
+    makes: int | None = None  # frames that a launch makes; None: all that are asked for
+    ends: bool = False  # whether speech ends after them
+    current: torch.device = ELSEWHERE
+    stream: int = 5
+    launched: list[tuple] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)  # the current one, a launch each
+
+    @property
+    def params(self) -> list[Params]:
+        """What every launch was given, as it was then."""
+        return [Params.from_buffer_copy(launched[-1]) for launched in self.launched]
+
+    def cuLaunchCooperativeKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, arguments):
+        parameters = ctypes.string_at(arguments[0], ctypes.sizeof(Params))
+        self.launched.append(((gx, gy, gz), (bx, by, bz), shared, stream.value, parameters))
+        self.devices.append(self.current)
+        params = Params.from_buffer_copy(parameters)
+        if not self.status and not params.prefill and params.stream.out:
+            self._make(params)
+        return self.status
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"too many blocks"
+
+    def _make(self, params: Params) -> None:
+        made = params.frames if self.makes is None else self.makes
+        words = (ctypes.c_int * (STATUS_WORDS + params.frames * FRAME_WORDS)).from_address(params.stream.out)
+        for index in range(made):
+            first = STATUS_WORDS + index * FRAME_WORDS
+            words[first : first + 18] = [*range(params.stream.frame + index, params.stream.frame + index + 16), 2, 1]
+        words[MADE], words[ENDED] = made, self.ends
+
+
+class Event:
+    """torch.cuda.Event as far as launches use it; what it waits for is always over."""
+
+    def __init__(self) -> None:
+        self.recorded, self.waits = [], 0
+
+    def record(self, stream) -> None:
+        self.recorded.append(stream.cuda_stream)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def put_stand_in(patch: pytest.MonkeyPatch, status: int = 0) -> StandIn:
+    """In the place of the driver, and of what launching takes of torch.cuda."""
+    stand_in = StandIn(status)
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, stand_in.current = stand_in.current, self.device
+
+        def __exit__(self, *_: object) -> None:
+            stand_in.current = self.before
+
+    patch.setattr(driver, "_driver", lambda: stand_in)
+    patch.setattr(torch.cuda, "device", Guard)
+    patch.setattr(torch.cuda, "Event", Event)
+    patch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=stand_in.stream))
+    return stand_in
+
+
+def kernel_without_a_card() -> driver.Kernel:
+    """Loaded from nothing: 128 blocks of 384 threads, 200 000 bytes shared."""
+    kernel = driver.Kernel.__new__(driver.Kernel)
+    kernel.blocks, kernel.threads, kernel.shared_bytes, kernel._function = 128, 384, 200_000, ctypes.c_void_p(7)
+    return kernel
+
+
+def launcher_without_a_card(patch: pytest.MonkeyPatch) -> launch.Launcher:
+    """After `put_stand_in`."""
+    constants = {"layer_exchanges": 5, "threads": 384, "shared_bytes": 200_000, "exchange_bytes": 256}
+    patch.setattr(launch, "build_for", lambda *_: SimpleNamespace(image=b"", constants=constants))
+    patch.setattr(launch, "check_constants", lambda constants: None)
+    patch.setattr(launch, "Kernel", lambda *_: kernel_without_a_card())
+    return launch.Launcher("frame.cu", "mktts_frames", {"CTAS": 128}, HERE, None)
