@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import torch
@@ -58,12 +58,15 @@ class MegakernelStream:
     seed: int
     prompt_rows: int
     max_frames: int
+    fixed: InitVar[Params]  # what is the same for all streams of a backend
     frames: int = 0
     ended: bool = False
-    params: StreamParams = field(init=False)
+    params: Params = field(init=False)  # of its launches, each of which sets what changes
+    done: torch.cuda.Event | None = None  # the end of its newest launch of frames; they never overlap
 
-    def __post_init__(self) -> None:
-        self.words, self.params = self.out.numpy(), _stream_params(self)
+    def __post_init__(self, fixed: Params) -> None:
+        self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
+        _put_stream(self.params.stream, self)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class MegakernelBackend:
             seed=checked_seed(seed),
             prompt_rows=rows,
             max_frames=max_frames,
+            fixed=self._fixed,
         )
         embeds = embeds.to(self.device, self.dtype).contiguous()
         if rows - prefix_rows > _KERNEL_ROWS:
@@ -219,12 +223,14 @@ class MegakernelBackend:
         if debug is not None:
             point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
         state.words[:STATUS_WORDS] = 0
-        return self._launcher.launch(params, len(rows) * self._tags_per_frame)
+        state.done = self._launcher.launch(params, len(rows) * self._tags_per_frame, state.done)
+        return state.done
 
     def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
-        """A copy of what never changes, with the stream's own: filling all fields took 25 us a launch."""
-        params = Params.from_buffer_copy(self._fixed)
-        params.stream = state.params
+        """The stream's, for frames from its next one on: filling all fields took 25 us a launch. What `put_rows` and
+        a step with debug set for their own launches is taken back."""
+        params = state.params
+        params.prefill, params.debug_logits, params.debug_hidden = 0, None, None
         stream = params.stream
         stream.rows, stream.frame = rows.data_ptr(), state.frames
         stream.position = state.prompt_rows + state.frames - 1
@@ -250,16 +256,15 @@ def new_state_tensors(shape: Shape, positions: int, dtype: torch.dtype, device: 
     }
 
 
-def _stream_params(state: MegakernelStream) -> StreamParams:
+def _put_stream(stream: StreamParams, state: MegakernelStream) -> None:
     """What stays the same over a stream's launches."""
-    stream, sampling = StreamParams(), state.sampling
+    sampling = state.sampling
     own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "out": state.out}
     point(stream, own)
     stream.slots, stream.penalty = state.kv.shape[3], sampling.repetition_penalty
     stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
     set_choice(stream, sampling.talker, True)
     set_choice(stream, sampling.predictor, False)
-    return stream
 
 
 def _frame(words: np.ndarray, index: int, least_ms: float) -> Frame:

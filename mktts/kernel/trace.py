@@ -184,10 +184,10 @@ class TracedBackend(MegakernelBackend):
         """
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
-        point(self._fixed, {"trace": self._room})
+        point(state.params, {"trace": self._room})
         try:
             frames = list(self.frames(state, rows, debug))
         finally:
             self._launcher = usual
-            point(self._fixed, {"trace": None})
+            point(state.params, {"trace": None})
         return frames, decode(self._room.cpu().numpy().view(np.uint64))

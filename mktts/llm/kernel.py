@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.card import card_of
 from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import Launcher, check_device
-from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, StreamParams, pinned_words, point, set_choice
+from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, pinned_words, point, set_choice
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head
 from mktts.kernel.weights import stack_weights
@@ -34,20 +35,24 @@ class TextKernelState:
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
     hidden: Tensor  # (H,) bf16: normed state of the newest position
     out: Tensor  # pinned int32: status, then a launch's tokens
+    words: np.ndarray = field(init=False)  # the same memory
     choice: Choice
     seed: int
     prompt_tokens: int
     max_tokens: int
+    fixed: InitVar[Params]  # what is the same for all texts of a backend
     tokens: int = 0  # made so far
     last: int = 0  # the newest of them
-    params: StreamParams = field(init=False)  # what stays the same over a text's launches
+    params: Params = field(init=False)  # of its launches, each of which sets what changes
+    done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
 
-    def __post_init__(self) -> None:
-        self.params = StreamParams()
-        point(self.params, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
-        self.params.slots = self.kv.shape[3]
-        self.params.seed_lo, self.params.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
-        set_choice(self.params, self.choice, True)
+    def __post_init__(self, fixed: Params) -> None:
+        self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
+        stream = self.params.stream
+        point(stream, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
+        stream.slots = self.kv.shape[3]
+        stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
+        set_choice(stream, self.choice, True)
 
 
 class TextKernelBackend:
@@ -117,6 +122,7 @@ class TextKernelBackend:
             seed=checked_seed(seed),
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
+            fixed=self._fixed,
         )
 
     def step(self, state: TextKernelState, count: int = 1, debug: Tensor | None = None) -> list[int]:
@@ -133,16 +139,14 @@ class TextKernelBackend:
         return ids
 
     def _launch(self, state: TextKernelState, count: int, debug: Tensor | None) -> list[int]:
-        params = Params.from_buffer_copy(self._fixed)
-        params.stream, params.frames = state.params, count
+        params, words = state.params, state.words
+        params.frames, params.debug_logits = count, None if debug is None else debug.data_ptr()
         stream = params.stream
         stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
-        if debug is not None:
-            point(params, {"debug_logits": debug})
-        words = state.out.numpy()
         words[:STATUS_WORDS] = 0
-        self._launcher.launch(params, count * self._tags_per_token).synchronize()
+        state.done = self._launcher.launch(params, count * self._tags_per_token, state.done)
+        state.done.synchronize()
         ids = words[STATUS_WORDS::FRAME_WORDS][: words[MADE]].tolist()
         if not ids or (len(ids) < count and ids[-1] not in self.config.eos_ids):
             raise self._launcher.failure()

@@ -55,15 +55,18 @@ def observed(model: Model, shape: Shape, folder: Path, most_rows: int, seed: int
     out, status = torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     own = new_state_tensors(shape, rows + frames, torch.bfloat16, torch.device("cpu"))
     sampling = Sampling().greedy()
-    state = MegakernelStream(**own, out=out, sampling=sampling, seed=0, prompt_rows=rows, max_frames=frames)
     weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), _projected(model))
-    params = Params()
+    fixed = Params()
     logits = torch.zeros(frames, NUM_CODEBOOKS, talker.vocab_size, dtype=torch.bfloat16)
     hidden = torch.zeros(frames, talker.num_hidden_layers, talker.hidden_size, dtype=torch.bfloat16)
-    point(params, weights | {"exchange": exchange, "status": status})
-    params.ends[:] = [model.config.codec_ids.eos, -1, -1, -1]
-    params.min_frames, params.suppress_from = MIN_NEW_FRAMES, talker.vocab_size - SUPPRESSED_TAIL
-    params.timeout_ns, params.tag, params.stream = _TIMEOUT_NS, 1, state.params
+    point(fixed, weights | {"exchange": exchange, "status": status})
+    fixed.ends[:] = [model.config.codec_ids.eos, -1, -1, -1]
+    fixed.min_frames, fixed.suppress_from = MIN_NEW_FRAMES, talker.vocab_size - SUPPRESSED_TAIL
+    fixed.timeout_ns, fixed.tag = _TIMEOUT_NS, 1
+    state = MegakernelStream(
+        **own, out=out, sampling=sampling, seed=0, prompt_rows=rows, max_frames=frames, fixed=fixed
+    )
+    params = state.params
     params.stream.rows, params.prefill, params.frames = embeds.data_ptr(), 1, rows
     library.host_launch(ctypes.byref(params), ctypes.c_ulonglong(seed))
     text = torch.stack([torch.zeros_like(embeds[0]), *(model.prompt.row(i).bfloat16() for i in range(frames - 1))])

@@ -1,0 +1,165 @@
+"""What one frame's hand-over leaves behind for the next launch: parameters and events are held by their stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from driver_on_cpu import StandIn, launcher_without_a_card, put_stand_in
+
+from mktts.errors import EngineError
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
+from mktts.kernel.params import FRAME_WORDS, STATUS_WORDS, Params, point
+from mktts.kernel.trace import TracedBackend
+from mktts.llm.checkpoint import open_text_checkpoint
+from mktts.llm.kernel import TextKernelBackend, TextKernelState
+from mktts.model.sampling import Choice, Sampling
+
+TAGS = 100  # a frame's
+
+
+@pytest.fixture
+def driver(monkeypatch) -> StandIn:
+    return put_stand_in(monkeypatch)
+
+
+@pytest.fixture
+def backend(tiny, monkeypatch, driver) -> MegakernelBackend:
+    return without_a_card(MegakernelBackend, tiny, monkeypatch)
+
+
+def without_a_card(kind: type[MegakernelBackend], tiny, monkeypatch) -> MegakernelBackend:
+    found = object.__new__(kind)
+    found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
+    found._launcher, found._tags_per_frame = launcher_without_a_card(monkeypatch), TAGS
+    found._weights = {"talker_tape": torch.zeros(8)}
+    found._fixed = found._fixed_params()
+    return found
+
+
+def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:
+    width = backend.config.talker.hidden_size
+    return MegakernelStream(
+        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
+        hidden=torch.zeros(width, dtype=torch.bfloat16),
+        sum=torch.zeros(width, dtype=torch.bfloat16),
+        seen=torch.zeros(96, dtype=torch.int32),
+        out=torch.zeros(STATUS_WORDS + MAX_FRAMES_A_LAUNCH * FRAME_WORDS, dtype=torch.int32),
+        sampling=Sampling(talker=Choice(top_k=4)),
+        seed=seed,
+        prompt_rows=prompt_rows,
+        max_frames=100,
+        fixed=backend._fixed,
+    )
+
+
+def row_of(backend: MegakernelBackend) -> torch.Tensor:
+    return torch.zeros(backend.config.talker.hidden_size, dtype=torch.bfloat16)
+
+
+def test_debug_pointers_and_prefill_are_those_of_their_own_launch_alone(backend, driver):
+    state, row, debug = stream(backend), row_of(backend), Debug(torch.zeros(4), torch.zeros(4))
+    backend.put_rows(state, torch.zeros(3, len(row)), 7)
+    backend.step(state, None, debug)
+    backend.step(state, row)
+    backend.put_rows(state, row[None], 12)
+    list(backend.frames(state, [row, row]))
+    ours = debug.logits.data_ptr(), debug.hidden.data_ptr()
+    seen = driver.params
+    assert [(p.debug_logits, p.debug_hidden) for p in seen] == [(None, None), ours, *[(None, None)] * 3]
+    assert [(p.prefill, p.frames, p.stream.position) for p in seen] == [
+        (1, 3, 7),
+        (0, 1, 9),
+        (0, 1, 10),
+        (1, 1, 12),
+        (0, 2, 11),
+    ]
+    assert [p.stream.frame for p in seen] == [0, 0, 1, 2, 2] and seen[2].stream.rows == row.data_ptr()
+
+
+def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(backend, driver):
+    states, row = [stream(backend, seed, rows) for seed, rows in ((5 + (6 << 32), 10), (7, 20))], row_of(backend)
+    put = backend.put_rows(states[0], row[None], 9)
+    events = []
+    for frame in range(3):
+        for state in states:
+            made = backend.step(state, row if frame else None)
+            assert made.codes.tolist() == list(range(frame, frame + 16)) and made.codes.dtype == torch.int64
+            assert (made.talker_ms >= 2e-6, made.predictor_ms) == (True, 1e-6)
+            events.append(state.done)
+    assert events == [state.done for state in states] * 3 and len({id(event) for event in (put, *events)}) == 3
+    assert [len(event.recorded) for event in (put, *events[:2])] == [1, 3, 3]
+    for turn, params in enumerate(driver.params[1:]):
+        state, own = states[turn % 2], params.stream
+        assert (own.seed_lo, own.seed_hi) == (state.seed & 0xFFFFFFFF, state.seed >> 32)
+        assert (own.kv, own.seen, own.out) == (state.kv.data_ptr(), state.seen.data_ptr(), state.out.data_ptr())
+        assert (own.hidden, own.sum, own.slots) == (state.hidden.data_ptr(), state.sum.data_ptr(), 4)
+        assert (own.frame, own.position) == (turn // 2, state.prompt_rows + turn // 2 - 1)
+        assert (own.top_k0, own.top_k) == (4, Sampling().predictor.top_k)
+        assert params.talker_tape == backend._weights["talker_tape"].data_ptr()
+        assert params.ends[0] == backend.config.codec_ids.eos and params.min_frames == backend._fixed.min_frames
+        assert params.tag == driver.params[0].tag + 5 * backend.config.talker.num_hidden_layers + turn * TAGS
+
+
+def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver):
+    backend = without_a_card(TracedBackend, tiny, monkeypatch)
+    backend._room = torch.zeros(2, 8, dtype=torch.int64)
+    usual, backend._marking = backend._launcher, [launcher_without_a_card(monkeypatch) for _ in range(2)]
+    state, row = stream(backend), row_of(backend)
+    backend.step(state, None)
+    for still in (False, True):
+        with pytest.raises(EngineError, match="marks"):  # the stand-in leaves none
+            backend.traced(state, [row], still)
+        backend.step(state, row)
+    room = backend._room.data_ptr()
+    assert [params.trace for params in driver.params] == [None, room, None, room, None]
+    launchers = usual, backend._marking[0], usual, backend._marking[1], usual
+    assert [params.exchange for params in driver.params] == [each._exchange.data_ptr() for each in launchers]
+
+
+def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
+    driver.makes, driver.ends = 1, True
+    state, row = stream(backend), row_of(backend)
+    assert [frame.codes is None for frame in backend.frames(state, [None, row, row])] == [False, True]
+    assert state.ended and state.frames == 1
+    driver.makes, driver.ends = 0, True
+    assert backend.step(stream(backend), None).codes is None
+    driver.makes, driver.ends = 0, False
+    state = stream(backend)
+    with pytest.raises(EngineError, match="the kernel stopped"):
+        backend.step(state, None)
+    assert state.ended and state.frames == 0
+
+
+def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(monkeypatch, driver):
+    config = open_text_checkpoint("random:tiny").config
+    backend = object.__new__(TextKernelBackend)
+    backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
+    backend._launcher = launcher_without_a_card(monkeypatch)
+    point(backend._fixed, {"embeddings0": torch.zeros(8)})
+    states = [
+        TextKernelState(
+            kv=torch.zeros(2, 2, 2, slots, 2, 8, dtype=torch.bfloat16),
+            hidden=torch.zeros(8, dtype=torch.bfloat16),
+            out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
+            choice=Choice(),
+            seed=slots,
+            prompt_tokens=10,
+            max_tokens=40,
+            fixed=backend._fixed,
+        )
+        for slots in (4, 5)
+    ]
+    debug = torch.zeros(2, 8, dtype=torch.bfloat16)
+    for asked in (None, debug, None):
+        for state in states:
+            before = state.tokens
+            assert backend.step(state, 2, asked) == [before, before + 1]
+    assert [params.debug_logits for params in driver.params] == [None, None, *[debug.data_ptr()] * 2, None, None]
+    for turn, params in enumerate(driver.params):
+        own, tokens = params.stream, 2 * (turn // 2)
+        assert (own.slots, own.seed_lo, own.out) == (4 + turn % 2, 4 + turn % 2, states[turn % 2].out.data_ptr())
+        assert (own.frame, own.position, own.token) == (tokens, 9 + tokens, max(0, tokens - 1))
+        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + 2 * turn * TAGS, backend._fixed.embeddings0)
+    assert [len(state.done.recorded) for state in states] == [3, 3]
