@@ -172,10 +172,13 @@ class MegakernelBackend:
         begun_s = time.perf_counter()
         words = state.words
         done = self._launch(state, rows, debug)
-        before, made_ms = state.frames, 0.0
+        before, made_ms, over = state.frames, 0.0, False
         try:
             for index in range(len(rows)):
-                if not wait_for_frame(words, index, done, more=index + 1 < len(rows)):
+                more = index + 1 < len(rows)
+                made = wait_for_frame(words, index, done, more)
+                over = not (made and more)  # the launch is known to be: its last frame is here, or one is missing
+                if not made:
                     break
                 # Whatever the kernel did not take of the first one's time is launch and hand-over.
                 frame = _frame(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
@@ -183,8 +186,9 @@ class MegakernelBackend:
                 made_ms += frame.talker_ms + frame.predictor_ms
                 yield frame
         finally:
-            words[STOP] = 1
-            done.synchronize()
+            if not over:
+                words[STOP] = 1
+                done.synchronize()
             state.frames = before + int(words[MADE])
             state.ended = bool(words[ENDED])
         if state.ended:

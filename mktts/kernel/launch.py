@@ -116,6 +116,7 @@ def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: 
     """
     if not more:
         done.synchronize()
+        return bool(words[MADE] > index)
     while words[MADE] <= index and not done.query():
         time.sleep(_POLL_S)
     return bool(words[MADE] > index)

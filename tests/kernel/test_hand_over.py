@@ -10,7 +10,7 @@ from driver_on_cpu import StandIn, launcher_without_a_card, put_stand_in
 
 from mktts.errors import EngineError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
-from mktts.kernel.params import FRAME_WORDS, STATUS_WORDS, Params, point
+from mktts.kernel.params import FRAME_WORDS, STATUS_WORDS, STOP, Params, point
 from mktts.kernel.trace import TracedBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.llm.kernel import TextKernelBackend, TextKernelState
@@ -100,6 +100,35 @@ def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(
         assert params.talker_tape == backend._weights["talker_tape"].data_ptr()
         assert params.ends[0] == backend.config.codec_ids.eos and params.min_frames == backend._fixed.min_frames
         assert params.tag == driver.params[0].tag + 5 * backend.config.talker.num_hidden_layers + turn * TAGS
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a_launch_that_is_closed_is_stopped_and_waited_for_unless_it_is_over(backend, taken):
+    """Once either way: the host waits for the last of a launch's frames, or else when it is closed."""
+    state, row = stream(backend), row_of(backend)
+    frames = backend.frames(state, [None, row, row])
+    for _ in range(taken):
+        next(frames)
+    assert state.done.waits == (taken == 3)
+    frames.close()
+    assert (state.words[STOP], state.done.waits) == (taken < 3, 1)
+    assert state.frames == 3 and not state.ended
+    backend.step(state, row)
+    assert (state.words[STOP], state.done.waits) == (0, 2)
+
+
+def test_a_launch_whose_waiting_is_interrupted_is_stopped_and_waited_for(backend, monkeypatch):
+    state, waits = stream(backend), []
+
+    def interrupted(event) -> None:
+        waits.append(event)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.step(state, None)
+    assert state.words[STOP] and waits == [state.done] * 2
 
 
 def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver):
