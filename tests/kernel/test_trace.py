@@ -145,10 +145,13 @@ def test_marks_that_do_not_fit_or_differ_are_refused():
         decode(np.zeros((2, 9)))
 
 
-def test_clocks_that_begin_anywhere_are_laid_on_one():
-    marks = launch_of(LAYERS, 8, seed=1).marks
+@pytest.mark.parametrize("drift", [0.0, 2e-3])
+def test_clocks_that_begin_anywhere_and_drift_apart_are_laid_on_one(drift):
+    marks = launch_of(LAYERS, 8, seed=1, drift=drift).marks
     assert np.ptp(marks.cycles, axis=0).min() > 1e6
-    assert np.ptp(aligned(marks), axis=0).max() < 200  # the blocks' own spread: 20 cycles of standard deviation
+    found = aligned(marks)
+    assert np.ptp(found, axis=0).max() < 200  # the blocks' own spread: 20 cycles of standard deviation
+    assert np.abs(np.diff(found) - np.diff(found[:1])).max() < 300
 
 
 def test_frames_between_the_first_and_the_last_of_a_launch_are_steady():
