@@ -69,10 +69,10 @@ DEV void expect_shares(Ctx& c, int kind) {
   const u32 byte = 255u << 8 * kind;
   c.counts = (c.counts & ~byte) | (c.counts + (NKV << 8 * kind) & byte);
 }
-template <u32 PLACES_> DEV void add_to(u64 (&words)[COPIES][PLACES_], u32 row, u64 value) {
+template <u32 LENGTH> DEV void add_to(u64 (&words)[COPIES][LENGTH], u32 row, u64 value) {
   UNROLL for (u32 k = 0; k < COPIES; k++) add64(&words[k][place(row)], value);
 }
-template <u32 PLACES_> DEV void send_share(u64 (&words)[COPIES][PLACES_], u32 row, float value) {
+template <u32 LENGTH> DEV void send_share(u64 (&words)[COPIES][LENGTH], u32 row, float value) {
   add_to(words, row, (1ull << 56) + (u64)to_fixed(value));
 }
 // Whether words have all shares of their sum by now.
