@@ -25,7 +25,7 @@ from mktts.training.codec.model import Codec, hub_tensors, noise_books
 from mktts.training.codec.quantizer import scattered
 from mktts.training.codec.sizes import TINY, VOICE, CodecSizes, decoder_config
 from mktts.training.codec.trainer import CodecRecipe, CodecTrainer, load_codec
-from mktts.training.codec.warm import grown, recovered, sizes_of
+from mktts.training.codec.warm import adopted, grown, recovered, sizes_of
 from mktts.training.data.codec_data import Crops, vowels, write_shard
 from mktts.training.data.encode import encode_shard
 from mktts.training.judge.edges import edge_steps
@@ -223,6 +223,17 @@ def test_a_grown_codec_encodes_as_before_and_takes_every_weight() -> None:
         grown(old, VOICE)
 
 
+def test_an_adopted_decoder_hears_the_new_codes_nearly_as_it_heard_its_own() -> None:
+    pcm, held_out = spoken(300, 1), spoken(60, 3)
+    old, new = fitted(SILENT, pcm), fitted(TINY, pcm[:, : 200 * SAMPLES_PER_FRAME])
+    found = adopted(old, new, features(pcm)[0])
+    assert found.sizes == TINY and torch.equal(found.encode(held_out), new.encode(held_out))
+    with torch.no_grad():
+        goal = old.quantizer(old.encode(held_out))
+        heard, unlike = (codec.quantizer(codec.encode(held_out))[:, : goal.shape[1]] for codec in (found, new))
+    assert (heard - goal).square().mean() < 0.5 * goal.square().mean() < (unlike - goal).square().mean()
+
+
 def test_silence_of_a_second_is_long_enough_for_all_lags() -> None:
     short = torch.zeros(1, SAMPLE_RATE_HZ // 5)
     assert float(repetition(short, short)[0]) == 0
@@ -244,5 +255,9 @@ def test_commands_begin_with_a_file_and_widen_it(tmp_path: Path, monkeypatch: py
     run("train codec", *command, "--resume")
     trained = load_codec(tmp_path / "out" / "state.pt")
     assert trained.sizes == wide
+    run("train fit", "--data", audio, "--out", begun, "--begin", file, "--refit", "--device", "cpu")
+    assert not torch.equal(load_codec(begun).analysis.basis, load_codec(file).analysis.basis)
+    snakes = [dict(load_codec(path).decoder.named_parameters())["decoder.5.alpha"] for path in (begun, file)]
+    assert torch.equal(*snakes)
     with pytest.raises(CheckpointError, match="expected"):
         run("train fit", "--data", audio, "--out", begun, "--begin", tmp_path / "absent.pt", "--device", "cpu")

@@ -25,7 +25,7 @@ from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec
 from mktts.training.codec.sizes import VOICE, WIDE, CodecSizes
 from mktts.training.codec.trainer import load_codec
-from mktts.training.codec.warm import grown, recovered, sizes_of, spoken
+from mktts.training.codec.warm import adopted, grown, recovered, sizes_of, spoken
 from mktts.training.data.codec_data import padded, read_shard, shard_paths
 
 _CHUNK_FRAMES = 500
@@ -64,27 +64,28 @@ def save(codec: Codec, path: Path) -> None:
     write_whole(path, data.getvalue())
 
 
-def taken(name: str, data: Path, seconds: float, sizes: CodecSizes, seed: int) -> Codec:
-    """A codec that was trained before, in `sizes`: of a file, or of a checkpoint, which speaks the shards' texts first.
+def taken(name: str, data: Path, seconds: float) -> Codec:
+    """A codec that was trained before, in its own sizes: of a file, or of a checkpoint, which speaks the shards' texts.
 
     Raises CheckpointError for a codec that was not trained here, AudioError for the shards.
     """
     if name.endswith(".pt"):
-        return grown(load_codec(Path(name)), sizes, seed)
+        return load_codec(Path(name))
     checkpoint = open_checkpoint(name)
     old = sizes_of(checkpoint.codec_config)
     shards = (read_shard(path) for path in shard_paths(data))
     ours = list(checkpoint.config.speakers)
     said = ((str(text), str(who)) for s in shards for text, who in zip(s.texts, s.speakers, strict=True))
     lines = ((text, who if who in ours else ours[i % len(ours)]) for i, (text, who) in enumerate(said))
-    return grown(recovered(checkpoint, old, *spoken(checkpoint, lines, seconds)), sizes, seed)
+    return recovered(checkpoint, old, *spoken(checkpoint, lines, seconds))
 
 
 EXAMPLES = """examples:
   python -m mktts train fit --data AUDIO --out codec.pt
   python -m mktts train fit --data AUDIO --out codec.pt --begin small
 
-With --begin nothing is fitted: analysis, books and decoder are those of a voice that was trained before.
+With --begin nothing is fitted: analysis, books and decoder are those of a voice that was trained before. With --refit
+too, its decoder begins with an analysis and books that are fitted to AUDIO.
 AUDIO is what `train teacher` wrote. The last line of standard output is JSON: the frames that were fitted to, the
 share of variance that the principal components keep, and the share that is left after each codebook."""
 
@@ -94,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file for the codec")
     parser.add_argument("--frames", type=int, default=200_000, help="to fit to (default: %(default)s)")
     parser.add_argument("--begin", metavar="CODEC", help="a codec's file, or a checkpoint trained here, to go on from")
+    parser.add_argument("--refit", action="store_true", help="with --begin: take its decoder only, and fit the rest")
     parser.add_argument("--seconds", type=float, default=300.0, help="a checkpoint speaks (default: %(default)s)")
     parser.add_argument("--wide", action="store_true", help="a wider and deeper transformer before the up-sampling")
     parser.add_argument("--seed", type=int, default=0, help="of k-means (default: %(default)s)")
@@ -103,12 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Fits or takes the codec and writes it. Raises AudioError for the shards, CheckpointError as `taken`."""
     sizes = WIDE if arguments.wide else VOICE
-    if arguments.begin:
-        save(taken(arguments.begin, arguments.data, arguments.seconds, sizes, arguments.seed), arguments.out)
+    old = taken(arguments.begin, arguments.data, arguments.seconds) if arguments.begin else None
+    if old and not arguments.refit:
+        save(grown(old, sizes, arguments.seed), arguments.out)
         print(json.dumps({"begun_with": arguments.begin}))
         return 0
     rows = frame_rows(arguments.data, arguments.frames, device_named(arguments.device))
     codec, lost = fit(rows, sizes, arguments.seed)
-    save(codec.cpu(), arguments.out)
-    print(json.dumps({"frames": len(rows), **lost}))
+    save(adopted(old, codec.cpu(), rows.cpu()) if old else codec.cpu(), arguments.out)
+    begun = {"begun_with": arguments.begin} if old else {}
+    print(json.dumps({"frames": len(rows), **lost, **begun}))
     return 0

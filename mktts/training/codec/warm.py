@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -67,6 +68,34 @@ def recovered(checkpoint: Checkpoint, sizes: CodecSizes, rows: Tensor, codes: Te
     codec.analysis.basis = basis / codec.quantizer.gain
     codec.analysis.mean = mean
     return codec
+
+
+@torch.no_grad()
+def adopted(old: Codec, fitted: Codec, rows: Tensor) -> Codec:
+    """The analysis and books of `fitted`, with the decoder of `old`, which was trained for other ones.
+
+    What the decoder takes of the old codes is nearly linear in what the new ones stand for, so its first projections
+    are those that come nearest to it: least squares over `rows` (N, 648), features. Raises CheckpointError as `grown`.
+    """
+    goal = old.quantizer(old.quantizer.encode(old.analysis.components(rows))[None])[0].T
+    change = torch.linalg.lstsq(_entries(fitted, rows).double(), goal.double()).solution.T.float()
+    turned, width = copy.deepcopy(old), old.sizes.components
+    turned.quantizer.first.output_proj.weight[:, :width, 0] = change[:, :width]
+    turned.quantizer.rest.output_proj.weight[:, :width, 0] = change[:, width:]
+    new = grown(turned, fitted.sizes)
+    new.analysis.load_state_dict(fitted.analysis.state_dict())
+    for name, buffer in fitted.quantizer.named_buffers():
+        new.quantizer.get_buffer(name).copy_(buffer)
+    return new
+
+
+def _entries(codec: Codec, rows: Tensor) -> Tensor:
+    """What a codec's measured codes of features (N, 648) stand for: the first entry beside the others' sum, (N, 2 *
+    components)."""
+    codes = codec.quantizer.encode(codec.analysis.components(rows))
+    books = torch.cat((codec.quantizer.first.books, codec.quantizer.rest.books))[..., : codec.sizes.components]
+    found = [F.embedding(codes[:, i], book) for i, book in enumerate(books[: len(books) - codec.sizes.noise_books])]
+    return torch.cat((found[0], sum(found[1:])), -1)
 
 
 def _map(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
