@@ -32,7 +32,7 @@ CLIPS_PER_SHARD = 200
 _ALL = 1_000_000  # hours: as many as there are texts for
 _FIT_SHARDS = 40  # seven hours
 _LEAST_SHARDS = 64  # a start of the encoder takes as long as encoding so many
-_MOST_PASSES = 20  # an encoder that fails every time is left alone
+_MOST_FAILURES = 5  # an encoder that fails every time is left alone
 _PACK_S = 30.0
 
 
@@ -94,7 +94,8 @@ class Run:
     plan: Plan
     began_s: float = field(default_factory=time.monotonic)
     parts: dict[str, Part] = field(default_factory=dict)
-    passes: int = 0
+    passes: int = 0  # of the encoder
+    failures: int = 0  # passes that failed
 
     @property
     def until_s(self) -> float:
@@ -171,8 +172,11 @@ def train(plan: Plan) -> bool:
     encoders: list[Part] = []
     while any(part.running for part in learners) and time.monotonic() < run.until_s + 120:
         waiting = len(_shards(plan.audio)) - len(_shards(plan.codes))
-        free = not any(part.running for part in encoders) and run.passes < _MOST_PASSES
-        if free and waiting >= (_LEAST_SHARDS if teacher.running else 1):
+        free = not any(part.running for part in encoders)
+        if free:
+            run.failures += any(part.state == "failed" for part in encoders)
+            encoders = []
+        if free and run.failures < _MOST_FAILURES and waiting >= (_LEAST_SHARDS if teacher.running else 1):
             encoders = run.encode()
         run.note()
         time.sleep(1.0)
@@ -203,10 +207,11 @@ def _shards(folder: Path) -> list[Path]:
 
 EXAMPLES = """examples:
   python -m mktts train voice --texts texts.xz --out RUN --minutes 25 --codec-devices cuda:0 --talker-devices cuda:1
-  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--frames 300000"
+  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--frames 300000" --talker="--graphs"
 
 RUN/talker and RUN/codec0 hold what `train talker` and `train codec` leave; further words for a command stand in one
-quoted argument, for each codec device in its own --codec. The last line of standard output is JSON: RUN/status.json."""
+quoted argument behind an equals sign, for each codec device in its own --codec. The last line of standard output is
+JSON: RUN/status.json."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

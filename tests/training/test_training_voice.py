@@ -44,6 +44,8 @@ elif name == "fit":
     shutil.copy(BASE / "fitted.pt", out)
 elif name == "encode":
     out.mkdir(parents=True, exist_ok=True)
+    if (BASE / "full").exists() and any(out.iterdir()):
+        sys.exit("no space left")
     part, of = map(int, value("--part").split("/"))
     for path in sorted(pathlib.Path(value("--data")).glob("*.npz"))[part - 1::of]:
         shutil.copy(path, out)
@@ -100,6 +102,15 @@ def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_i
     status = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status["audio_shards"] == 6 and {part["state"] for part in status["parts"].values()} == {"done"}
     assert "no graphs here" in (stand_in / "run" / "logs" / "talker.log").read_text()
+
+
+def test_an_encoder_that_fails_again_and_again_is_left_alone_and_the_others_go_on(stand_in, monkeypatch):
+    monkeypatch.setattr(voice, "_MOST_FAILURES", 1)
+    (stand_in / "full").touch()
+    words = ["--texts", stand_in / "texts.xz", "--out", stand_in / "run", "--minutes", 1, "--first-hours", 0.3]
+    assert run("train voice", *words) == 0
+    assert [line[0] for line in order(stand_in)].count("encode") == 2, "the first pass, and one that failed"
+    assert 0 < len(list((stand_in / "run" / "codes").glob("*.npz"))) < 6
 
 
 def test_without_audio_nothing_begins_and_the_log_is_named(stand_in, monkeypatch):
