@@ -19,6 +19,8 @@ History = Iterator[Tensor]
 Shape = tuple[int, int]
 
 CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
+# Below, MKL sums in another order: one row on all processors, two and three on some (AMD, with AVX-512).
+LEAST_ROWS = 4
 _LONGEST_SUM = 768  # terms
 
 
@@ -30,13 +32,19 @@ def extended(x: Tensor, history: History) -> Tensor:
     return whole
 
 
+def filled_up(x: Tensor) -> Tensor:
+    """Rows (R, n), and the first one again up to `LEAST_ROWS`, so that a BLAS makes the same of each of them."""
+    missing = LEAST_ROWS - len(x)
+    return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, -1)))
+
+
 @dataclass(frozen=True)
 class Linear:
     """x @ weight + bias, whose rows do not depend on how many there are.
 
     A BLAS cuts long sums by the number of rows and treats a single row in its own way, so a row's last bits depend
     on its company, and this decoder amplifies them. On CPU, sums are therefore cut here, short enough for MKL to
-    leave alone, and a single row is computed as two: a frame then rounds alike in every chunk it can come in.
+    leave alone, and few rows are filled up to `LEAST_ROWS`: a frame then rounds alike in every chunk it can come in.
     """
 
     weight: Tensor  # (in, out)
@@ -52,14 +60,13 @@ class Linear:
         """`parts` (L, n each, `in` in all) -> (L, out)."""
         if parts[0].device.type != "cpu" or parts[0].dtype == torch.bfloat16:
             return self._product(torch.cat(parts, 1) if len(parts) > 1 else parts[0], self.weight)
-        single = len(parts[0]) == 1
-        y, row = None, 0
+        rows, y, row = len(parts[0]), None, 0
         for x in (piece for part in parts for piece in part.split(_LONGEST_SUM, 1)):
-            x = x.expand(2, -1) if single else x
+            x = filled_up(x)
             weight = self.weight[row : row + x.shape[1]]
             row += x.shape[1]
             y = self._product(x, weight) if y is None else y.addmm_(x, weight)
-        return y[:1] if single else y
+        return y[:rows]
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight if self.bias is None else torch.addmm(self.bias, x, weight)

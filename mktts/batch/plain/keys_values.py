@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.batch.plain.lane_stack import LaneStack, Room
+from mktts.codec.layers import LEAST_ROWS, filled_up
 
 CHUNK_POSITIONS = 64  # that a stream's memory grows by
 
@@ -57,9 +58,9 @@ def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: 
     positions += [position for count in counts[speaking:] for position in range(count)]
     for stream, count in zip(streams, counts, strict=True):
         stream.reserve(count)
-    lone = len(x) == 1
-    if lone:  # a product of one row rounds in its own way: it is made of the row twice
-        x, positions = x.repeat(2, 1), positions * 2
+    # products of few rows round in their own way: they are made with the first row again
+    positions += positions[:1] * (LEAST_ROWS - len(x))
+    x = filled_up(x)
     rotary = stack.rotary(torch.tensor(positions, device=stack.device))
     places = [stream.places() for stream in streams[:speaking]]
     ends = list(accumulate(counts))
@@ -72,8 +73,7 @@ def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: 
             heads = room.heads[end - count : end]
             stream.memory[index][:, :, :count] = heads[:, :, -2:].permute(2, 1, 0, 3)
             attended.append(stack.attend_causally(heads[None])[0])
-        joined = torch.cat(attended)
-        x = stack.finish(layer, x, joined.expand(2, -1) if lone else joined, room)
+        x = stack.finish(layer, x, filled_up(torch.cat(attended)), room)
     for stream, count in zip(streams, counts, strict=True):
         stream.length += count
     return stack.final(x[torch.tensor(ends, device=stack.device) - 1])

@@ -1,7 +1,8 @@
 """One Qwen3 decoder stack over rows of many streams: few operators a layer, and rows that do not feel their company.
 
-Matrices are kept as (in, out): with at least two rows, a BLAS then makes a row's sums in one order however many rows
-come with it, while short enough (MKL: all of 256 to 1 000 terms, up to about 200 rows of longer ones).
+Matrices are kept as (in, out): with at least `codec.layers.LEAST_ROWS`, a BLAS then makes a row's sums in one order
+however many rows come with it, while short enough (MKL: all of 256 to 1 000 terms, up to about 200 rows of longer
+ones).
 In fp32 norm weights are multiplied into the matrices behind them, and the halves of a head lie interleaved, so that
 rotary embedding is one complex product. Other dtypes take the oracle's own operators, and its roundings.
 """

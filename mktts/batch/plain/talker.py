@@ -24,6 +24,7 @@ from mktts.batch.plain.keys_values import KeysValues, advance
 from mktts.batch.plain.lane_stack import LaneStack
 from mktts.batch.plain.noise import LaneNoise
 from mktts.batch.plain.predictor import LanePredictor
+from mktts.codec.layers import LEAST_ROWS, filled_up
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import check_start
 from mktts.model.qwen3 import Qwen3Stack
@@ -177,8 +178,10 @@ class TorchTalker:
     def _draw_codes(self, hidden: Tensor, lanes: Tensor, slots: Sequence[_Slot]) -> Tensor:
         """`hidden` (B, H) -> codes (B, 16) int64."""
         count = len(slots)
-        if count == 1:  # a product of one row rounds in its own way: a lone lane comes twice
-            slots, lanes, hidden = [*slots, *slots], lanes.repeat(2), hidden.repeat(2, 1)
+        missing = LEAST_ROWS - count
+        if missing > 0:  # products of few rows round in their own way: the first lane comes again
+            slots = [*slots, *[slots[0]] * missing]
+            lanes, hidden = torch.cat((lanes, lanes[:1].expand(missing))), filled_up(hidden)
         frames = [slot.frames for slot in slots]
         talker = LaneChoices.of(tuple(slot.sampling.talker for slot in slots), self.device)
         predictor = LaneChoices.of(tuple(slot.sampling.predictor for slot in slots), self.device)
