@@ -42,29 +42,35 @@ Teacher: the synthesizer flite 2.2 with its voices slt, rms and awb, resampled f
 voices (clustergen) that Carnegie Mellon University built from its own CMU ARCTIC recordings of two American speakers
 and one Scottish. No other audio was used, and no output of another text-to-speech model.
 
-Texts: English sentences of a grammar in this repository, and sentences and words of freely licensed Debian packages:
-WordNet 3.0, SCOWL and the King James text (NOTICE has their terms). The held-out sentences are a file of the
-repository, mktts/training/data/held_out.txt, apart from all training texts.
+Texts: English sentences of a grammar in this repository, and sentences of freely licensed packages, which make more
+than half: WordNet's examples and glosses, the King James text and the World English Bible, novels, speeches, manuals,
+dictionaries and conversations (NOTICE names each package and its terms). The voice learns the words that a text front
+end makes of them, in one case, with and without their marks; the checkpoint names that front end, so figures, prices,
+dates and ALL CAPS reach it as words, too. What it is judged by are files of the repository,
+mktts/training/data/held_out.txt and natural.txt, apart from all training texts.
 
 ## How it was made
 
 First codes are fitted to the teacher's speech: a frame's log-mel spectra, pitch and voicing become principal
-components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn,
-resumable and deterministic by seed: the codec's decoder to restore speech from its codes, judged by spectra and
-discriminators; talker and code predictor to say codes from text, with the released prompt layouts mixed and the end
-of speech learnt. To make it again, with flite's program named by $FLITE:
+components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn
+side by side, since codes need neither of them: the codec's decoder to restore speech from its codes, judged by spectra,
+by what repeats and by how two renderings of independent noise differ; talker and code predictor to say codes from text,
+with the released prompt layouts mixed and the end of speech learnt. The decoder began with that of the voice before.
+To make it again, with the libraries of flite:
 
 ```sh
-python -m mktts train texts --corpora PACKAGES --out texts.xz
-python -m mktts train teacher --texts texts.xz --hours H --out AUDIO
-python -m mktts train fit --data AUDIO --out codec.pt
-python -m mktts train encode --codec codec.pt --data AUDIO --out CODES
-python -m mktts train codec --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes M --resume
-python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes M --resume
-python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
-python -m mktts train ship --voice OUT/voice --evaluation evaluation.json --listen LISTEN \\
-  --curves CODEC/curves.json OUT/talker_curves.json
+python -m mktts train texts --corpora PACKAGES --fetch --count 420000 --out texts.xz
+python -m mktts train voice --texts texts.xz --out RUN --minutes M --first-hours 24 --codec-devices cuda:0 \\
+  --talker-devices cuda:1 --fit="--begin small --refit --wide"
+python -m mktts train bring --run RUN --to BROUGHT
+cat BROUGHT/voice.tar.* | tar x && tar xf BROUGHT/run.tar.xz
+python -m mktts train evaluate --checkpoint voice_codec0 --codec-state codec0.pt --output evaluation.json \\
+  --listen LISTEN
+python -m mktts train ship --voice voice_codec0 --evaluation evaluation.json --listen LISTEN --replaces \\
+  --curves run/codec0_curves.json run/talker_talker_curves.json
 ```
+
+Notebook 07 shows how to train one from recordings of your own.
 """
 
 _TAIL = """
@@ -142,8 +148,8 @@ def _measured(evaluation: Mapping[str, Any] | None) -> str:
     return f"""
 ## Quality
 
-Measured on {settings["sentences"]} held-out sentences against the teacher, with an independent recogniser
-(pocketsphinx), on {where["date_utc"][:10]}.
+Measured on {settings["sentences"]} held-out sentences of the grammar, and on everyday speech, against the teacher, with
+an independent recogniser (pocketsphinx), on {where["date_utc"][:10]}. "before" is the voice that this one replaced.
 {verdict}
 
 {markdown(quality(evaluation))}

@@ -150,8 +150,11 @@ def main(arguments: argparse.Namespace) -> int:
     curves = None
     if arguments.curves:
         curves = {stage: read_json(path) for stage, path in zip(("codec", "talker"), arguments.curves, strict=True)}
+    evidence = arguments.reference or reference()
+    if evaluation is not None:
+        evaluation = {**evaluation, **_previous(evidence / EVALUATION, arguments.replaces)}  # the card shows both
     _replace(arguments.voice, arguments.out, evaluation)
-    keep_evidence(arguments.reference or reference(), evaluation, curves, arguments.listen, arguments.replaces)
+    keep_evidence(evidence, evaluation, curves, arguments.listen, arguments.replaces)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0
