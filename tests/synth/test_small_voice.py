@@ -31,7 +31,7 @@ from mktts.training.talker import sizes
 from mktts.training.talker.checkpoint import prepare, write_checkpoint
 from mktts.training.talker.model import TalkerModel
 
-MAX_BYTES = 16 * 10**6
+MAX_BYTES = 32 * 10**6
 SENTENCES = (
     "Hello there.",
     "What time is it?",
