@@ -139,7 +139,8 @@ def test_a_reader_who_reads_nothing_holds_no_lane(synth, monkeypatch):
             line.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             until(lambda: server.watched.streams and server.watched.streams[0].rests, "its buffers to be full")
             assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
-            assert server.studio.streams_open == 1 and listeners(server) == 0
+            until(lambda: listeners(server) == 0, "the short one's end to be noticed")
+            assert server.studio.streams_open == 1
 
 
 def test_health_and_the_plain_page_say_how_many_are_carried(synth):
