@@ -70,9 +70,9 @@ def test_noise_books_and_measured_ones_fill_dimensions_of_their_own() -> None:
 
 
 def above(pcm: Tensor) -> Tensor:
-    """Nothing below 3.5 kHz."""
+    """Nothing below 4.5 kHz."""
     spectrum = torch.fft.rfft(pcm)
-    spectrum[:, : round(3_500 / SAMPLE_RATE_HZ * pcm.shape[1])] = 0
+    spectrum[:, : round(4_500 / SAMPLE_RATE_HZ * pcm.shape[1])] = 0
     return torch.fft.irfft(spectrum, pcm.shape[1])
 
 

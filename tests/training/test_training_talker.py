@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import run
-from safetensors.torch import save_file
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.codec_tensors import expected_codec_tensors
@@ -281,17 +280,30 @@ def test_by_the_clock_the_schedule_ends_with_the_slice(tmp_path):
     assert trainer.learning_rate() < 0.1 * recipe.learning_rate
 
 
-def test_training_can_begin_from_given_weights(tmp_path):
-    data = open_data(synthetic_clips(), tmp_path / "out", sizes.TINY, "cpu")
-    given = TalkerModel(data.config, seed=7).state_dict()
-    save_file(given, tmp_path / "model.safetensors")
+def test_training_can_begin_with_another_voice_whose_codes_mean_something_else(tmp_path, prepared):
+    config = ModelConfig.load(prepared)
+    given = TalkerModel(config, seed=7).state_dict()
+    codec = write_random_codec(tmp_path / "codec")
+    folder = write_checkpoint(tmp_path / "other", prepared, given, codec, dtype=torch.float32)
+    texts = [text.upper() for text in TEXTS]  # of which another tokenizer would be made
+    data = open_data(synthetic_clips(texts), tmp_path / "out", sizes.TINY, "cpu", folder)
+    assert (tmp_path / "out" / "prepared" / "merges.txt").read_text() == (prepared / "merges.txt").read_text()
     trainer = TalkerTrainer(data, TalkerRecipe())
-    trainer.begin_from(tmp_path / "model.safetensors")
-    for weights in (trainer.model.state_dict(), trainer.average):
-        assert all(torch.equal(weights[name], given[name]) for name in given)
-    save_file({"talker.codec_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    random = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    trainer.begin_from(open_checkpoint(folder))
+    size, kept = config.predictor.vocab_size, 0
+    for name, ours in trainer.model.state_dict().items():
+        of_codes = "lm_head" in name or "codec_" in name
+        codes, others = (ours[:size], ours[size:]) if of_codes else (ours[:0], ours)
+        assert torch.equal(codes, random[name][: len(codes)])
+        assert torch.equal(others, given[name][len(codes) :])  # control ids and the end of speech among them
+        assert torch.equal(trainer.average[name], ours)
+        kept += not of_codes and not torch.equal(ours, random[name])
+    assert kept > 10
+    tiny = dataclasses.replace(sizes.TINY, text_hidden=16)
+    small = TalkerTrainer(open_data(synthetic_clips(), tmp_path / "small", tiny, "cpu", folder), TalkerRecipe())
     with pytest.raises(CheckpointError, match="weights of this model"):
-        trainer.begin_from(tmp_path / "model.safetensors")
+        small.begin_from(open_checkpoint(folder))
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path, capsys):

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from mktts.spec import SAMPLE_RATE_HZ
 
 _CPU = torch.device("cpu")
-_FLOOR = 1e-4  # of magnitudes before the logarithm: -80 dBFS; what is quieter nobody hears, and 16 bits hardly hold
+# Of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS. White noise has 2.2 / sqrt(window) of its
+# RMS there, so 16 bits hold still less, and quiet consonants lie at 1e-4.
+_FLOOR = 1e-5
 _MEL_WINDOWS = ((256, 32), (512, 64), (1024, 80), (2048, 80))  # samples, bands
-_NOISE_HZ = (2_000.0, 3_500.0)
+_NOISE_HZ = (3_000.0, 4_500.0)
 _STFT_WINDOWS = (384, 768, 1536)
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
 _PERIODS = (2, 3, 5, 7, 11)
@@ -36,7 +38,7 @@ def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> T
 def spectral_losses(renderings: Sequence[Tensor], target: Tensor) -> dict[str, Tensor]:
     """`mel`, `stft` (convergence plus log magnitude; Yamamoto et al. 2020), `wave`: scalars, of PCM (B, n) each.
 
-    Two renderings of the same codes, of independent noise: of what lies above 2 to 3.5 kHz, the mean distance to the
+    Two renderings of the same codes, of independent noise: of what lies above 3 to 4.5 kHz, the mean distance to the
     target less half the distance between the two, the energy distance (Gritsenko et al. 2020). Of one rendering it asks
     for the middle of all sounds that the codes may stand for, of which noise is not one; of two it is least where they
     vary as the targets do. Below, speech is hardly noise, and what the codes leave open would become a quaver, which
@@ -81,7 +83,7 @@ def _apart(a: list[Tensor], b: list[Tensor], sizes: Sequence[tuple[int, int | No
 @cache
 @torch.inference_mode(False)
 def _noise_share(window: int, bands: int | None, device: torch.device) -> Tensor:
-    """Of a bin, or a mel band, (bins or bands, 1): -1 below 2 kHz, where it is not to vary, 1 from 3.5 kHz on."""
+    """Of a bin, or a mel band, (bins or bands, 1): -1 below 3 kHz, where it is not to vary, 1 from 4.5 kHz on."""
     hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, window // 2 + 1)
     share = 2 * ((hz - _NOISE_HZ[0]) / (_NOISE_HZ[1] - _NOISE_HZ[0])).clamp(0, 1)[:, None] - 1
     return (share if bands is None else mel_filters(window, bands) @ share).to(device)

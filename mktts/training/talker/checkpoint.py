@@ -16,16 +16,23 @@ from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
 from mktts.training.talker.sizes import SPEAKERS, TalkerSizes, config_files
-from mktts.training.talker.tokenizer import train_tokenizer
+from mktts.training.talker.tokenizer import taken_tokenizer, train_tokenizer
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def prepare(
-    folder: Path, sentences: Iterable[str], sizes: TalkerSizes, speakers: Sequence[str] = SPEAKERS
+    folder: Path,
+    sentences: Iterable[str],
+    sizes: TalkerSizes,
+    speakers: Sequence[str] = SPEAKERS,
+    begun: Path | None = None,
 ) -> ModelConfig:
-    """Everything of a checkpoint that is known before training: tokenizer (trained on `sentences`) and JSON files."""
-    ids = train_tokenizer(folder, sentences, sizes.merges)
+    """Everything of a checkpoint that is known before training: tokenizer (trained on `sentences`) and JSON files.
+
+    begun: a voice's folder, whose tokenizer is taken instead.
+    """
+    ids = train_tokenizer(folder, sentences, sizes.merges) if begun is None else taken_tokenizer(folder, begun)
     for name, content in config_files(sizes, ids, speakers).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_json(folder / name, content, sort_keys=False)

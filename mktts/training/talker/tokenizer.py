@@ -6,6 +6,7 @@ The special tokens follow vocab.json directly, in the released order; only the v
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -52,6 +53,14 @@ def train_tokenizer(folder: Path, sentences: Iterable[str], merges: int) -> dict
     added = config["added_tokens_decoder"]
     config["added_tokens_decoder"] = {str(int(i) - SPECIAL_START + len(vocabulary)): t for i, t in added.items()}
     write_json(folder / "tokenizer_config.json", config, sort_keys=False)
+    return text_ids(folder)
+
+
+def taken_tokenizer(folder: Path, other: Path) -> dict[str, int]:
+    """The tokenizer of the voice in `other` for `folder`, too; the ids that `config_files` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        shutil.copyfile(other / name, folder / name)
     return text_ids(folder)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from mktts.checkpoint import open_checkpoint
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.model.backend import device_named
@@ -40,14 +41,19 @@ STATE, CURVES, PREPARED, VOICE_FOLDER = "talker.pt", "talker_curves.json", "prep
 SIZES = {"voice": VOICE, "small": SMALL, "tiny": TINY}
 
 
-def open_data(clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device | str) -> Sequences:
-    """Sequences with the tokenizer and configuration of `out`, which are made where they are not there yet."""
+def open_data(
+    clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device | str, begun: Path | None = None
+) -> Sequences:
+    """Sequences with the tokenizer and configuration of `out`, which are made where they are not there yet.
+
+    begun: a voice's folder, whose tokenizer is taken instead of one that the texts make.
+    """
     folder = out / PREPARED
     if (folder / "config.json").is_file():
         config = ModelConfig.load(folder)
     else:
         texts = dict.fromkeys(text for text in clips.texts if not held_out(text))
-        config = prepare(folder, texts, sizes, list(dict.fromkeys(clips.speakers)))
+        config = prepare(folder, texts, sizes, list(dict.fromkeys(clips.speakers)), begun)
     if strange := set(clips.speakers) - set(config.speakers):
         known = ", ".join(config.speakers)
         raise CheckpointError(f"expected the speakers {known}, found {', '.join(sorted(strange))}: use another --out")
@@ -118,7 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, required=True, help="stop after this time")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
     parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
-    parser.add_argument("--weights", type=Path, help="model.safetensors to begin from, instead of random weights")
+    parser.add_argument(
+        "--begin", metavar="VOICE", help="a folder, or small: its tokenizer, and weights but the codes'"
+    )
     parser.add_argument("--follow", action="store_true", help="shards that arrive later join at the next epoch")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
@@ -145,7 +153,8 @@ def main(arguments: argparse.Namespace) -> int:
     if len(devices) == 1:
         _train(Team(), devices[0], arguments)
     else:
-        open_data(Following(arguments.codes)(), arguments.out, SIZES[arguments.size], "cpu")  # files, and their errors
+        begun = open_checkpoint(arguments.begin).folder if arguments.begin else None
+        open_data(Following(arguments.codes)(), arguments.out, SIZES[arguments.size], "cpu", begun)  # files, and errors
         run_team(_train, devices, arguments.out, arguments)
     if arguments.codec:
         write_voice(arguments.out, arguments.codec)
@@ -175,11 +184,13 @@ def _train(team: Team, device: str, arguments: argparse.Namespace) -> None:
     """One process's part of a slice."""
     out, following = arguments.out, Following(arguments.codes)
     recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
-    data = open_data(following(), out, SIZES[arguments.size], device_named(device))
+    begun = open_checkpoint(arguments.begin) if arguments.begin else None
+    folder = begun.folder if begun else None
+    data = open_data(following(), out, SIZES[arguments.size], device_named(device), folder)
     more = following if arguments.follow else None
     trainer = TalkerTrainer(data, recipe, graphs=arguments.graphs, more=more, team=team)
-    if arguments.weights:
-        trainer.begin_from(arguments.weights)
+    if begun:
+        trainer.begin_from(begun)
     if arguments.resume and (out / STATE).is_file():
         trainer.load(out / STATE)
     train(trainer, out, arguments.minutes, arguments.every, arguments.by_clock, save_every_s=arguments.save_every_s)

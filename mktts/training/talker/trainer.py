@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
+from mktts.checkpoint import Checkpoint
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS
@@ -188,13 +188,22 @@ class TalkerTrainer:
         other = torch.randint_like(codes, size)
         return torch.where(replaced & (codes >= 0), other, codes)
 
-    def begin_from(self, path: Path) -> None:
-        """Weights of a model.safetensors, instead of random ones. Raises CheckpointError for another model's."""
-        weights = load_file(path)
+    @torch.no_grad()
+    def begin_from(self, voice: Checkpoint) -> None:
+        """Weights of another voice, whose tokenizer the data have, instead of random ones.
+
+        What stands for codes (their embeddings and heads) stays random: this voice's codec means something else by
+        them. Raises CheckpointError for weights of other sizes.
+        """
+        weights, size = voice.files.map(), self.data.config.predictor.vocab_size
+        codes = [name for name in weights if any(part in name for part in ("codec_embedding", "codec_head", "lm_head"))]
+        ours = {name: p[:size].clone() for name, p in self.model.named_parameters() if name in codes}
         try:
             self.model.load_state_dict(weights)
         except RuntimeError as error:
-            raise CheckpointError(f"{path}: expected the weights of this model: {error}") from None
+            raise CheckpointError(f"{voice.folder}: expected the weights of this model: {error}") from None
+        for name, rows in ours.items():  # what comes behind the codes are control ids
+            self.model.get_parameter(name)[:size] = rows
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def _sort(self, first: int) -> None:
