@@ -70,17 +70,22 @@ def test_noise_books_and_measured_ones_fill_dimensions_of_their_own() -> None:
 
 
 def above(pcm: Tensor) -> Tensor:
-    """Nothing below 4.5 kHz."""
-    spectrum = torch.fft.rfft(pcm)
-    spectrum[:, : round(4_500 / SAMPLE_RATE_HZ * pcm.shape[1])] = 0
-    return torch.fft.irfft(spectrum, pcm.shape[1])
+    """Below 4.5 kHz always the same."""
+    return _joined(noise(99, *_shape(pcm)), pcm, 4_500)
 
 
 def below(pcm: Tensor) -> Tensor:
-    """Nothing above 1.8 kHz."""
-    spectrum = torch.fft.rfft(pcm)
-    spectrum[:, round(1_800 / SAMPLE_RATE_HZ * pcm.shape[1]) :] = 0
-    return torch.fft.irfft(spectrum, pcm.shape[1])
+    """Above 1.8 kHz always the same."""
+    return _joined(pcm, noise(99, *_shape(pcm)), 1_800)
+
+
+def _shape(pcm: Tensor) -> tuple[int, int]:
+    return len(pcm), pcm.shape[1] // SAMPLES_PER_FRAME
+
+
+def _joined(low: Tensor, high: Tensor, hz: int) -> Tensor:
+    cut = round(hz / SAMPLE_RATE_HZ * low.shape[1])
+    return torch.fft.irfft(torch.cat((torch.fft.rfft(low)[:, :cut], torch.fft.rfft(high)[:, cut:]), 1), low.shape[1])
 
 
 def test_two_renderings_that_vary_as_the_target_does_are_better_than_one_repeated() -> None:
