@@ -1,31 +1,25 @@
-"""Noise books, what they are trained by, and beginning with a codec that was trained before."""
+"""Noise books, and what they are trained by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from commands import run
 from torch import Tensor
 
-from mktts.errors import CheckpointError
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.training.codec import fit as codec_fit
-from mktts.training.codec import train as codec_train
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.analysis import features
 from mktts.training.codec.defects import onset, repetition
 from mktts.training.codec.fit import fit
 from mktts.training.codec.losses import spectral_losses
 from mktts.training.codec.model import Codec, hub_tensors, noise_books
 from mktts.training.codec.quantizer import scattered
-from mktts.training.codec.sizes import TINY, VOICE, CodecSizes, decoder_config
-from mktts.training.codec.trainer import CodecRecipe, CodecTrainer, load_codec
-from mktts.training.codec.warm import adopted, grown, recovered, sizes_of
+from mktts.training.codec.sizes import TINY, CodecSizes
+from mktts.training.codec.trainer import CodecRecipe, CodecTrainer
 from mktts.training.data.codec_data import Crops, vowels, write_shard
 from mktts.training.data.encode import encode_shard
 from mktts.training.judge.edges import edge_steps
@@ -187,82 +181,6 @@ def test_the_first_crops_begin_where_clips_do_and_hours_end_the_reading(tmp_path
     assert little.hours == pytest.approx((25 + 47) * 0.08 / 3600)
 
 
-def checkpoint_of(codec: Codec) -> SimpleNamespace:
-    files = SimpleNamespace(map=lambda: hub_tensors(codec, torch.float32))
-    return SimpleNamespace(codec_files=files, codec_config=decoder_config(codec.sizes), folder=Path("voice"))
-
-
-def test_a_shipped_codecs_analysis_is_recovered_from_what_it_says() -> None:
-    pcm = torch.cat([spoken(300, 1), spoken(300, 2) + 0.1 * noise(8, frames=300)], 1)
-    codec = fitted(SILENT, pcm)
-    with torch.no_grad():
-        for parameter in codec.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    rows = features(pcm)[0]  # as if the decoder were perfect
-    found = recovered(checkpoint_of(codec), SILENT, rows, codec.quantizer.encode(codec.analysis.components(rows)))
-    assert sizes_of(decoder_config(SILENT)) == replace(SILENT, filters=found.sizes.filters)
-    held_out = spoken(100, 3)
-    codes, ours = codec.encode(held_out), found.encode(held_out)
-    assert (codes[..., :2] == ours[..., :2]).float().mean() > 0.9
-    assert torch.equal(found.decode(codes), codec.decode(codes))
-    with pytest.raises(CheckpointError, match="other tensors"):
-        recovered(checkpoint_of(codec), TINY, rows, codes)
-
-
-def test_a_grown_codec_encodes_as_before_and_takes_every_weight() -> None:
-    old = fitted(SILENT, spoken(100))
-    assert torch.equal(grown(old, SILENT).decode(old.encode(spoken(9))), old.decode(old.encode(spoken(9))))
-    wide = replace(TINY, latent=24, hidden=32, heads=4, layers=2)
-    new = grown(old, wide)
-    codes = new.encode(spoken(9, 4))
-    assert codes.shape[-1] == NUM_CODEBOOKS and torch.equal(codes[..., :14], old.encode(spoken(9, 4))[..., :14])
-    ours = dict(new.named_parameters())
-    for name, part in old.named_parameters():
-        assert torch.equal(ours[name][tuple(slice(n) for n in part.shape)], part)
-    other = codes.clone()
-    other[..., -1] = (other[..., -1] + 1) % 32
-    assert (new.decode(codes) - new.decode(other)).abs().max() > 1e-4  # noise is heard at once
-    with pytest.raises(CheckpointError, match="room"):
-        grown(new, TINY)
-    with pytest.raises(CheckpointError, match="components"):
-        grown(old, VOICE)
-
-
-def test_an_adopted_decoder_hears_the_new_codes_nearly_as_it_heard_its_own() -> None:
-    pcm, held_out = spoken(300, 1), spoken(60, 3)
-    old, new = fitted(SILENT, pcm), fitted(TINY, pcm[:, : 200 * SAMPLES_PER_FRAME])
-    found = adopted(old, new, features(pcm)[0])
-    assert found.sizes == TINY and torch.equal(found.encode(held_out), new.encode(held_out))
-    with torch.no_grad():
-        goal = old.quantizer(old.encode(held_out))
-        heard, unlike = (codec.quantizer(codec.encode(held_out))[:, : goal.shape[1]] for codec in (found, new))
-    assert (heard - goal).square().mean() < 0.5 * goal.square().mean() < (unlike - goal).square().mean()
-
-
 def test_silence_of_a_second_is_long_enough_for_all_lags() -> None:
     short = torch.zeros(1, SAMPLE_RATE_HZ // 5)
     assert float(repetition(short, short)[0]) == 0
-
-
-def test_commands_begin_with_a_file_and_widen_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = replace(TINY, latent=24)
-    monkeypatch.setattr(codec_fit, "VOICE", TINY)
-    monkeypatch.setattr(codec_train, "WIDE", wide)
-    audio, file, begun = tmp_path / "audio", tmp_path / "old.pt", tmp_path / "new.pt"
-    write_shard(audio / "a.npz", [vowels(2.0), vowels(2.0, 1)], ["slt"] * 2, ["one"] * 2)
-    codec_fit.save(fitted(SILENT, spoken(60)), file)
-    run("train fit", "--data", audio, "--out", begun, "--begin", file, "--device", "cpu")
-    run("train encode", "--data", audio, "--codec", begun, "--out", tmp_path / "codes", "--device", "cpu")
-    assert torch.equal(load_codec(begun).encode(spoken(9))[..., :14], load_codec(file).encode(spoken(9))[..., :14])
-    command = ["--data", audio, "--codes", tmp_path / "codes", "--codec", begun, "--out", tmp_path / "out", "--wide"]
-    command += ["--batch", "2", "--crop-frames", "6", "--steps", "3", "--device", "cpu", "--hours", "1"]
-    run("train codec", *command, "--stop-at", "1")
-    run("train codec", *command, "--resume")
-    trained = load_codec(tmp_path / "out" / "state.pt")
-    assert trained.sizes == wide
-    run("train fit", "--data", audio, "--out", begun, "--begin", file, "--refit", "--device", "cpu")
-    assert not torch.equal(load_codec(begun).analysis.basis, load_codec(file).analysis.basis)
-    snakes = [dict(load_codec(path).decoder.named_parameters())["decoder.5.alpha"] for path in (begun, file)]
-    assert torch.equal(*snakes)
-    with pytest.raises(CheckpointError, match="expected"):
-        run("train fit", "--data", audio, "--out", begun, "--begin", tmp_path / "absent.pt", "--device", "cpu")

@@ -72,7 +72,7 @@ def taken(name: str, data: Path, seconds: float) -> Codec:
     if name.endswith(".pt"):
         return load_codec(Path(name))
     checkpoint = open_checkpoint(name)
-    old = sizes_of(checkpoint.codec_config)
+    old = sizes_of(checkpoint)
     shards = (read_shard(path) for path in shard_paths(data))
     ours = list(checkpoint.config.speakers)
     said = ((str(text), str(who)) for s in shards for text, who in zip(s.texts, s.speakers, strict=True))
@@ -84,8 +84,8 @@ EXAMPLES = """examples:
   python -m mktts train fit --data AUDIO --out codec.pt
   python -m mktts train fit --data AUDIO --out codec.pt --begin small
 
-With --begin nothing is fitted: analysis, books and decoder are those of a voice that was trained before. With --refit
-too, its decoder begins with an analysis and books that are fitted to AUDIO.
+With --begin nothing is fitted: analysis, books and decoder are those of a voice that was trained before, and a wide
+one stays wide. With --refit too, its decoder begins with an analysis and books that are fitted to AUDIO.
 AUDIO is what `train teacher` wrote. The last line of standard output is JSON: the frames that were fitted to, the
 share of variance that the principal components keep, and the share that is left after each codebook."""
 
@@ -104,8 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Fits or takes the codec and writes it. Raises AudioError for the shards, CheckpointError as `taken`."""
-    sizes = WIDE if arguments.wide else VOICE
     old = taken(arguments.begin, arguments.data, arguments.seconds) if arguments.begin else None
+    wide = arguments.wide or (old is not None and old.sizes.latent > VOICE.latent)  # no decoder is made narrower
+    sizes = WIDE if wide else VOICE
     if old and not arguments.refit:
         save(grown(old, sizes, arguments.seed), arguments.out)
         print(json.dumps({"begun_with": arguments.begin}))

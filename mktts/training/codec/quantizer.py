@@ -54,7 +54,7 @@ class SplitQuantizer(nn.Module):
     def encode(self, rows: Tensor) -> Tensor:
         """Components (..., width) -> codes (..., all books); those of the noise books by `scattered`."""
         left, codes = rows.flatten(0, -2), []
-        for book in self._measured() / self.gain:
+        for book in self.measured() / self.gain:
             codes.append(_nearest(left, book))
             left = left - book[codes[-1]]
         measured = torch.stack(codes, -1)
@@ -98,8 +98,8 @@ class SplitQuantizer(nn.Module):
             books[count:, :, self.components :] = drawn.to(books) / self.noise_books**0.5
         self.first.books, self.rest.books = books[:1].clone(), books[1:].clone()
 
-    def _measured(self) -> Tensor:
-        """(books that are measured, size, components)."""
+    def measured(self) -> Tensor:
+        """Entries of the books that carry no noise, without the dimensions for it: (books, size, components)."""
         books = torch.cat((self.first.books, self.rest.books))
         return books[: len(books) - self.noise_books, :, : self.components]
 
