@@ -13,6 +13,7 @@ RUN_ARGS ?=
 BENCH_ARGS ?=
 LOAD_ARGS ?= --engine batch --listeners 8,16,20 --seconds 90
 PYTEST_ARGS ?=
+GPU_TESTS ?= outputs/gpu_tests.json
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,7 +25,7 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow sanitize lab lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow test-gpu sanitize lab lint format docs bench load clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
@@ -56,6 +57,9 @@ test: $(STAMP) ## the tests, on every core; GPU tests skip themselves where ther
 
 test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a GPU, and what came of them as GPU_TESTS=file
+	$(BIN)/python tests/gpu_record.py $(GPU_TESTS) $(PYTEST_ARGS)
 
 sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
 	$(PYTEST) -k sanitizer tests/kernel/test_megakernel_endurance.py tests/batch/test_sanitized.py $(PYTEST_ARGS)
