@@ -55,13 +55,14 @@ First codes are fitted to the teacher's speech: a frame's log-mel spectra, pitch
 components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn
 side by side, since codes need neither of them: the codec's decoder to restore speech from its codes, judged by spectra,
 by what repeats and by how two renderings of independent noise differ; talker and code predictor to say codes from text,
-with the released prompt layouts mixed and the end of speech learnt. The decoder began with that of the voice before
-(`--fit="--begin FOLDER --refit --wide"`). To make it again, with the libraries of flite:
+with the released prompt layouts mixed and the end of speech learnt. Both began with the voice before, with codes that
+mean something else: the decoder's first projections were fitted to them, the talker's embeddings and heads of codes
+were learnt anew. To go on from this voice in the same way, with the libraries of flite:
 
 ```sh
-python -m mktts train texts --corpora PACKAGES --fetch --count 420000 --out texts.xz
+python -m mktts train texts --corpora PACKAGES --fetch --count 420000 --seed 1 --out texts.xz
 python -m mktts train voice --texts texts.xz --out RUN --minutes M --first-hours 24 --codec-devices cuda:0 \\
-  --talker-devices cuda:1 --fit="--wide"
+  --talker-devices cuda:1
 python -m mktts train bring --run RUN --to BROUGHT
 cat BROUGHT/voice.tar.* | tar x && tar xf BROUGHT/run.tar.xz
 python -m mktts train evaluate --checkpoint voice_codec0 --codec-state codec0.pt --output evaluation.json \\

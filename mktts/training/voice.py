@@ -3,8 +3,8 @@
 While the teacher speaks on all cores, the codec is fitted to its first hours; as soon as `--first-hours` are there,
 they are encoded and decoder and talker begin to learn on their devices; what comes later is encoded meanwhile, and the
 talker takes it along at its next epoch. Decoder and talker need nothing of each other, since codes come from the fitted
-analysis. A part that fails is tried again (the talker without CUDA graphs, then on one device; the codec's fit from
-nothing where it began with another codec), the others go on. The talker is told how many books of the codec are noise.
+analysis. A part that fails is tried again (the talker without CUDA graphs, then on one device; what began with another
+voice, from nothing), the others go on. The talker is told how many books of the codec are noise.
 
 RUN/status.json says what stands, RUN/logs holds what every part printed, and `python -m mktts train bring` packs it.
 """
@@ -26,7 +26,8 @@ from mktts.training.codec.trainer import load_codec
 from mktts.training.parts import Part, command
 
 STATUS = "status.json"
-FIT, CODEC, TALKER = "--begin small", "--graphs --rate 5e-4 --hours 40", "--graphs"  # further words for commands
+# Further words for commands. All begin with the voice in the box, which knows more than minutes can teach.
+FIT, CODEC, TALKER = "--begin small --refit", "--graphs --rate 5e-4 --hours 40", "--graphs --begin small"
 CLIP_S = 3.2  # of a clip of `train texts`, about
 CLIPS_PER_SHARD = 200
 _ALL = 1_000_000  # hours: as many as there are texts for
@@ -147,8 +148,9 @@ class Run:
         words = ("talker", "--codes", plan.codes, "--out", plan.talker_out, "--follow", "--by-clock", "--resume")
         words += ("--noise-books", load_codec(plan.fitted).sizes.noise_books, *shlex.split(plan.talker))
         plain = tuple(word for word in words if word != "--graphs")
+        fresh = tuple(_without(list(plain), "--begin"))
         several, one = ",".join(plan.talker_devices), plan.talker_devices[0]
-        ways = ((words, several), (plain, several), (words, one), (plain, one))
+        ways = ((words, several), (plain, several), (words, one), (plain, one), (fresh, one))
         yield self.start(
             "talker",
             *(lambda w=w, d=d: command(*w, "--device", d, "--minutes", f"{self.minutes_left():.2f}") for w, d in ways),
@@ -207,7 +209,7 @@ def _shards(folder: Path) -> list[Path]:
 
 EXAMPLES = """examples:
   python -m mktts train voice --texts texts.xz --out RUN --minutes 25 --codec-devices cuda:0 --talker-devices cuda:1
-  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240 --fit="--frames 300000" --talker="--graphs"
+  python -m mktts train voice --recordings FOLDER --out RUN --minutes 240
 
 RUN/talker and RUN/codec0 hold what `train talker` and `train codec` leave; further words for a command stand in one
 quoted argument behind an equals sign, for each codec device in its own --codec. The last line of standard output is

@@ -52,7 +52,7 @@ elif name == "encode":
 elif name == "codec":
     time.sleep(1)
 elif name == "talker":
-    if "--graphs" in words or "," in value("--device"):
+    if "--graphs" in words or "," in value("--device") or "--begin" in words:
         sys.exit("no graphs here")
     time.sleep(3)
 """
@@ -72,7 +72,9 @@ def order(folder) -> list[list[str]]:
     return [line.split() for line in (folder / "order").read_text().splitlines()]
 
 
-def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_it_gives_up(stand_in, capsys):
+def test_parts_come_in_order_and_the_talker_gives_up_graphs_devices_and_its_beginning_before_it_gives_up(
+    stand_in, capsys
+):
     words = ["--texts", stand_in / "texts.xz", "--out", stand_in / "run", "--minutes", 1, "--first-hours", 0.3]
     words += [
         "--codec-devices",
@@ -85,7 +87,8 @@ def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_i
     assert run("train voice", *words) == 0
     lines = order(stand_in)
     assert [line[0] for line in lines[:3]] == ["teacher", "fit", "fit"]
-    assert lines[1][-2:] == ["--begin", "small"] and lines[2] == lines[1][:-2], "from nothing where it cannot begin"
+    assert lines[1][-3:] == ["--begin", "small", "--refit"], "the voice in the box is where to begin"
+    assert lines[2] == [*lines[1][:-3], "--refit"], "from nothing where it cannot begin"
     assert [line[0] for line in lines[3:7]] == ["encode"] * 4
     assert sorted(line[line.index("--part") + 1] for line in lines[3:7]) == ["1/4", "2/4", "3/4", "4/4"]
     codecs = sorted((line for line in lines if line[0] == "codec"), key=lambda line: line[line.index("--device") + 1])
@@ -94,8 +97,10 @@ def test_parts_come_in_order_and_the_talker_gives_up_graphs_and_devices_before_i
         ("cuda:1", False, True),
     ]
     talkers = [line for line in lines if line[0] == "talker"]
-    tried = [("--graphs" in t, t[t.index("--device") + 1]) for t in talkers]
-    assert tried == [(True, "cuda:2,cuda:3"), (False, "cuda:2,cuda:3"), (True, "cuda:2"), (False, "cuda:2")]
+    tried = [("--graphs" in t, "--begin" in t, t[t.index("--device") + 1]) for t in talkers]
+    several, one = "cuda:2,cuda:3", "cuda:2"
+    assert tried[:3] == [(True, True, several), (False, True, several), (True, True, one)]
+    assert tried[3:] == [(False, True, one), (False, False, one)]
     assert {t[t.index("--noise-books") + 1] for t in talkers} == {str(codec_sizes.TINY.noise_books)}
     assert all("--resume" in t and 0 < float(t[t.index("--minutes") + 1]) < 0.5 for t in talkers)
     assert len(list((stand_in / "run" / "codes").glob("*.npz"))) == 6, "what came later was encoded meanwhile"
