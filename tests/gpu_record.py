@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mktts.common import write_json
-from mktts.measure.environment import environment
+from mktts.measure.environment import head
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,9 +48,7 @@ def main(words: Sequence[str]) -> int:
         found = counts(junit)
     if not found["files"]:
         return status or 1
-    where = environment()
-    head = {"date": where["date_utc"], "device": where["gpu"], "driver": where["gpu_driver"], "torch": where["torch"]}
-    write_json(Path(words[0]), {**head, "revision": where["git_revision"], "environment": where, **found})
+    write_json(Path(words[0]), {**head("cuda"), **found})
     print(json.dumps({name: found[name] for name in ("passed", "failed", "skipped")}))
     return status
 

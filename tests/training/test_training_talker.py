@@ -285,12 +285,13 @@ def test_training_can_begin_with_another_voice_whose_codes_mean_something_else(t
     given = TalkerModel(config, seed=7).state_dict()
     codec = write_random_codec(tmp_path / "codec")
     folder = write_checkpoint(tmp_path / "other", prepared, given, codec, dtype=torch.float32)
+    voice = open_checkpoint(folder)
     texts = [text.upper() for text in TEXTS]  # of which another tokenizer would be made
-    data = open_data(synthetic_clips(texts), tmp_path / "out", sizes.TINY, "cpu", folder)
+    data = open_data(synthetic_clips(texts), tmp_path / "out", sizes.TINY, "cpu", voice)
     assert (tmp_path / "out" / "prepared" / "merges.txt").read_text() == (prepared / "merges.txt").read_text()
     trainer = TalkerTrainer(data, TalkerRecipe())
     random = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    trainer.begin_from(open_checkpoint(folder))
+    trainer.begin_from(voice)
     size, kept = config.predictor.vocab_size, 0
     for name, ours in trainer.model.state_dict().items():
         of_codes = "lm_head" in name or "codec_" in name
@@ -301,9 +302,9 @@ def test_training_can_begin_with_another_voice_whose_codes_mean_something_else(t
         kept += not of_codes and not torch.equal(ours, random[name])
     assert kept > 10
     tiny = dataclasses.replace(sizes.TINY, text_hidden=16)
-    small = TalkerTrainer(open_data(synthetic_clips(), tmp_path / "small", tiny, "cpu", folder), TalkerRecipe())
+    small = TalkerTrainer(open_data(synthetic_clips(), tmp_path / "small", tiny, "cpu", voice), TalkerRecipe())
     with pytest.raises(CheckpointError, match="weights of this model"):
-        small.begin_from(open_checkpoint(folder))
+        small.begin_from(voice)
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_the_checkpoint(tmp_path, capsys):

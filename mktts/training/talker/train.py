@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.model.backend import device_named
@@ -42,18 +42,19 @@ SIZES = {"voice": VOICE, "small": SMALL, "tiny": TINY}
 
 
 def open_data(
-    clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device | str, begun: Path | None = None
+    clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device | str, begun: Checkpoint | None = None
 ) -> Sequences:
     """Sequences with the tokenizer and configuration of `out`, which are made where they are not there yet.
 
-    begun: a voice's folder, whose tokenizer is taken instead of one that the texts make.
+    begun: a voice whose tokenizer is taken instead of one that the texts make.
     """
     folder = out / PREPARED
     if (folder / "config.json").is_file():
         config = ModelConfig.load(folder)
     else:
         texts = dict.fromkeys(text for text in clips.texts if not held_out(text))
-        config = prepare(folder, texts, sizes, list(dict.fromkeys(clips.speakers)), begun)
+        speakers = list(dict.fromkeys(clips.speakers))
+        config = prepare(folder, texts, sizes, speakers, begun.folder if begun else None)
     if strange := set(clips.speakers) - set(config.speakers):
         known = ", ".join(config.speakers)
         raise CheckpointError(f"expected the speakers {known}, found {', '.join(sorted(strange))}: use another --out")
@@ -153,8 +154,8 @@ def main(arguments: argparse.Namespace) -> int:
     if len(devices) == 1:
         _train(Team(), devices[0], arguments)
     else:
-        begun = open_checkpoint(arguments.begin).folder if arguments.begin else None
-        open_data(Following(arguments.codes)(), arguments.out, SIZES[arguments.size], "cpu", begun)  # files, and errors
+        first = Following(arguments.codes)()
+        open_data(first, arguments.out, SIZES[arguments.size], "cpu", _begun(arguments))  # files, and their errors
         run_team(_train, devices, arguments.out, arguments)
     if arguments.codec:
         write_voice(arguments.out, arguments.codec)
@@ -180,13 +181,17 @@ def write_voice(out: Path, codec: Path, to: Path | None = None) -> Path:
     return write_checkpoint(folder, out / PREPARED, average, codec)
 
 
+def _begun(arguments: argparse.Namespace) -> Checkpoint | None:
+    """The voice to begin with, if one is named."""
+    return open_checkpoint(arguments.begin) if arguments.begin else None
+
+
 def _train(team: Team, device: str, arguments: argparse.Namespace) -> None:
     """One process's part of a slice."""
     out, following = arguments.out, Following(arguments.codes)
     recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
-    begun = open_checkpoint(arguments.begin) if arguments.begin else None
-    folder = begun.folder if begun else None
-    data = open_data(following(), out, SIZES[arguments.size], device_named(device), folder)
+    begun = _begun(arguments)
+    data = open_data(following(), out, SIZES[arguments.size], device_named(device), begun)
     more = following if arguments.follow else None
     trainer = TalkerTrainer(data, recipe, graphs=arguments.graphs, more=more, team=team)
     if begun:
