@@ -57,12 +57,12 @@ side by side, since codes need neither of them: the codec's decoder to restore s
 by what repeats and by how two renderings of independent noise differ; talker and code predictor to say codes from text,
 with the released prompt layouts mixed and the end of speech learnt. Both began with the voice before, with codes that
 mean something else: the decoder's first projections were fitted to them, the talker's embeddings and heads of codes
-were learnt anew. To go on from this voice in the same way, with the libraries of flite:
+were learnt anew. To go on from this voice in the same way, on one GPU, with the libraries of flite (both
+networks learnt on it side by side, under NVIDIA's MPS; `--codec-devices` and `--talker-devices` give them one each):
 
 ```sh
 python -m mktts train texts --corpora PACKAGES --fetch --count 420000 --seed 1 --out texts.xz
-python -m mktts train voice --texts texts.xz --out RUN --minutes M --first-hours 24 --codec-devices cuda:0 \\
-  --talker-devices cuda:1
+python -m mktts train voice --texts texts.xz --out RUN --minutes M --first-hours 14
 python -m mktts train bring --run RUN --to BROUGHT
 cat BROUGHT/voice.tar.* | tar x && tar xf BROUGHT/run.tar.xz
 python -m mktts train evaluate --checkpoint voice_codec0 --codec-state codec0.pt --output evaluation.json \\
