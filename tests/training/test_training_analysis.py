@@ -7,13 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.training.codec.analysis import BANDS, PITCHES, SPECTRA, WIDTH, Analysis, features
+from mktts.training.codec.analysis import BANDS, PITCHES, SPECTRA, WIDTH, Analysis, features, weights_of_features
 from mktts.training.codec.fit import fit
 from mktts.training.codec.losses import mel_filters
-from mktts.training.codec.quantizer import SplitQuantizer, k_means
+from mktts.training.codec.quantizer import SplitQuantizer, k_means, moved_together, nearest_path
 from mktts.training.codec.sizes import TINY
 from mktts.training.data.codec_data import vowels
 
@@ -107,14 +108,30 @@ def test_principal_components_of_a_set_of_rank_three_are_found_in_order() -> Non
     generator = torch.Generator().manual_seed(0)
     axes, _ = torch.linalg.qr(torch.randn(WIDTH, 3, generator=generator))
     weights = torch.randn(4000, 3, generator=generator) * torch.tensor([1.0, 9.0, 3.0])
-    rows = 5 + weights @ axes.T
+    counted = weights_of_features(weights).float()
+    rows = 5 + weights @ axes.T @ torch.linalg.inv(counted)
     analysis = Analysis(4)
-    analysis.fit(rows)
-    found = (analysis.basis[:, :3].T @ axes).abs()
+    assert analysis.fit(rows) == pytest.approx(1, abs=1e-3)
+    directions = torch.linalg.inv(counted) @ analysis.basis
+    found = (directions[:, :3].T @ axes).abs()
     assert torch.allclose(found, torch.eye(3)[[1, 2, 0]], atol=0.05)  # the largest first
     components = analysis.components(rows)
     assert (components[:, 3].abs().max() < 1e-2) and components.mean(0).abs().max() < 1e-2
-    assert (analysis.mean + components @ analysis.basis.T - rows).abs().max() < 1e-2
+    assert ((rows - analysis.mean) @ counted - components @ directions.T).abs().max() < 1e-2
+
+
+def test_fine_ripples_of_a_spectrum_count_half_and_pitch_in_full() -> None:
+    counted = weights_of_features(torch.zeros(1))
+
+    def ripple(number: int) -> Tensor:
+        row = torch.zeros(WIDTH, dtype=torch.float64)
+        row[BANDS : 2 * BANDS] = torch.cos(math.pi * number * (torch.arange(BANDS, dtype=torch.float64) + 0.5) / BANDS)
+        return row
+
+    pitch = torch.zeros(WIDTH, dtype=torch.float64)
+    pitch[-PITCHES - 1] = 1.0
+    for row, factor in ((ripple(0), 1), (ripple(3), 1), (ripple(40), 0.5), (ripple(79), 0.5), (pitch, 1)):
+        assert torch.allclose(row @ counted, factor * row, atol=1e-9)
 
 
 def test_k_means_finds_the_places_of_separate_clusters_however_many_centres_begin_in_one() -> None:
@@ -152,29 +169,67 @@ def entries(quantizer: SplitQuantizer) -> Tensor:
 def test_every_book_leaves_less_and_the_last_share_is_what_the_codes_leave(
     rows: Tensor, fitted: tuple[SplitQuantizer, list[float]]
 ) -> None:
-    quantizer, shares = fitted
+    quantizer, (*shares, last) = fitted
     assert len(shares) == NUM_CODEBOOKS and shares[0] < 0.3
     assert all(after < before for before, after in zip(shares, shares[1:], strict=False))
     codes = quantizer.encode(rows)
     assert codes.shape == (3000, NUM_CODEBOOKS) and int(codes.max()) < TINY.codebook_size
-    for books in (1, 4, NUM_CODEBOOKS):
-        restored = sum(entries(quantizer)[i][codes[:, i]] for i in range(books))
-        assert float((rows - restored).square().mean() / rows.square().mean()) == pytest.approx(
-            shares[books - 1], rel=1e-2
-        )
+    assert left_by(quantizer, rows, codes, NUM_CODEBOOKS) == pytest.approx(last, rel=1e-2)
+    assert last < 0.9 * shares[-1]  # by more paths, and books that were moved together
 
 
-def test_encode_takes_the_nearest_entry_of_each_book_in_turn(
+def test_books_moved_together_are_the_least_squares_of_their_codes(rows: Tensor) -> None:
+    books, some = torch.randn(3, 8, TINY.components, generator=torch.Generator().manual_seed(4)), rows[:500]
+    codes = nearest_path(some, books)
+    chosen = F.one_hot(codes, 8).flatten(1).double().numpy()
+    best = chosen @ np.linalg.lstsq(chosen, some.double().numpy(), rcond=None)[0]
+    moved = moved_together(some, books)
+    found = sum(moved[i][codes[:, i]] for i in range(3))
+    before, after, least = (
+        float((some.double() - there).square().sum())
+        for there in (sum(books[i][codes[:, i]] for i in range(3)), found, torch.from_numpy(best))
+    )
+    assert least <= after < 1.02 * least < 0.9 * before
+    unused = [k for k in range(8) if k not in codes[:, 2]]
+    assert torch.allclose(moved[2][unused], books[2][unused], atol=1e-5)
+
+
+def left_by(quantizer: SplitQuantizer, rows: Tensor, codes: Tensor, books: int) -> float:
+    """Share of the rows' squares that the first books leave."""
+    restored = sum(entries(quantizer)[i][codes[:, i]] for i in range(books))
+    return float((rows - restored).square().mean() / rows.square().mean())
+
+
+def test_one_path_takes_the_nearest_entry_of_each_book_in_turn(
     rows: Tensor, fitted: tuple[SplitQuantizer, list[float]]
 ) -> None:
     quantizer, _ = fitted
-    some = rows[:60].unflatten(0, (3, 20))
-    expected, left = [], some.double().numpy()
+    expected, left = [], rows[:60].double().numpy()
     for book in entries(quantizer).double().numpy():
         nearest = ((left[..., None, :] - book) ** 2).sum(-1).argmin(-1)
         expected.append(nearest)
         left = left - book[nearest]
-    assert np.array_equal(quantizer.encode(some).numpy(), np.stack(expected, -1))
+    assert np.array_equal(nearest_path(rows[:60], entries(quantizer), paths=1).numpy(), np.stack(expected, -1))
+
+
+def test_paths_enough_find_the_best_sum_behind_the_nearest_first_entry() -> None:
+    draws = torch.Generator().manual_seed(3)
+    books, rows = torch.randn(3, 4, 2, generator=draws), 2 * torch.randn(50, 2, generator=draws)
+    found = nearest_path(rows, books, paths=4**2).tolist()
+    for row, codes in zip(rows.double(), found, strict=True):
+        first = int((row - books[0]).square().sum(-1).argmin())
+        sums = {
+            (first, second, third): float((row - books[0, first] - books[1, second] - books[2, third]).square().sum())
+            for second in range(4)
+            for third in range(4)
+        }
+        assert tuple(codes) == min(sums, key=sums.__getitem__)
+
+
+def test_rows_of_any_shape_are_encoded_each_by_itself(rows: Tensor, fitted: tuple[SplitQuantizer, list[float]]) -> None:
+    quantizer, _ = fitted
+    codes = quantizer.encode(rows[:60].unflatten(0, (3, 20)))
+    assert torch.equal(codes.flatten(0, 1), quantizer.encode(rows)[:60])
 
 
 def test_the_gain_of_the_decoders_vectors_changes_no_code(
@@ -210,8 +265,11 @@ def test_a_fit_is_decided_by_its_rows_and_its_seed() -> None:
     again, _ = fit(rows, TINY, 0)
     assert all(torch.equal(a, b) for a, b in zip(codec.state_dict().values(), again.state_dict().values(), strict=True))
     assert not torch.equal(fit(rows, TINY, 1)[0].quantizer.first.books, codec.quantizer.first.books)
-    kept = codec.analysis.mean + codec.analysis.components(rows) @ codec.analysis.basis.T
-    outside = (rows - kept).square().sum() / (rows - rows.mean(0)).square().sum()
+    counted = weights_of_features(rows).float()
+    whole, kept = (rows - codec.analysis.mean) @ counted, codec.analysis.components(rows)
+    outside = (
+        whole - kept @ (torch.linalg.inv(counted) @ codec.analysis.basis).T
+    ).square().sum() / whole.square().sum()
     assert lost["variance_kept"] == pytest.approx(1 - float(outside), abs=2e-3)
     assert (
         len(lost["left_after_each_book"]) == NUM_CODEBOOKS - TINY.noise_books and lost["left_after_each_book"][-1] < 0.2

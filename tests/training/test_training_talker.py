@@ -301,6 +301,8 @@ def test_training_can_begin_with_another_voice_whose_codes_mean_something_else(t
         assert torch.equal(trainer.average[name], ours)
         kept += not of_codes and not torch.equal(ours, random[name])
     assert kept > 10
+    trainer.begin_from(voice, same_codec=True)
+    assert all(torch.equal(ours, given[name]) for name, ours in trainer.model.state_dict().items())
     tiny = dataclasses.replace(sizes.TINY, text_hidden=16)
     small = TalkerTrainer(open_data(synthetic_clips(), tmp_path / "small", tiny, "cpu", voice), TalkerRecipe())
     with pytest.raises(CheckpointError, match="weights of this model"):

@@ -50,11 +50,10 @@ def fit(rows: Tensor, sizes: CodecSizes, seed: int) -> tuple[Codec, dict[str, li
     """The codec, and what was lost: variance outside the components, and the share left after each book."""
     torch.manual_seed(seed)
     codec = Codec(sizes).to(rows.device)
-    codec.analysis.fit(rows)
-    components = codec.analysis.components(rows)
-    kept = components.var(0).sum() / rows.var(0).sum()
-    shares = codec.quantizer.fit(components, torch.Generator().manual_seed(seed))
-    return codec, {"variance_kept": round(float(kept), 4), "left_after_each_book": [round(s, 4) for s in shares]}
+    kept = codec.analysis.fit(rows)
+    *shares, last = codec.quantizer.fit(codec.analysis.components(rows), torch.Generator().manual_seed(seed))
+    left = {"left_after_each_book": [round(share, 4) for share in shares], "left": round(last, 4)}
+    return codec, {"variance_kept": round(kept, 4), **left}
 
 
 def save(codec: Codec, path: Path) -> None:

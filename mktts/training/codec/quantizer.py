@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ROUNDS = 12  # of k-means: the error falls by less than a hundredth a round after that
+_PATHS = 8  # through the codebooks: they leave a sixth less of the error than one; twice as many a fortieth less again
+_BLOCK = 8_192  # rows whose distances are in memory at once
+_JOINT_ROUNDS = 4  # of all books' entries together: a later one gains less than a hundredth
+_HELD = 1.0  # rows that an entry's old place weighs as much as
 
 
 class Chain(nn.Module):
@@ -53,11 +57,8 @@ class SplitQuantizer(nn.Module):
 
     def encode(self, rows: Tensor) -> Tensor:
         """Components (..., width) -> codes (..., all books); those of the noise books by `scattered`."""
-        left, codes = rows.flatten(0, -2), []
-        for book in self.measured() / self.gain:
-            codes.append(_nearest(left, book))
-            left = left - book[codes[-1]]
-        measured = torch.stack(codes, -1)
+        books = self.measured() / self.gain
+        measured = nearest_paths(rows.flatten(0, -2), books)
         noise = scattered(measured, self.noise_books, self.first.books.shape[1])
         return torch.cat((measured, noise), -1).unflatten(0, rows.shape[:-1])
 
@@ -67,7 +68,8 @@ class SplitQuantizer(nn.Module):
 
     @torch.no_grad()
     def fit(self, rows: Tensor, generator: torch.Generator) -> list[float]:
-        """Sets all books, by k-means on components (N, width) of mean zero; the share of variance left after each.
+        """Sets all books, by k-means on components (N, width) of mean zero, each of what the books before it leave,
+        then all together; the share of variance left after each, and last after what followed.
 
         Noise books take no share, and are not in the list.
         """
@@ -79,8 +81,11 @@ class SplitQuantizer(nn.Module):
             books.append(k_means(left, self.first.books.shape[1], generator))
             left = left - books[-1][_nearest(left, books[-1])]
             shares.append(float(left.square().mean() / whole))
-        self.set_books(torch.stack(books) * self.gain, generator)
-        return shares
+        found, rows = torch.stack(books), rows - rows.mean(0)
+        for _ in range(_JOINT_ROUNDS):
+            found = moved_together(rows, found)
+        self.set_books(found * self.gain, generator)
+        return [*shares, float((rows - _sums(nearest_paths(rows, found), found)).square().mean() / whole)]
 
     @torch.no_grad()
     def set_books(self, vectors: Tensor, generator: torch.Generator) -> None:
@@ -102,6 +107,56 @@ class SplitQuantizer(nn.Module):
         """Entries of the books that carry no noise, without the dimensions for it: (books, size, components)."""
         books = torch.cat((self.first.books, self.rest.books))
         return books[: len(books) - self.noise_books, :, : self.components]
+
+
+def nearest_path(rows: Tensor, books: Tensor, paths: int = _PATHS) -> Tensor:
+    """Rows (N, D), books (Q, K, D) -> codes (N, Q) whose entries' sum is near a row, by a beam search.
+
+    Book by book, of all entries behind each of the `paths` nearest sums the nearest sums go on (Babenko and Lempitsky
+    2014). The first book's entry is the one nearest to the row: a talker draws it with its own head, by what is said.
+    """
+    left, codes = rows[:, None], rows.new_empty(len(rows), 1, 0, dtype=torch.int64)
+    every = torch.arange(len(rows), device=rows.device)[:, None]
+    for number, book in enumerate(books):
+        distances = left.square().sum(-1, keepdim=True) - 2 * left @ book.T + book.square().sum(1)
+        most = 1 if number == 0 else min(paths, distances[0].numel())
+        chosen = distances.flatten(1).topk(most, largest=False).indices
+        path, code = chosen // len(book), chosen % len(book)
+        left = left[every, path] - book[code]
+        codes = torch.cat((codes[every, path], code[..., None]), -1)
+    return codes[:, 0]
+
+
+def nearest_paths(rows: Tensor, books: Tensor) -> Tensor:
+    """`nearest_path` of any number of rows."""
+    return torch.cat([nearest_path(block, books) for block in rows.split(_BLOCK)])
+
+
+def moved_together(rows: Tensor, books: Tensor) -> Tensor:
+    """Books (Q, K, D) whose entries' sums, along the codes that `rows` (N, D) have now, are nearest to the rows.
+
+    Least squares of all entries at once (as in additive quantisation, Babenko and Lempitsky 2014): each book was made
+    without those behind it. The old places weigh a little, for what the rows leave open.
+    """
+    count, size, width = books.shape
+    codes = nearest_paths(rows, books)
+    index = codes + size * torch.arange(count, device=codes.device)
+    together = index[:, :, None] * (count * size) + index[:, None, :]
+    pairs = torch.zeros((count * size) ** 2, dtype=torch.float64, device=rows.device)
+    for block in together.split(_BLOCK):
+        pairs += torch.bincount(block.flatten(), minlength=len(pairs))
+    pairs = pairs.view(count * size, -1)
+    pairs.diagonal().add_(_HELD)
+    missed = (rows - _sums(codes, books)).double()
+    wanted = torch.zeros(count * size, width, dtype=torch.float64, device=rows.device)
+    for column in index.unbind(-1):
+        wanted.index_add_(0, column, missed)
+    return books + torch.linalg.solve(pairs, wanted).to(books).view_as(books)
+
+
+def _sums(codes: Tensor, books: Tensor) -> Tensor:
+    """Sums (N, D) of the entries that codes (N, Q) name."""
+    return sum(book[code] for book, code in zip(books, codes.unbind(-1), strict=True))
 
 
 def scattered(codes: Tensor, count: int, size: int) -> Tensor:

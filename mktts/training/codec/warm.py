@@ -17,6 +17,7 @@ from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec, hub_tensors, noise_books
 from mktts.training.codec.sizes import CodecSizes, decoder_config
 
+_ROWS = 40_000  # that projections are sought over: hundreds for each dimension
 _DIRECTIONS = 128  # of the features that the analysis is sought among: twice its components, and well determined
 
 
@@ -79,6 +80,7 @@ def adopted(old: Codec, fitted: Codec, rows: Tensor) -> Codec:
     """
     turned, width = copy.deepcopy(old), old.sizes.components
     first, rest = (c.output_proj.weight[:, :width, 0] for c in (turned.quantizer.first, turned.quantizer.rest))
+    rows = rows[:: max(1, len(rows) // _ROWS)]
     goal = _entries(old, rows) @ torch.cat((first, rest), 1).T
     change = torch.linalg.lstsq(_entries(fitted, rows).double(), goal.double()).solution.T.float()
     first.copy_(change[:, :width])

@@ -128,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--begin", metavar="VOICE", help="a folder, or small: its tokenizer, and weights but the codes'"
     )
+    parser.add_argument("--same-codec", action="store_true", help="CODES are of VOICE's codec: the codes' weights too")
     parser.add_argument("--follow", action="store_true", help="shards that arrive later join at the next epoch")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
@@ -195,7 +196,7 @@ def _train(team: Team, device: str, arguments: argparse.Namespace) -> None:
     more = following if arguments.follow else None
     trainer = TalkerTrainer(data, recipe, graphs=arguments.graphs, more=more, team=team)
     if begun:
-        trainer.begin_from(begun)
+        trainer.begin_from(begun, arguments.same_codec)
     if arguments.resume and (out / STATE).is_file():
         trainer.load(out / STATE)
     train(trainer, out, arguments.minutes, arguments.every, arguments.by_clock, save_every_s=arguments.save_every_s)

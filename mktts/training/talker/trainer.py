@@ -189,14 +189,15 @@ class TalkerTrainer:
         return torch.where(replaced & (codes >= 0), other, codes)
 
     @torch.no_grad()
-    def begin_from(self, voice: Checkpoint) -> None:
+    def begin_from(self, voice: Checkpoint, same_codec: bool = False) -> None:
         """Weights of another voice, whose tokenizer the data have, instead of random ones.
 
-        What stands for codes (their embeddings and heads) stays random: this voice's codec means something else by
-        them. Raises CheckpointError for weights of other sizes.
+        What stands for codes (their embeddings and heads) stays random, unless the codes are of that voice's codec
+        (`same_codec`): another means something else by them. Raises CheckpointError for weights of other sizes.
         """
         weights, size = voice.files.map(), self.data.config.predictor.vocab_size
-        codes = [name for name in weights if any(part in name for part in ("codec_embedding", "codec_head", "lm_head"))]
+        parts = () if same_codec else ("codec_embedding", "codec_head", "lm_head")
+        codes = [name for name in weights if any(part in name for part in parts)]
         ours = {name: p[:size].clone() for name, p in self.model.named_parameters() if name in codes}
         try:
             self.model.load_state_dict(weights)
