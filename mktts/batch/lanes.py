@@ -42,7 +42,7 @@ class Lanes(Protocol):
     name: str
     deterministic: bool  # whether a stream's codes depend neither on its neighbours nor on their number
     precision: Precision  # of the codec
-    overlaps: bool  # whether a launched tick runs beside the host; otherwise it is over when `launch` returns
+    overlaps: bool  # whether the newest tick runs beside what the host does next; otherwise it is waited for at once
     slots: int  # 0 to slots - 1 are the engine's
     pages: Pages  # of keys and values: the engine opens, keeps and closes, the lanes bring `changes()` to the device
     settings: TickSettings  # the ticks that it can run

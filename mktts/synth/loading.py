@@ -46,6 +46,7 @@ class Loading:
     together: bool
     deterministic: bool | None
     batch: BatchSettings
+    own_threads: bool = False  # nobody said how many threads an operator may use
 
     @classmethod
     def checked(
@@ -81,7 +82,9 @@ class Loading:
             raise OptionsError(f"batch must be BatchSettings or None, got {type(batch).__name__}")
         together = together or (engine == "auto" and backend == "auto")
         single = engine == "single" or (engine == "auto" and not deterministic)
-        return cls(backend, where, dtype, single, together, deterministic, batch or BatchSettings())
+        return cls(
+            backend, where, dtype, single, together, deterministic, batch or BatchSettings(), cpu_threads is None
+        )
 
 
 def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
@@ -164,6 +167,8 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
             settings.positions,
             settings.memory_bytes or _CPU_BYTES,
             wanted.dtype,
+            # operators of one thread each leave the other cores to it
+            threads=wanted.own_threads and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
         )
         admission = AdmissionSettings.cpu()
     prompts = (

@@ -1,9 +1,17 @@
-"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row."""
+"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row.
+
+With a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the codes
+of the next. Each is about half of the work, in operators that let go of the interpreter.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,24 +20,46 @@ from torch import Tensor
 from mktts.batch.lanes import Made
 from mktts.batch.pages import PAGE_ROWS, Copy, Pages
 from mktts.batch.plain.codec import CodecLanes
+from mktts.batch.plain.in_order import InOrder
 from mktts.batch.plain.talker import TorchTalker
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.primed import PrimedStates
+from mktts.codec.state import CodecState
 from mktts.errors import PromptError
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
 
 _FAILED = -1  # code 0 of a lane whose input was no number
+# Of fewer lanes the operators are so short that the two threads only take turns with the interpreter.
+_BESIDE_LANES = 6
+_BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as long as a tick
+
+
+class _Said(NamedTuple):
+    """A tick whose codes are made. decoded: gives PCM (n, 1920) of the lanes `speaking`, and the seconds it took."""
+
+    codes: np.ndarray
+    ended: np.ndarray
+    speaking: list[int]
+    took_s: float
+    decoded: Future[tuple[np.ndarray, float]] | None
+
+
+class _Launched(NamedTuple):
+    said: Future[_Said]
+    beside: bool  # the codec works beside the next tick's talker
 
 
 class TorchLanes:
-    """See `mktts.batch.lanes.Lanes`. A tick is over when `launch` returns; prompts enter whole; no prefix is shared."""
+    """See `mktts.batch.lanes.Lanes`. Prompts enter whole; no prefix is shared.
+
+    Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
+    """
 
     name = "batch"
-    overlaps = False
     deterministic = True  # in fp32; see `lane_stack` for how long sums may be
     precision = "full"
     settings = TickSettings.cpu()
@@ -44,16 +74,26 @@ class TorchLanes:
         positions: int,
         memory_bytes: int,
         dtype: torch.dtype = torch.float32,
+        *,
+        threads: bool = False,
     ) -> None:
-        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow."""
-        self.slots = slots
+        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow.
+
+        threads: of their own for talker and codec, each with operators of one thread; otherwise the caller's.
+        """
+        self.slots, self._threads, self.overlaps = slots, threads, False
+        if threads:
+            self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
+        self._talking = InOrder("mktts-talker" if threads else None)
+        self._decoding = InOrder("mktts-codec" if threads else None)
+        self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
         self._talker = TorchTalker(config, tensors, decoder.device, dtype, slots, positions)
         self._codec = CodecLanes(decoder, slots)
         self._primed = PrimedStates(decoder)
         pages = min(memory_bytes // (PAGE_ROWS * self._talker.position_bytes), slots * -(-positions // PAGE_ROWS))
         self.pages = Pages(int(pages) + 1, slots, self._talker.positions, max_kept=0)
         self._talker_slot: dict[int, int] = {}
-        self._codec_slot: dict[int, int] = {}
+        self._codec_slot: dict[int, int] = {}  # of the codec's thread
 
     @property
     def embeddings(self) -> Mapping[str, Tensor]:
@@ -62,58 +102,88 @@ class TorchLanes:
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         """See Lanes."""
-        self._codec_slot[slot] = self._codec.start(None if reference is None else self._primed.of(reference))
+        primed = None if reference is None else self._primed.of(reference)
+        self._errands.append(self._talking.do(self._decoding.do, self._enter, slot, primed))
 
     def forget(self, reference: Tensor) -> None:
         """See Lanes."""
         self._primed.forget(reference)
 
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
-        """See Lanes."""
+        """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         if not prompt.isfinite().all():
             raise PromptError("the prompt holds values that are not finite: is the voice's embedding damaged?")
-        self._free_talker(slot)
         most = self._talker.positions - len(prompt)
-        self._talker_slot[slot] = self._talker.start(prompt, sampling, seed, most)
+        before = self._talker_slot.pop(slot, None)
+        self._talker_slot[slot] = self._talking.do(self._begin, before, prompt, sampling, seed, most).result()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See Lanes."""
 
     def leave(self, slot: int) -> None:
         """See Lanes."""
-        self._free_talker(slot)
+        self._errands.append(self._talking.do(self._leave, self._talker_slot.pop(slot, None), slot))
+
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
+        """See Lanes."""
+        slots = tick.lanes.tolist()
+        self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
+        lanes = [self._talker_slot[slot] for slot in slots]
+        return _Launched(self._talking.do(self._talk, slots, lanes, list(rows)), self.overlaps)
+
+    def collect(self, launched: _Launched) -> Made:
+        """See Lanes."""
+        codes, ended, speaking, took_s, decoded = launched.said.result()
+        pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
+        if decoded is not None:
+            pcm[speaking], codec_s = decoded.result()
+            took_s = max(took_s, codec_s) if launched.beside else took_s + codec_s
+        while self._errands and self._errands[0].done() and self._errands[0].result().done():
+            self._errands.popleft().result().result()
+        return Made(codes, ended, pcm, took_s)
+
+    # ---- on the talker's thread
+
+    def _begin(self, before: int | None, prompt: Tensor, sampling: Sampling, seed: int, most: int) -> int:
+        if before is not None:
+            self._talker.free(before)
+        return self._talker.start(prompt, sampling, seed, most)
+
+    def _leave(self, lane: int | None, slot: int) -> Future:
+        if lane is not None:
+            self._talker.free(lane)
+        return self._decoding.do(self._go, slot)
+
+    def _talk(self, slots: Sequence[int], lanes: Sequence[int], rows: Sequence[Tensor | None]) -> _Said:
+        """Codes of a tick; its decoding is asked for."""
+        begun_s = time.perf_counter()
+        codes = np.zeros((len(rows), NUM_CODEBOOKS), np.int64)
+        ended = np.array([self._talker.ended(lane) for lane in lanes], bool)
+        sound = np.array([row is None or bool(row.isfinite().all()) for row in rows], bool)
+        codes[~sound, 0] = _FAILED
+        talking = np.flatnonzero(sound & ~ended).tolist()
+        made = self._talker.tick([lanes[i] for i in talking], [rows[i] for i in talking])
+        speaking = []
+        for i, frame in zip(talking, made, strict=True):
+            ended[i] = frame is None
+            if frame is not None:
+                codes[i] = frame.numpy()
+                speaking.append(i)
+        decoded = None
+        if speaking:
+            decoded = self._decoding.do(self._decode, [slots[i] for i in speaking], torch.from_numpy(codes[speaking]))
+        return _Said(codes, ended, speaking, time.perf_counter() - begun_s, decoded)
+
+    # ---- on the codec's thread
+
+    def _enter(self, slot: int, primed: CodecState | None) -> None:
+        self._codec_slot[slot] = self._codec.start(primed)
+
+    def _go(self, slot: int) -> None:
         if slot in self._codec_slot:
             self._codec.free(self._codec_slot.pop(slot))
 
-    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
-        """See Lanes."""
+    def _decode(self, slots: Sequence[int], codes: Tensor) -> tuple[np.ndarray, float]:
         begun_s = time.perf_counter()
-        count = len(rows)
-        codes = np.zeros((count, NUM_CODEBOOKS), np.int64)
-        pcm = np.zeros((count, SAMPLES_PER_FRAME), np.float32)
-        ended = np.zeros(count, bool)
-        sound = [i for i, row in enumerate(rows) if row is None or bool(row.isfinite().all())]
-        codes[:, 0] = _FAILED
-        slots = [int(tick.lanes[i]) for i in sound]
-        made = self._talker.tick([self._talker_slot[slot] for slot in slots], [rows[i] for i in sound])
-        speaking = []
-        for i, slot, frame in zip(sound, slots, made, strict=True):
-            ended[i] = frame is None
-            codes[i] = 0 if frame is None else frame.numpy()
-            if frame is not None:
-                speaking.append((i, slot))
-        if speaking:
-            lanes = [i for i, _ in speaking]
-            decoded = self._codec.decode(
-                [self._codec_slot[slot] for _, slot in speaking], torch.from_numpy(codes[lanes])
-            )
-            pcm[lanes] = decoded.cpu().numpy()
-        return Made(codes, ended, pcm, time.perf_counter() - begun_s)
-
-    def collect(self, launched: Made) -> Made:
-        """See Lanes."""
-        return launched
-
-    def _free_talker(self, slot: int) -> None:
-        if slot in self._talker_slot:
-            self._talker.free(self._talker_slot.pop(slot))
+        pcm = self._codec.decode([self._codec_slot[slot] for slot in slots], codes)
+        return pcm.cpu().numpy(), time.perf_counter() - begun_s

@@ -148,6 +148,10 @@ class TorchTalker:
         self._slots[slot] = None
         heapq.heappush(self._free, slot)
 
+    def ended(self, slot: int) -> bool:
+        """Whether the speech has ended. Raises CapacityError where the slot is not open."""
+        return self._open(slot).ended
+
     @torch.inference_mode()
     def tick(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One frame of every given slot, in any order -> its codes (16,) int64 on the host, or None: end of speech.

@@ -1,0 +1,122 @@
+"""Talker and codec in threads of their own: the same frames as in the caller's, in whatever order ticks are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mktts.batch.lanes import Made
+from mktts.batch.plain.in_order import InOrder
+from mktts.batch.plain.lanes import TorchLanes
+from mktts.batch.tick import Piece, Tick
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.codec.decoder import CodecDecoder
+from mktts.errors import PromptError
+from mktts.model.oracle import TorchBackend
+from mktts.model.sampling import Sampling
+from mktts.spec import SAMPLES_PER_FRAME
+from tests.batch.lane_player import Player, differences, random_segments
+
+SLOTS = 9
+
+
+class Noted(TorchLanes):
+    """Notes what every tick made."""
+
+    def collect(self, launched) -> Made:
+        made = super().collect(launched)
+        self.all_made = [*getattr(self, "all_made", []), made]
+        return made
+
+
+def lanes_of(tiny: Checkpoint, threads: bool) -> Noted:
+    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+    return Noted(tiny.config, tiny.tensors(), decoder, SLOTS, 200, 1 << 28, threads=threads)
+
+
+def test_two_threads_make_what_one_makes_and_what_the_oracle_says(checkpoint_cache: None) -> None:
+    opened = open_checkpoint("random:tiny:margin:eos5")
+    table = opened.tensors()["talker.model.codec_embedding.weight"].float()
+    segments = random_segments(opened.config, "cpu", 24, 9, longest=20, ends_after=table)
+    segments = [replace(segment, key=None, prefix=0) for segment in segments]
+    # the first of two may end by itself, with a tick launched behind its end
+    streams = [[segments[i + 1], segments[i]] for i in range(0, 24, 2)]
+    found = []
+    for threads in (False, True):
+        lanes = lanes_of(opened, threads)
+        player = Player(lanes, streams, hurry=0.9, cancelled={3: 2, 8: 1}, sounds=False)
+        player.play()
+        found.append(lanes.all_made)
+    assert not differences(player, TorchBackend(opened.config, opened.tensors(), "cpu", torch.float32))
+    assert player.wasted > 0, "some end while their next tick is on its way"
+    assert max(len(made.codes) for made in found[0]) >= 6, "so many that the codec works beside the next tick"
+    for one, two in zip(*found, strict=True):
+        assert np.array_equal(one.ended, two.ended) and two.took_s > 0
+        assert np.array_equal(one.codes, two.codes) and np.array_equal(one.pcm, two.pcm)
+
+
+def entered(lanes: TorchLanes, tiny: Checkpoint, slots: Sequence[int]) -> Tick:
+    """A tick that begins a stream in each of the slots."""
+    prompt = 0.5 * torch.randn(7, tiny.config.talker.hidden_size, generator=torch.Generator().manual_seed(1))
+    for slot in slots:
+        lanes.enter(slot, None)
+        lanes.begin(slot, prompt, Sampling().greedy(), slot)
+    pieces = tuple(Piece(slot, 0, len(prompt), True) for slot in slots)
+    return Tick((len(slots), 7 * len(slots)), np.array(slots, np.int32), len(slots), pieces)
+
+
+def test_a_tick_of_few_lanes_is_waited_for_and_one_of_many_runs_beside(tiny: Checkpoint) -> None:
+    lanes, alone = lanes_of(tiny, True), lanes_of(tiny, False)
+    for slots, beside in ((range(2), False), (range(2, 9), True)):
+        made = lanes.collect(lanes.launch(entered(lanes, tiny, slots), [None] * len(slots)))
+        assert lanes.overlaps == beside and made.pcm.shape == (len(slots), SAMPLES_PER_FRAME)
+        alone.launch(entered(alone, tiny, slots), [None] * len(slots))
+        assert not alone.overlaps
+    assert lanes.settings.max_tick_s < alone.settings.max_tick_s, "a frame is heard two such ticks later"
+
+
+def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = lanes_of(tiny, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes._codec, "decode", lambda *_: 1 / 0)
+        launched = lanes.launch(entered(lanes, tiny, range(7)), [None] * 7)
+        with pytest.raises(ZeroDivisionError):
+            lanes.collect(launched)
+    for slot in range(7):
+        lanes.leave(slot)
+    made = lanes.collect(lanes.launch(entered(lanes, tiny, range(8)), [None] * 8))
+    assert np.abs(made.pcm).max() > 0 and lanes._codec.open_slots == lanes._talker.open_slots == 8
+
+
+def test_what_fails_on_a_stream_that_enters_is_told_with_the_next_tick(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = lanes_of(tiny, True)
+    tick = entered(lanes, tiny, range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes._codec, "start", lambda *_: 1 / 0)
+        lanes.enter(5, None)
+        launched = lanes.launch(tick, [None] * 2)
+        with pytest.raises(ZeroDivisionError):
+            lanes.collect(launched)
+    with pytest.raises(PromptError, match="finite"):
+        lanes.begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_work_is_done_in_order_and_its_errors_are_kept_for_who_asks(name: str | None) -> None:
+    line, done = InOrder(name), []
+    waited = [line.do(lambda i=i: done.append((i, threading.current_thread().name))) for i in range(50)]
+    failed = line.do(lambda: 1 / 0)
+    assert [future.result() for future in waited] == [None] * 50
+    assert [i for i, _ in done] == list(range(50))
+    assert {who == threading.current_thread().name for _, who in done} == {name is None}
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
