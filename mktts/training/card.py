@@ -52,8 +52,9 @@ mktts/training/data/held_out.txt and natural.txt, apart from all training texts.
 ## How it was made
 
 First codes are fitted to the teacher's speech: a frame's log-mel spectra, pitch and voicing become principal
-components, and k-means makes one codebook after another of what the ones before leave over. Then two networks learn
-side by side, since codes need neither of them: the codec's decoder to restore speech from its codes, judged by spectra,
+components, k-means makes one codebook after another of what the ones before leave over, and least squares move all of
+them together. A frame's codes are those whose sum is nearest along eight paths. Then two networks learn side by side,
+since codes need neither of them: the codec's decoder to restore speech from its codes, judged by spectra,
 by what repeats and by how two renderings of independent noise differ; talker and code predictor to say codes from text,
 with the released prompt layouts mixed and the end of speech learnt. Both began with the voice before, with codes that
 mean something else: the decoder's first projections were fitted to them, the talker's embeddings and heads of codes

@@ -1,7 +1,8 @@
 """Fits the codec's analysis and codebooks: `python -m mktts train fit`.
 
-Principal components of the frames' features, then k-means book after book: a minute on two cores. The file also holds
-a decoder that has learnt nothing (`mktts.training.codec.train`); `mktts.training.data.encode` can make codes at once.
+Principal components of the frames' features, then k-means book after book, then all books together: three minutes on
+two cores. The file also holds a decoder that has learnt nothing (`mktts.training.codec.train`);
+`mktts.training.data.encode` can make codes at once.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from mktts.training.talker.sizes import LANGUAGE
 # to end, was -16.05, -21.59 and -20.61, of a quarter of them within 0.2 of that.
 GAINS_DB = {"slt": -6.95, "rms": -1.41, "awb": -2.39}
 SPEAKERS = tuple(GAINS_DB)
-_TURNS = ("slt", "rms", "awb", "rms")  # who is heard best, and named by nobody who does not care, is learnt most
+_TURNS = ("slt", "rms", "awb", "rms")  # rms twice: who names no speaker gets him
 _HALF_TAPS = 144  # of the resampler's low pass
 _CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
 _LOUD = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
