@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lane_player import Player, differences, random_segments
 
 from mktts.batch.lanes import Made
 from mktts.batch.plain.in_order import InOrder
@@ -20,7 +21,6 @@ from mktts.errors import PromptError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLES_PER_FRAME
-from tests.batch.lane_player import Player, differences, random_segments
 
 SLOTS = 9
 

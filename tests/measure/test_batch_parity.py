@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,14 +120,18 @@ def test_a_stream_that_ends_early_is_no_stream_that_equals(tiny_margin):
     streams = exact_streams(tiny_margin, fp32, SCOPE)
     truths = exact_codes(fp32, streams)
     probe = probe_for(tiny_margin, "torch", "torch", "cpu", (2,), streams)
-    launch = probe.lanes.launch
+    launch, collect, ticks = probe.lanes.launch, probe.lanes.collect, deque()
 
-    def ends(tick, rows):
-        made = launch(tick, rows)
-        made.ended[tick.new_lanes :] = True
+    def noted(tick, rows):
+        ticks.append(tick)
+        return launch(tick, rows)
+
+    def ends(launched):
+        made = collect(launched)
+        made.ended[ticks.popleft().new_lanes :] = True
         return made
 
-    probe.lanes.launch = ends
+    probe.lanes.launch, probe.lanes.collect = noted, ends
     found = exact_crowds(probe, (2,), streams, truths)
     assert not found["passed"] and found["equal"] == 2
     assert found["first_difference"] == {"lanes": 2, "stream": 0, "frame": 1, "codebook": 0}
