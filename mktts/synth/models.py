@@ -73,7 +73,7 @@ class Models:
         if later is not None:
             self._making = True
             self._make(later)
-        if self._together is not None and self._single is not None and not getattr(self._single, "overlaps", False):
+        if self._together is not None and self._single is not None and not self._single.overlaps:
             self._singly = 0
 
     def check(self, sampling: Sampling) -> None:

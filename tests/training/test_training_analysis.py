@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.training.codec import quantizer as quantizing
 from mktts.training.codec.analysis import BANDS, PITCHES, SPECTRA, WIDTH, Analysis, features, weights_of_features
 from mktts.training.codec.fit import fit
 from mktts.training.codec.losses import mel_filters
@@ -176,6 +177,17 @@ def test_every_book_leaves_less_and_the_last_share_is_what_the_codes_leave(
     assert codes.shape == (3000, NUM_CODEBOOKS) and int(codes.max()) < TINY.codebook_size
     assert left_by(quantizer, rows, codes, NUM_CODEBOOKS) == pytest.approx(last, rel=1e-2)
     assert last < 0.9 * shares[-1]  # by more paths, and books that were moved together
+
+
+def test_each_share_is_what_one_path_through_so_many_books_leaves(
+    rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizing, "_JOINT_ROUNDS", 0)
+    quantizer = SplitQuantizer(NUM_CODEBOOKS, TINY.codebook_size, TINY.components)
+    shares = quantizer.fit(rows, torch.Generator().manual_seed(2))
+    codes = nearest_path(rows, entries(quantizer), paths=1)
+    for books in (1, 4, NUM_CODEBOOKS):
+        assert left_by(quantizer, rows, codes, books) == pytest.approx(shares[books - 1], rel=1e-2)
 
 
 def test_books_moved_together_are_the_least_squares_of_their_codes(rows: Tensor) -> None:

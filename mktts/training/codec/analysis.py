@@ -69,12 +69,11 @@ class Analysis(nn.Module):
 
 def weights_of_features(rows: Tensor) -> Tensor:
     """(648, 648) float64 that features are multiplied with before distances are measured."""
+    every = torch.eye(BANDS, dtype=torch.float64, device=rows.device)
     place = torch.arange(BANDS, dtype=torch.float64, device=rows.device)
-    cosines = torch.cos(torch.pi / BANDS * (place[:, None] + 0.5) * place) * (2 / BANDS) ** 0.5
-    cosines[:, 0] *= 0.5**0.5
-    counted = (cosines * torch.where(place < _RIPPLES, 1.0, _RIPPLES_WEIGHT)) @ cosines.T
-    rest = torch.ones(2 * PITCHES, dtype=torch.float64, device=rows.device)
-    return torch.block_diag(*[counted] * SPECTRA, rest.diag())
+    ripples = torch.cos(torch.pi / BANDS * (place[:, None] + 0.5) * place[_RIPPLES:]) * (2 / BANDS) ** 0.5
+    counted = every - (1 - _RIPPLES_WEIGHT) * ripples @ ripples.T
+    return torch.block_diag(*[counted] * SPECTRA, every[: 2 * PITCHES, : 2 * PITCHES])
 
 
 def _windows(pcm: Tensor, count: int) -> Tensor:

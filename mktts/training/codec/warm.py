@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
@@ -15,6 +14,7 @@ from mktts.errors import CheckpointError
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, CodecConfig
 from mktts.training.codec.analysis import features
 from mktts.training.codec.model import Codec, hub_tensors, noise_books
+from mktts.training.codec.quantizer import summed
 from mktts.training.codec.sizes import CodecSizes, decoder_config
 
 _ROWS = 40_000  # that projections are sought over: hundreds for each dimension
@@ -58,7 +58,8 @@ def recovered(checkpoint: Checkpoint, sizes: CodecSizes, rows: Tensor, codes: Te
     codec.quantizer.rest.books.copy_(books[1:])
     for chain, name in ((codec.quantizer.first, "rvq_first"), (codec.quantizer.rest, "rvq_rest")):
         chain.output_proj.weight.copy_(tensors[f"{own}{name}.output_proj.weight"])
-    vectors = sum(F.embedding(codes[:, i], book) for i, book in enumerate(codec.quantizer.measured()))
+    measured = codec.quantizer.measured()
+    vectors = summed(codes[:, : len(measured)], measured)
     basis, mean = _map(rows, vectors)
     # `SplitQuantizer.fit`: entries have a deviation of sqrt(d / m) for one of d among the components, whose mean is m,
     # so components are entries times m times their own deviation; m is what makes the basis' columns as long as 1
@@ -96,9 +97,8 @@ def adopted(old: Codec, fitted: Codec, rows: Tensor) -> Codec:
 def _entries(codec: Codec, rows: Tensor) -> Tensor:
     """What a codec's measured codes of features (N, 648) stand for: the first entry beside the others' sum, (N, 2 *
     components)."""
-    codes = codec.quantizer.encode(codec.analysis.components(rows))
-    found = [F.embedding(codes[:, i], book) for i, book in enumerate(codec.quantizer.measured())]
-    return torch.cat((found[0], sum(found[1:])), -1)
+    codes, books = codec.quantizer.encode(codec.analysis.components(rows)), codec.quantizer.measured()
+    return torch.cat((summed(codes[:, :1], books[:1]), summed(codes[:, 1 : len(books)], books[1:])), -1)
 
 
 def _map(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
