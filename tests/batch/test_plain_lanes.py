@@ -95,19 +95,28 @@ def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
     assert np.abs(made.pcm).max() > 0 and lanes._codec.open_slots == lanes._talker.open_slots == 8
 
 
-def test_what_fails_on_a_stream_that_enters_is_told_with_the_next_tick(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spoken", [range(2), range(2, 4)], ids=["they speak", "others speak"])
+def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, spoken: range
 ) -> None:
     lanes = lanes_of(tiny, True)
-    tick = entered(lanes, tiny, range(2))
     with monkeypatch.context() as patch:
         patch.setattr(lanes._codec, "start", lambda *_: 1 / 0)
-        lanes.enter(5, None)
-        launched = lanes.launch(tick, [None] * 2)
-        with pytest.raises(ZeroDivisionError):
-            lanes.collect(launched)
+        tick = entered(lanes, tiny, range(2))
+        lanes._decoding.do(int).result()  # they have tried to
+    if spoken != range(2):
+        tick = entered(lanes, tiny, spoken)
+    with pytest.raises(ZeroDivisionError):
+        lanes.collect(lanes.launch(tick, [None] * 2))
+    for slot in range(4):
+        lanes.leave(slot)
+    made = lanes.collect(lanes.launch(entered(lanes, tiny, range(3)), [None] * 3))
+    assert np.abs(made.pcm).max(axis=1).all()
+
+
+def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
     with pytest.raises(PromptError, match="finite"):
-        lanes.begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
+        lanes_of(tiny, True).begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
 
 
 @pytest.mark.parametrize("name", [None, "one"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,6 +51,11 @@ class _Said(NamedTuple):
 class _Launched(NamedTuple):
     said: Future[_Said]
     beside: bool  # the codec works beside the next tick's talker
+
+
+def _over(errand: Future[Future]) -> bool:
+    """Of a stream, through the talker's thread to the codec's."""
+    return errand.done() and (errand.exception() is not None or errand.result().done())
 
 
 class TorchLanes:
@@ -136,11 +141,20 @@ class TorchLanes:
         codes, ended, speaking, took_s, decoded = launched.said.result()
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
         if decoded is not None:
+            wait([decoded])
+            self._check_errands()  # a stream that did not enter is why its frame has no place
             pcm[speaking], codec_s = decoded.result()
             took_s = max(took_s, codec_s) if launched.beside else took_s + codec_s
-        while self._errands and self._errands[0].done() and self._errands[0].result().done():
-            self._errands.popleft().result().result()
+        self._check_errands()
         return Made(codes, ended, pcm, took_s)
+
+    def _check_errands(self) -> None:
+        """Raises the first error of streams that entered or left; all of them are then told."""
+        over = []
+        while self._errands and _over(self._errands[0]):
+            over.append(self._errands.popleft())
+        for errand in over:
+            errand.result().result()
 
     # ---- on the talker's thread
 
