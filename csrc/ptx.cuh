@@ -47,6 +47,11 @@ DEV u64 fetch64(const void* p) {
 DEV void fetch8(const void* p, u32& a, u32& b) {
   asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "l"(p));
 }
+// weights, once
+DEV void fetch16(const void* p, u32 (&v)[4]) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+    : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p));
+}
 
 DEV void lds128(u32 p, u32 (&v)[4]) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
@@ -62,6 +67,16 @@ DEV void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// Of ordinary kernels that follow each other (programmatic dependent launch): the next one's blocks may come, and what
+// the one before wrote is there. Nothing where a launch does not ask for it, or a card knows nothing of it.
+#if __CUDA_ARCH__ >= 900
+DEV void let_next_come() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEV void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+DEV void let_next_come() {}
+DEV void wait_for_last() {}
+#endif
 
 DEV void barrier_init(u64* b, u32 n) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(smem(b)), "r"(n) : "memory");

@@ -32,6 +32,7 @@ from mktts.kernel.params import (
     set_choice,
 )
 from mktts.kernel.prompts import KernelPrefill
+from mktts.kernel.tape_rows import TapeRows
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
 from mktts.model.backend import Frame, StartPrompt, check_start
@@ -92,8 +93,10 @@ class MegakernelBackend:
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         card: Card | None = None,
+        tape_rows: bool = False,
     ) -> None:
-        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX."""
+        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX. `tape_rows`: a
+        prompt's passes of few rows read the tape as it is (csrc/rows.cu), which no card has timed yet."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         check_device(self.device, dtype)
         card = card_of(self.device) if card is None else card
@@ -104,7 +107,8 @@ class MegakernelBackend:
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
-        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights))
+        few = TapeRows(self.shape, self._weights) if tape_rows else None
+        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
         self.embeddings = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()
 

@@ -11,6 +11,25 @@ from mktts.errors import BackendUnavailable, EngineError
 
 _Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """cuda.h, CUlaunchAttribute: of 64 bytes of value the first four."""
+
+    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """cuda.h, CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 @cache
@@ -59,6 +78,15 @@ class PlainKernel:
         arguments = _Arguments(ctypes.addressof(parameters))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _call("cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
+
+    def launch_early(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
+        """As `launch_grid`, but blocks may come before the kernel ahead has ended, once all of that one's blocks let
+        them (programmatic dependent launch: compute capability 9.0 and later)."""
+        attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
+        arguments = _Arguments(ctypes.addressof(parameters))
+        _call("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
 
 
 class Kernel(PlainKernel):

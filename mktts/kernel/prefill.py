@@ -4,7 +4,8 @@ Eager PyTorch spends its time on launches (a prefill of 28 layers has over a tho
 operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
 static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one
 product each (`Stack.layer_weights`): what lies between products is made by kernels of the project (`FusedRows`) where
-they fit, elsewhere by the same operators in the same order, which turn all rotary heads together.
+they fit, elsewhere by the same operators in the same order, which turn all rotary heads together. A few rows may go
+through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.kernel.fused_rows import FusedRows, row_kernels
+from mktts.kernel.tape_rows import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
 from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
 
@@ -73,16 +75,21 @@ class Prefill:
         capacity: int = 1024,
         buckets: Sequence[int] = ROW_BUCKETS,
         graphs: bool | None = None,
+        few: TapeRows | None = None,
     ) -> None:
-        """`graphs=None`: on CUDA only. Raises CapacityError for a capacity that the model or the kernels do not take,
-        BackendUnavailable for graphs without CUDA."""
+        """`graphs=None`: on CUDA only. `few`: takes the passes of up to ROWS rows, which then wait for no unpacking.
+
+        Raises CapacityError for a capacity that the model or the kernels do not take, BackendUnavailable for graphs
+        without CUDA.
+        """
         c = stack.config
-        if capacity < 1 or capacity % _ALIGNMENT or capacity > c.max_position_embeddings:
+        most = min(c.max_position_embeddings, MOST_POSITIONS if few else c.max_position_embeddings)
+        if capacity < 1 or capacity % _ALIGNMENT or capacity > most:
             raise CapacityError(
-                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{c.max_position_embeddings} positions, "
-                f"got {capacity}"
+                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{most} positions, got {capacity}"
             )
         self.stack = stack
+        self._few = few
         self.capacity = capacity
         self.buckets = tuple(sorted(buckets))
         self.extents = tuple(_extents(capacity))
@@ -119,7 +126,8 @@ class Prefill:
         """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs, nor of head
         norms, which only operators need (0.3 MiB at the released sizes)."""
         held = (self._kv, self._rotary, self._input, self._hidden, self._counts)
-        return sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
+        own = sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
+        return own + (self._few.nbytes if self._few else 0)
 
     @property
     def keys(self) -> Tensor:
@@ -173,7 +181,7 @@ class Prefill:
             self._end.fill_(1)
             # The largest first, so that the others fit into the working memory it took.
             for bucket, least in zip(self.buckets[::-1], (*self.buckets[-2::-1], 0), strict=True):
-                for extent in self.extents[::-1]:
+                for extent in self._extents_of(bucket)[::-1]:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
 
@@ -197,13 +205,21 @@ class Prefill:
     def _advance(self, rows: Tensor, past: int) -> None:
         end = past + len(rows)
         bucket = next(b for b in self.buckets if b >= len(rows))
-        extent = next(e for e in self.extents if e >= end)
+        extent = next(e for e in self._extents_of(bucket) if e >= end)
         self._input[: len(rows)].copy_(rows)
         self._past.fill_(past)
         self._end.fill_(end)
-        # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
-        self._kv[:, :, :, end:extent].zero_()
+        if not self._takes(bucket):
+            # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
+            self._kv[:, :, :, end:extent].zero_()
         self._pass(bucket, extent)()
+
+    def _takes(self, bucket: int) -> bool:
+        return self._few is not None and bucket <= ROWS
+
+    def _extents_of(self, bucket: int) -> tuple[int, ...]:
+        """Few rows read as many keys as there are."""
+        return self.extents[-1:] if self._takes(bucket) else self.extents
 
     def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
         if (bucket, extent) not in self._passes:
@@ -213,6 +229,12 @@ class Prefill:
 
     def _forward(self, bucket: int, extent: int) -> None:
         """Static input to static outputs; the position is on the device only."""
+        last = (self._end - self._past - 1)[None]
+        if self._takes(bucket):
+            self._few.run(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
+            row = self._input.index_select(0, last)[0]
+            self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
+            return
         positions = self._past + self._counts[:bucket]
         index = positions.masked_fill(positions >= self._end, self.capacity)  # padding goes to the spare row
         mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
@@ -221,7 +243,7 @@ class Prefill:
         backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
         with backends:
             rows = self._fused.run(x, index, mask, self._kv) if self._fused else self._by_operators(x, index, mask)
-        self._hidden.copy_(rows.index_select(0, (self._end - self._past - 1)[None])[0])
+        self._hidden.copy_(rows.index_select(0, last)[0])
 
     def _by_operators(self, x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
         """As `FusedRows.run`."""

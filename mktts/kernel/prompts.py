@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
 from mktts.kernel.prefill import Kept, Prefill
+from mktts.kernel.tape_rows import TapeRows
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack
 from mktts.model.voice import Voice
@@ -19,9 +20,10 @@ from mktts.model.voice import Voice
 class KernelPrefill:
     """Fills caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim)."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
+        """few: as for `Prefill`."""
         self.stack = stack
-        self._prefill = Prefill(stack)
+        self._prefill = Prefill(stack, few=few)
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes = PrefixCache(self._prefill)
 

@@ -19,6 +19,7 @@ from mktts.kernel.build import SHARED, Build, build_for, compile_kernel
 from mktts.kernel.card import TARGETS, Card, target_of
 from mktts.kernel.grid import choose_shape, choose_text_shape
 from mktts.kernel.launch import check_constants
+from mktts.kernel.tape_rows import RowsParams
 from mktts.kernel.tape_stack import UnpackParams
 from mktts.measure.inspection import config_at
 from mktts.spec import ModelConfig
@@ -126,6 +127,22 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
     build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
     assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
     assert build.constants["params_bytes"] == ctypes.sizeof(UnpackParams)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "multiprocessors"),
+    [
+        *((arch, "tiny", 132) for arch in TARGETS),
+        *((arch, "1.7b", 132) for arch in ("sm_80", "sm_90a")),
+        *(("sm_89", size, 58) for size in ("0.6b", "1.7b")),
+    ],
+)
+@needs_nvrtc
+def test_the_kernels_of_few_prompt_rows_compile_for_every_target(arch, size, multiprocessors):
+    build = compile_kernel(choose_shape(config_at(size), multiprocessors).defines, arch, "rows.cu")
+    # 256 threads; 224 bytes are stored and loaded at 56 blocks, where a block multiplies 224 rows of gates and ups
+    assert 0 < build.registers <= 255 and build.spill_bytes <= (256 if size == "1.7b" and multiprocessors < 132 else 0)
+    assert build.constants["params_bytes"] == ctypes.sizeof(RowsParams)
 
 
 @pytest.mark.parametrize(

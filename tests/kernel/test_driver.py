@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from driver_on_cpu import ELSEWHERE, HERE, kernel_without_a_card, launcher_without_a_card, put_stand_in
 
 from mktts.errors import EngineError
+from mktts.kernel import driver
 from mktts.kernel.launch import _TAG_LIMIT
 from mktts.kernel.params import Params
 
@@ -42,6 +45,27 @@ def test_a_refused_launch_is_told_in_the_drivers_words(monkeypatch):
     put_stand_in(monkeypatch, status=720)
     with pytest.raises(EngineError, match="cuLaunchCooperativeKernel failed: too many blocks"):
         kernel_without_a_card().launch(Params(), STREAM)
+
+
+def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_last_one_ends(monkeypatch):
+    """CUlaunchConfig: seven unsigned int, the stream, attributes and their number; CUlaunchAttribute: its name, four
+    bytes of padding, 64 bytes of value."""
+    seen = []
+
+    def launch(config, function, arguments, extra):
+        *sizes, stream, attributes, count = struct.unpack("7I4xQQI", ctypes.string_at(ctypes.byref(config._obj), 52))
+        seen.append((sizes, stream, count, struct.unpack("i4xi", ctypes.string_at(attributes, 12)), function.value))
+        seen.append(ctypes.string_at(arguments[0], ctypes.sizeof(Params)))
+        return status
+
+    monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
+    kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
+    kernel.launch_early((16, 4), 256, params)
+    assert seen == [([16, 4, 1, 256, 1, 1, 0], 5, 1, (6, 1), 7), bytes(params)]
+    status = 801
+    with pytest.raises(EngineError, match="cuLaunchKernelEx failed: 801"):
+        kernel.launch_early((16, 4), 256, params)
 
 
 def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(monkeypatch):

@@ -44,7 +44,7 @@ struct SharedMemory {
   size_t size() const { return bytes; }
 };
 struct Block {
-  u32 id;
+  u32 id, row = 0;
   SharedMemory shared;
   Warp warps[(THREADS + FEED_THREADS) / 32];
   Meeting consumers, all;
@@ -53,9 +53,9 @@ struct Lane { ucontext_t context; u32 thread; Block* block; bool done; };
 static Lane* now;
 void give_way();
 
-struct Index { u32 x; };
+struct Index { u32 x, y = 0; };
 #define threadIdx Index{now->thread}
-#define blockIdx Index{now->block->id}
+#define blockIdx Index{now->block->id, now->block->row}
 #define blockDim Index{THREADS + FEED_THREADS}
 HOST Warp& own_warp() { return now->block->warps[now->thread / 32]; }
 HOST u32 own_lane() { return now->thread % 32; }
@@ -139,6 +139,8 @@ HOST u64 nanoseconds() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return 
 HOST u64 cycles() { return 0; }
 HOST u32 cycles_low() { return 0; }
 HOST void prefetch(const void*) {}
+HOST void let_next_come() {}
+HOST void wait_for_last() {}
 HOST void put32_host(int* p, int v) { *(volatile int*)p = v; }
 HOST int get32_host(const int* p) { return *(volatile const int*)p; }
 
@@ -154,6 +156,10 @@ HOST u64 fetch64(const void* p) { u64 v; memcpy(&v, p, 8); return v; }
 HOST void fetch8(const void* p, u32& a, u32& b) {
   if ((u64)p % 8) fail("a load that is not aligned");
   memcpy(&a, p, 4); memcpy(&b, (const u8*)p + 4, 4);
+}
+HOST void fetch16(const void* p, u32 (&v)[4]) {
+  if ((u64)p % 16) fail("a load that is not aligned");
+  memcpy(v, p, 16);
 }
 HOST void lds128(u32 p, u32 (&v)[4]) { memcpy(v, shared_at(p, 16), 16); }
 HOST void lds64(u32 p, u32& a, u32& b) { const u8* v = shared_at(p, 8); memcpy(&a, v, 4); memcpy(&b, v + 4, 4); }

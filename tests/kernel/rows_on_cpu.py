@@ -1,0 +1,36 @@
+"""csrc/rows.cu compiled for the CPU and launched there, lane by lane: host/ stands in for csrc/ptx.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from frame_on_cpu import COMPILER, HOST
+
+from mktts.kernel.build import CSRC, source
+from mktts.kernel.grid import Shape
+from mktts.kernel.tape_rows import Launch, RowsParams
+
+
+def launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
+    """As `mktts.kernel.tape_rows` wants it; compiles in `folder`. most_rows: as for `frame_on_cpu.build`."""
+    shutil.copytree(CSRC, folder / "csrc")
+    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
+    code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()
+    code, count = re.subn(r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}", code)
+    assert count == 1
+    (folder / "rows.cpp").write_text(code)
+    flags = [f"-D{name}={value}" for name, value in shape.defines.items()]
+    command = [COMPILER, "-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__shared__=static", "-shared", "-fPIC"]
+    subprocess.run([*command, *flags, "-o", folder / "rows.so", folder / "rows.cpp"], check=True)
+    library, seed = ctypes.CDLL(str(folder / "rows.so")), 0
+
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        nonlocal seed
+        seed += 1
+        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(seed))
+
+    return launch
