@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 LOAD_ARGS ?= --engine batch --listeners 8,16,20 --seconds 90
 PYTEST_ARGS ?=
 GPU_TESTS ?= outputs/gpu_tests.json
+GPU_FOLDER ?= outputs/reference/h200
+GPU_RECORDS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -25,10 +27,10 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu sanitize lab lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize lab lint format docs bench load clean-nb reference
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
 
 setup: $(STAMP) ## the virtual environment with the pinned requirements
 
@@ -60,6 +62,9 @@ test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 
 test-gpu: $(STAMP) ## the tests that need a GPU, and what came of them as GPU_TESTS=file
 	$(BIN)/python tests/gpu_record.py $(GPU_TESTS) $(PYTEST_ARGS)
+
+reference-gpu: $(STAMP) ## measure an H200 anew, or another GPU with GPU_FOLDER=folder; GPU_RECORDS="bench trace": some of it
+	$(BIN)/python tests/gpu_reference.py $(GPU_FOLDER) $(GPU_RECORDS)
 
 sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
 	$(PYTEST) -k sanitizer tests/kernel/test_megakernel_endurance.py tests/batch/test_sanitized.py $(PYTEST_ARGS)
