@@ -210,6 +210,24 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     )
 
 
+def lone_tick(board: Board, slot: int, now_s: float) -> Tick:
+    """`next_tick` with `TickSettings.one()` where no slot but this one is able: it runs, whatever its lead. What orders
+    many takes a fifth of a millisecond for one, of every frame and of the time to the first."""
+    lanes = np.array([slot], np.int32)
+    context, rows = int(board.context_rows[slot]), int(board.prompt_rows[slot])
+    pieces = (Piece(slot, context, rows, True),) if rows else ()
+    return Tick(
+        bucket=(1, rows),
+        lanes=lanes,
+        new_lanes=len(pieces),
+        frames=board.frames_made[lanes],
+        serials=board.serial[lanes],
+        pieces=pieces,
+        context_rows=context + rows,
+        wake_s=now_s,
+    )
+
+
 def _settled_s(board: Board, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
     """`Tick.lead_s`, of `slots` by their `leads_s`, ascending. A stream's first chunks are small, so it cannot be far
     ahead before it comes to those that stay as large as they are."""

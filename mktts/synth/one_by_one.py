@@ -12,7 +12,7 @@ from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
 from mktts.batch.pages import Pages
 from mktts.batch.refusal import refusal
-from mktts.batch.scheduler import TickSettings, next_tick
+from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
 from mktts.batch.tick_model import TickModel
 from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
@@ -123,7 +123,10 @@ class OneByOne:
                 del self._awake[slot]
             else:
                 board.full[slot] = False
-        tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
+        if len(self._awake) == 1:
+            tick = lone_tick(board, next(iter(self._awake)), now_s)
+        else:
+            tick = next_tick(board, now_s, _TICK_MODEL, _TICKS)
         if tick.empty and self._room and self.open_jobs > len(self._jobs):
             return float("-inf")  # and somebody waits for it
         if tick.empty:

@@ -6,11 +6,11 @@ import copy
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mktts.batch.board import FRAME_S, Board
-from mktts.batch.scheduler import TickSettings, next_tick
+from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
 from mktts.batch.tick_model import TickModel
 from mktts.errors import EngineError, OptionsError
 
@@ -279,3 +279,17 @@ def test_slots_are_entered_and_left_once():
     board.leave(0)
     with pytest.raises(EngineError):
         board.leave(0)
+
+
+@settings(deadline=None)
+@given(STREAM)
+def test_a_stream_that_is_alone_runs_as_it_would_by_what_orders_many(stream):
+    board = board_of([stream])
+    assume(len(board.able()))
+    expected = next_tick(board, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())
+    found = lone_tick(board, 0, NOW_S)
+    for name in ("lanes", "frames", "serials"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    for name in ("bucket", "new_lanes", "pieces", "context_rows", "wake_s", "empty"):
+        assert getattr(found, name) == getattr(expected, name)
