@@ -31,9 +31,6 @@ from mktts.speech.job import Away, Bell, EngineName, Job, News, Tally, Work
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
-# After a lone stream's first chunk. Nothing hands the interpreter's lock over: who waits for it gets it when the worker
-# sleeps, or after the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
-_LET_IN_S = 20e-6
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 
 
@@ -182,9 +179,6 @@ class _Worker:
             alone = sum(executor.open_jobs for executor in self.executors) == 1
             wake_s = min(_turn(executor, alone) for executor in self.executors)
             self._bell.sound()
-            if self._bell.first:
-                self._bell.first = False
-                time.sleep(_LET_IN_S)
             self.sleeps = wake_s == math.inf
         for executor in self.executors:
             try:
