@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -68,7 +69,7 @@ class Prompt:
     def __init__(
         self,
         embeds: Any,
-        trailing: Tensor,
+        trailing: Tensor | Callable[[], Tensor],
         pad: Tensor,
         text_tokens: int,
         prefix_rows: int = 0,
@@ -77,9 +78,16 @@ class Prompt:
         self.embeds = embeds  # Tensor (L, H), or what RowsOfTexts gives
         self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
         self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
-        self.trailing = trailing  # (N, H)
+        self._trailing = trailing
         self.pad = pad  # (H,)
         self.text_tokens = text_tokens
+
+    @property
+    def trailing(self) -> Tensor:
+        """(N, H). Made when first asked for, where the prompt was given what makes it: the first frame needs none."""
+        if callable(self._trailing):
+            self._trailing = self._trailing()
+        return self._trailing
 
     def row(self, frame: int) -> Tensor:
         """The text embedding (H,) that is added to the codes of frame `frame` (0-based)."""
@@ -181,9 +189,8 @@ class PromptBuilder:
             body = (first,)
         else:
             # The first token's row and the others' come of two products, as upstream has it.
-            x = self._table.rows(ids)
-            body = (self._projected(x[:1]) + special.codec_bos,)
-            trailing = special.eos if len(ids) == 1 else torch.cat((self._projected(x[1:]), special.eos))
+            body = (self.text_rows(ids[:1]) + special.codec_bos,)
+            trailing = partial(self._rest, ids[1:], special)
         embeds = torch.cat((head, *body))
         return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
 
@@ -309,6 +316,11 @@ class PromptBuilder:
         if not _in_context(request):
             return text, special.text_end, special.codec_begin
         return text, special.text_end, self._codec_side(request, special) + special.pad
+
+    @torch.inference_mode()
+    def _rest(self, ids: list[int], special: _Special) -> Tensor:
+        """The text rows of the tokens behind the first, and of the text's end."""
+        return torch.cat((self.text_rows(ids), special.eos)) if ids else special.eos
 
     def _streaming_body(self, request: Request, text: Tensor, special: _Special) -> tuple[Tensor, Tensor]:
         """Codec side and text row by row, the shorter text padded; and the text rows left over."""

@@ -44,6 +44,20 @@ def test_rows_that_are_kept_are_those_of_a_new_builder_whatever_was_built_before
         assert torch.equal(fed_rows_of(used), fed_rows_of(builder_of(tiny)))
 
 
+def test_rows_that_the_first_frame_does_not_need_are_made_when_they_are_asked_for_and_once(tiny, monkeypatch):
+    builder = builder_of(tiny)
+    expected, ids = rows_of(builder, REQUESTS[1]), builder.tokenizer.encode(REQUESTS[1].text)
+    asked, rows = [], builder._table.rows
+    monkeypatch.setattr(builder._table, "rows", lambda ids: asked.append(list(ids)) or rows(ids))
+    prompt = builder.build(REQUESTS[1])
+    assert asked == [ids[:1]]
+    assert torch.equal(prompt.row(0), expected[len(prompt.embeds)])
+    assert torch.equal(torch.cat((prompt.embeds, prompt.trailing, prompt.pad[None])), expected)
+    assert asked == [ids[:1], ids[1:]]
+    alone = builder.build(Request("a", speaker="ryan", layout="streaming"))
+    assert len(alone.trailing) == 1 and len(asked) == 3
+
+
 def test_special_rows_are_made_once(tiny, monkeypatch):
     builder = builder_of(tiny)
     rows_of(builder, REQUESTS[0])
