@@ -130,14 +130,20 @@ class Prefill:
         return own + (self._few.nbytes if self._few else 0)
 
     @property
+    def keys_values(self) -> Tensor:
+        """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
+        next call."""
+        return self._kv[:, :, :, : self._length]
+
+    @property
     def keys(self) -> Tensor:
-        """Rotated keys of the filled positions, (layers, kv heads, length, head_dim): a view, until the next call."""
-        return self._kv[0, :, :, : self._length]
+        """Of `keys_values`."""
+        return self.keys_values[0]
 
     @property
     def values(self) -> Tensor:
         """As `keys`."""
-        return self._kv[1, :, :, : self._length]
+        return self.keys_values[1]
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:

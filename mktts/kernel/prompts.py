@@ -36,7 +36,7 @@ class KernelPrefill:
     def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
         """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
         kept = self._prefixes.prefix(rows, key)
-        copy_into_cache(kept.keys, kept.values, kv)
+        copy_into_cache(kept.keys_values, kv)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of the prefixes with this voice."""
@@ -57,11 +57,11 @@ class KernelPrefill:
             )
         if len(rows) <= capacity:
             hidden = self._prefixes.run(rows, prefix_rows, key)
-            copy_into_cache(self._prefill.keys, self._prefill.values, kv)
+            copy_into_cache(self._prefill.keys_values, kv)
             return hidden
         cache = self.stack.new_cache(len(rows))
         hidden = self.stack.forward(rows[None], cache)[0, -1]
-        copy_into_cache(cache.keys[:, 0, :, : len(rows)], cache.values[:, 0, :, : len(rows)], kv)
+        copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0, :, : len(rows)], kv)
         return hidden
 
     @torch.inference_mode()
@@ -72,7 +72,7 @@ class KernelPrefill:
             return self.fill(rows, kv)
         self._prefill.restore(kept)
         hidden = self._prefill.run(rows[kept.length :], kept.length)
-        copy_into_cache(self._prefill.keys, self._prefill.values, kv)
+        copy_into_cache(self._prefill.keys_values, kv)
         return hidden
 
 
@@ -151,28 +151,27 @@ class PrefixCache:
 
 
 @torch.inference_mode()
-def copy_into_cache(keys: Tensor, values: Tensor, kv: Tensor, start: int = 0) -> None:
-    """Writes keys and values (layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
+def copy_into_cache(keys_values: Tensor, kv: Tensor, start: int = 0) -> None:
+    """Writes keys and values (2, layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
 
     `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
-    p // group. At most three copies each: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
+    p // group. At most three copies: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
     """
-    group, slots, count = kv.shape[2], kv.shape[3], keys.shape[2]
+    group, slots, count = kv.shape[2], kv.shape[3], keys_values.shape[3]
     if start < 0 or start + count > group * slots:
         raise CapacityError(f"the cache holds {group * slots} positions, got {count} from {start} on")
     first = min(-start % group, count)
     whole = (count - first) // group
     slot = (start + first) // group
-    for place, source in enumerate((keys, values)):
-        target = kv[:, :, :, :, place].transpose(2, 3)  # (layers, kv heads, slots, group, head_dim)
-        if first:
-            block = start % group
-            target[:, :, start // group, block : block + first] = source[:, :, :first]
-        if whole:
-            middle = source[:, :, first : first + whole * group]
-            target[:, :, slot : slot + whole] = middle.unflatten(2, (whole, group))
-        if rest := count - first - whole * group:
-            target[:, :, slot + whole, :rest] = source[:, :, count - rest :]
+    target = kv.permute(4, 0, 1, 3, 2, 5)  # (2, layers, kv heads, slots, group, head_dim)
+    if first:
+        block = start % group
+        target[:, :, :, start // group, block : block + first] = keys_values[:, :, :, :first]
+    if whole:
+        middle = keys_values[:, :, :, first : first + whole * group]
+        target[:, :, :, slot : slot + whole] = middle.unflatten(3, (whole, group))
+    if rest := count - first - whole * group:
+        target[:, :, :, slot + whole, :rest] = keys_values[:, :, :, count - rest :]
 
 
 @torch.inference_mode()

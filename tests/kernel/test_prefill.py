@@ -177,7 +177,7 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(start, count):
     layers, heads, group, slots, head_dim = 2, 3, 4, 5, 8
     kv = torch.full((layers, heads, group, slots, 2, head_dim), -1.0)
     keys, values = torch.rand(2, layers, heads, count, head_dim)
-    copy_into_cache(keys, values, kv, start)
+    copy_into_cache(torch.stack((keys, values)), kv, start)
     for position in range(group * slots):
         found = kv[:, :, position % group, position // group]
         if start <= position < start + count:
@@ -188,11 +188,11 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(start, count):
 
 
 def test_dealing_past_the_cache_is_refused():
-    kv, (keys, values) = torch.zeros(1, 1, 4, 2, 2, 8), torch.zeros(2, 1, 1, 5, 8)
-    copy_into_cache(keys, values, kv, 3)
+    kv, keys_values = torch.zeros(1, 1, 4, 2, 2, 8), torch.zeros(2, 1, 1, 5, 8)
+    copy_into_cache(keys_values, kv, 3)
     for start in (4, -1):
         with pytest.raises(CapacityError, match="holds 8 positions"):
-            copy_into_cache(keys, values, kv, start)
+            copy_into_cache(keys_values, kv, start)
 
 
 # ---- on a GPU

@@ -183,7 +183,7 @@ def test_the_kernels_prefill_goes_on_from_a_cache(decoder, keep):
     prefill.fill(rows[:32], before)
     kept = kept_of_cache(before, keep)
     written = cache()
-    copy_into_cache(kept.keys, kept.values, written)
+    copy_into_cache(kept.keys_values, written)
     assert torch.equal(kept_of_cache(written, keep).keys_values, kept.keys_values)
     wanted = prefill.fill(rows, whole)
     found = prefill.go_on(rows, resumed, kept)
