@@ -171,6 +171,7 @@ def test_help_names_the_limits_and_the_key(capsys):
 def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
     tiny, checkpoint_cache, monkeypatch, engine, many
 ):
+    gc.unfreeze()  # a server begins without what conftest.py froze
     before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     inside = []
 
