@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from load_document import load_file
 from traces import document_of
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
+from mktts.errors import MkttsError
 from mktts.notebook import evidence, grid, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -212,7 +214,7 @@ SMALL = {
         ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
     "05_pipecat_live": (
-        ["SEED=1"],
+        ["SEED=1", "SCRIPT=tell me a story; 1.0: stop please"],
         ["barge_in_ms", "first_audio_ms_median", "interruptions", "silence_ms", "stale_frames", "turns"],
         ["conversation.png", "conversation.wav", "latency.json"],
     ),
@@ -231,26 +233,35 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def run_notebook(monkeypatch, tmp_path):
-    """Executes a notebook as `mktts run` does, in a temporary folder; returns its metrics and its run folder."""
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))  # the kernel starts in notebooks/
-    out = tmp_path / "runs"
+@pytest.fixture(scope="module", autouse=True)
+def repository_is_imported():
+    """By the kernels too, which start in notebooks/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(FOLDER.parent))
+        yield
 
-    def run(stem, settings):
-        (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
-        found = runs.execute(planned, out, {"cpu": "a test's"}, timeout_s=120)
-        assert found["status"] == "ok", found
-        runs.collect(out, tmp_path / "metrics.parquet")
-        return found, out / planned.name
 
-    return run
+def run_notebook(out, stem, settings):
+    """Executes a notebook as `mktts run` does, into the folder `out`; returns its metrics and its run folder."""
+    (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
+    found = runs.execute(planned, out, {"cpu": "a test's"}, timeout_s=120)
+    assert found["status"] == "ok", found
+    runs.collect(out, out.parent / "metrics.parquet")
+    return found, out / planned.name
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """Runs a notebook by SMALL, in an `out` of its own: once, for all tests that look at what it gives."""
+    return functools.cache(
+        lambda stem: run_notebook(tmp_path_factory.mktemp(stem) / "runs", stem, SMALL[stem][0]),
+    )
 
 
 @pytest.mark.parametrize("stem", TITLES)
-def test_notebook_runs_headless_and_records(stem, run_notebook):
-    settings, recorded, files = SMALL[stem]
-    found, folder = run_notebook(stem, settings)
+def test_notebook_runs_headless_and_records(stem, small_run):
+    _, recorded, files = SMALL[stem]
+    found, folder = small_run(stem)
     assert set(recorded) <= set(found)
     assert {path.name for path in folder.iterdir()} >= {"executed.ipynb", "metrics.json", *files}
     executed = folder / "executed.ipynb"
@@ -262,23 +273,23 @@ def test_notebook_runs_headless_and_records(stem, run_notebook):
     assert COMPILING.sub("", stderr_of(executed)) == "", "the notebook writes warnings"
 
 
-def test_what_was_measured_elsewhere_is_shown_with_its_machine(run_notebook):
-    _, folder = run_notebook("01_weights", ["SECTIONS=none"])
+def test_what_was_measured_elsewhere_is_shown_with_its_machine(small_run):
+    _, folder = small_run("01_weights")
     shown = "\n".join(str(cell.get("outputs", "")) for cell in read(folder / "executed.ipynb").cells)
     assert evidence.provenance(evidence.reference("bench")) in shown
 
 
-def test_the_report_shows_what_the_metrics_notebook_measured(run_notebook):
-    run_notebook("04_metrics", ["MAX_FRAMES=4", "REPEATS=2"])
-    found, folder = run_notebook("06_report", [])
+def test_the_report_shows_what_the_metrics_notebook_measured(small_run):
+    _, measured = small_run("04_metrics")
+    found, folder = run_notebook(measured.parent, "06_report", [])
     assert found["runs_read"] == found["runs_measured"] == 1
     assert {"ttfc.png", "rtf.png", "stages.png"} <= {path.name for path in folder.iterdir()}
     assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]
 
 
-def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(run_notebook, tmp_path):
-    settings = ["LISTENERS=2", "IN_TURNS=", "SECONDS=1.0", "MAX_FRAMES=4"]
-    _, folder = run_notebook("08_many_voices", [*settings, f"LOAD={load_file(tmp_path)}"])
+def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(tmp_path):
+    settings = ["LISTENERS=2", "IN_TURNS=", "SECONDS=1.0", "MAX_FRAMES=4", f"LOAD={load_file(tmp_path)}"]
+    _, folder = run_notebook(tmp_path / "runs", "08_many_voices", settings)
     shown = str([cell.outputs for cell in code_cells(folder / "executed.ipynb")])
     assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in shown and "listeners_h200.png" in os.listdir(
         folder
@@ -286,12 +297,19 @@ def test_what_many_listeners_met_on_a_gpu_is_shown_from_the_file_that_is_named(r
 
 
 @pytest.mark.slow
-def test_a_trace_is_drawn_from_the_file_that_is_named(run_notebook, tmp_path):
+def test_a_trace_is_drawn_from_the_file_that_is_named(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps(document_of((2, 1), 16)))
-    found, folder = run_notebook("09_megakernel", ["SIZE=tiny", f"TRACE={tmp_path / 'trace.json'}"])
+    found, folder = run_notebook(tmp_path / "runs", "09_megakernel", ["SIZE=tiny", f"TRACE={tmp_path / 'trace.json'}"])
     assert found["has_trace"] and found["frame_alone_us"] < found["frame_us"]
     drawn = {"where.png", "hops.png", "layers.png", "blocks_talker.png", "blocks_predictor.png"}
     assert drawn <= {path.name for path in folder.iterdir()}
+
+
+def test_a_run_that_fails_is_recorded_by_the_name_of_its_error(tmp_path):
+    (planned,) = grid.plan([FOLDER / "03_streaming.ipynb"], ["SCHEDULE=a"])
+    found = runs.execute(planned, tmp_path, {}, timeout_s=120)
+    assert (found["status"], found["ename"]) == ("error", "OptionsError"), found
+    assert found["evalue"].startswith("SCHEDULE must be frames per chunk")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +317,6 @@ def test_a_trace_is_drawn_from_the_file_that_is_named(run_notebook, tmp_path):
     [
         ("07_voice", ["CHECKPOINT=random:foo"], "CheckpointError: .*foo"),
         ("04_metrics", ["REPEATS=0"], "OptionsError: REPEATS must be a whole number of at least 1"),
-        ("03_streaming", ["SCHEDULE=a"], "OptionsError: SCHEDULE must be frames per chunk"),
         ("02_parity", ["SCHEDULE=0"], "OptionsError: SCHEDULE must be frames per chunk"),
         pytest.param(
             *("09_megakernel", ["SIZE=tiny", "BLOCK=16"], "OptionsError: BLOCK must be in 0..15"),
@@ -308,8 +325,14 @@ def test_a_trace_is_drawn_from_the_file_that_is_named(run_notebook, tmp_path):
         ("08_many_voices", ['LISTENERS="4,0"'], "OptionsError: LISTENERS must be numbers of listeners"),
     ],
 )
-def test_a_wrong_parameter_ends_the_run_by_name(stem, settings, error, monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+def test_a_wrong_parameter_is_named(stem, settings, error, monkeypatch, tmp_path):
+    """Cell after cell in this process, which has imported what a kernel imports for seconds."""
     (planned,) = grid.plan([FOLDER / f"{stem}.ipynb"], settings)
-    found = runs.execute(planned, tmp_path, {}, timeout_s=120)
-    assert found["status"] == "error" and re.match(error, f"{found['ename']}: {found['evalue']}"), found
+    monkeypatch.chdir(FOLDER)
+    names = {}
+    with pytest.raises(MkttsError) as raised:
+        for cell in code_cells(FOLDER / f"{stem}.ipynb"):
+            exec(compile(cell.source, stem, "exec", dont_inherit=True), names)
+            if cell.metadata.get("tags") == ["parameters"]:
+                names |= planned.parameters | {"RUN_DIR": str(tmp_path)}
+    assert re.match(error, f"{raised.type.__name__}: {raised.value}")
