@@ -13,7 +13,7 @@ from compiler import needs_nvrtc
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
-from mktts.kernel.build import compile_kernel, source
+from mktts.kernel.build import SHARED, compile_kernel, source
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.params import Params, StreamParams
 from mktts.measure.inspection import config_at
@@ -59,7 +59,7 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
 @needs_nvrtc
 def test_launch_parameters_have_the_size_the_compiler_gave_them():
     shape = choose_shape(config_at("tiny"), 132)
-    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a")
+    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a", SHARED)  # as the kernel's: test_build.py
     assert build.constants["params_bytes"] == ctypes.sizeof(Params)
 
 
