@@ -296,7 +296,8 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
     tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with Talk(tts) as talk:
-        async with connect(server.ws, additional_headers=headers) as other:
+        # Its farewell would wait ten seconds behind what it has not read.
+        async with connect(server.ws, additional_headers=headers, close_timeout=0.1) as other:
             await other.send(json.dumps({"type": "start", "text": "Once upon a time. " * 20, "max_frames": 5_000}))
             await other.recv()
             await talk.say(*turn("One two."))
