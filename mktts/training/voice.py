@@ -35,6 +35,7 @@ _FIT_SHARDS = 40  # seven hours
 _LEAST_SHARDS = 64  # a start of the encoder takes as long as encoding so many
 _MOST_FAILURES = 5  # an encoder that fails every time is left alone
 _PACK_S = 30.0
+_LOOK_S = 1.0  # between looks at what has ended and what is to be encoded
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def train(plan: Plan) -> bool:
         if free and run.failures < _MOST_FAILURES and waiting >= (_LEAST_SHARDS if teacher.running else 1):
             encoders = run.encode()
         run.note()
-        time.sleep(1.0)
+        time.sleep(_LOOK_S)
     for part in run.parts.values():
         if part.running:
             part.stop()

@@ -24,20 +24,26 @@ from mktts.training.talker import sizes
 from mktts.training.talker.train import STATE, open_data
 from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
 
-# Every command writes what it was told; the teacher makes six shards, the encoder copies, learners take a while.
+# Every command writes what it was told; the teacher makes six shards, half of them when the first has codes; the
+# encoder copies; the talker ends some looks after all have codes, or after the encoder has failed.
 STAND_IN = """
 import pathlib, shutil, sys, time
 name, words = sys.argv[1], sys.argv[2:]
 given = dict(zip(words[::2], words[1::2]))
 value = lambda flag: words[words.index(flag) + 1]
-out = pathlib.Path(value("--out"))
+out, codes = pathlib.Path(value("--out")), BASE / "run" / "codes"
+def wait(condition):
+    until_s = time.monotonic() + 20
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.02)
 with (BASE / "order").open("a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
 if name == "teacher":
     out.mkdir(parents=True, exist_ok=True)
     for i in range(6):
+        if i == 3:
+            wait(lambda: any(codes.glob("*.npz")))
         (out / f"shard{i}.npz").write_text("x")
-        time.sleep(0.3)
 elif name == "fit":
     if "--begin" in words:
         sys.exit("no such voice here")
@@ -50,11 +56,15 @@ elif name == "encode":
     for path in sorted(pathlib.Path(value("--data")).glob("*.npz"))[part - 1::of]:
         shutil.copy(path, out)
 elif name == "codec":
-    time.sleep(1)
+    time.sleep(0.2)
 elif name == "talker":
     if "--graphs" in words or "," in value("--device") or "--begin" in words:
         sys.exit("no graphs here")
-    time.sleep(3)
+    if (BASE / "full").exists():
+        wait(lambda: (BASE / "order").read_text().count("encode ") > 1)
+    else:
+        wait(lambda: len(list(codes.glob("*.npz"))) == 6)
+    time.sleep(0.5)
 """
 
 
@@ -63,6 +73,7 @@ def stand_in(tmp_path, monkeypatch):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN.replace("BASE", f"pathlib.Path({str(tmp_path)!r})"))
     monkeypatch.setattr(voice, "command", lambda *words: [sys.executable, str(script), *map(str, words)])
+    monkeypatch.setattr(voice, "_LOOK_S", 0.05)
     (tmp_path / "texts.xz").write_bytes(b"")
     save(Codec(codec_sizes.TINY), tmp_path / "fitted.pt")
     return tmp_path
