@@ -132,8 +132,14 @@ class TickSettings:
         """The quickest bucket with room for so many lanes and prompt rows."""
         if not self.buckets:
             return lanes, rows
-        fitting = [(b, p) for b, p in self.buckets if b >= lanes and p >= rows]
-        return min(fitting, key=lambda bucket: model.lane_s * bucket[0] + model.row_s * bucket[1])
+        found, least_s = self.buckets[-1], np.inf
+        for bucket in self.buckets:  # every arrival asks for many: no list is made, and wide ones are not looked at
+            lanes_s = model.lane_s * bucket[0]
+            if lanes_s >= least_s:
+                break
+            if bucket[0] >= lanes and bucket[1] >= rows and lanes_s + model.row_s * bucket[1] < least_s:
+                found, least_s = bucket, lanes_s + model.row_s * bucket[1]
+        return found
 
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
         """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`

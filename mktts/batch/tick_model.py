@@ -81,6 +81,7 @@ class TickFit:
         self._keep = float(np.exp(-1.0 / memory_ticks))
         # A part of 0 has no factor to learn; the equations stay solvable because the prior is in all of them.
         self._prior_weight = prior_ticks / len(self._parts) ** 2
+        self._prior_squares = self._prior_weight * np.eye(len(self._parts))
         self._squares = np.zeros((len(self._parts), len(self._parts)))
         self._right = np.zeros(len(self._parts))
 
@@ -92,13 +93,12 @@ class TickFit:
         if not took_s > 0:
             return self.model
         expected_s = self.model.predict(lanes, rows, context_rows)
-        took_s = float(np.clip(took_s, expected_s / 3, expected_s * 3))
+        took_s = min(max(took_s, expected_s / 3), expected_s * 3)
         shares = self._parts * (1.0, lanes, rows, context_rows / _CONTEXT_UNIT_ROWS)
         total_s = shares.sum()
         shares /= total_s
-        self._squares = self._keep * self._squares + np.outer(shares, shares)
+        self._squares = self._keep * self._squares + shares[:, None] * shares
         self._right = self._keep * self._right + shares * (took_s / total_s)
-        prior = self._prior_weight * np.eye(len(self._parts))
-        factors = np.linalg.solve(self._squares + prior, self._right + self._prior_weight)
+        factors = np.linalg.solve(self._squares + self._prior_squares, self._right + self._prior_weight)
         self.model = TickModel(*(self._parts * np.clip(factors, 0.02, 50.0)).tolist())
         return self.model
