@@ -28,6 +28,8 @@ from mktts.synth import Synthesizer
 from mktts.synth.generation import StepModel
 
 WAIT_S = 30.0  # before a test that hangs fails
+_OF_BOOKS = 17 * torch.arange(NUM_CODEBOOKS)
+_SLIDE = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
 
 
 class FakeState(SimpleNamespace):
@@ -92,7 +94,7 @@ class FakeBackend:
             return Frame(None, 1.0, 0.0)
         state.rows += 0 if row is None else int(row.sum())
         mixed = 31 * state.seed + 7 * state.prompt + 3 * state.rows + 131 * state.frames
-        codes = (mixed + 17 * torch.arange(NUM_CODEBOOKS)) % CODEBOOK_SIZE
+        codes = (mixed + _OF_BOOKS) % CODEBOOK_SIZE
         codes[0] = self.code0(state.frames)
         state.frames += 1
         return Frame(codes, 1.0, 2.0)
@@ -128,11 +130,10 @@ class FakeCodec:
 
     def decode(self, codes: Tensor, state: FakeCodecState) -> Tensor:
         self.decoded.append(len(codes))
-        slide = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
         pieces = []
         for frame in codes.tolist():
             level = 0.0 if state.frames < self.silent_frames else 0.2 + 0.7 * (sum(frame) % 97) / 97
-            pieces.append(state.level + (level - state.level) * slide)
+            pieces.append(state.level + (level - state.level) * _SLIDE)
             state.level = level
             state.frames += 1
         return torch.cat(pieces).float()
