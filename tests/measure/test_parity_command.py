@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint
 from mktts.cli import main
@@ -18,13 +19,20 @@ from mktts.measure.parity.budget import Budget
 from mktts.measure.parity.document import name_of, without_paths
 from mktts.model import qwen3
 from mktts.notebook.parity_tables import parity_rows
+from mktts.synth.upstream import load_upstream
 
 CPU = ["--device", "cpu"]
 
 
 @pytest.fixture
-def quick(monkeypatch) -> None:
-    """Less of everything: what is tested is what the command makes of it."""
+def quick(monkeypatch, tiny) -> None:
+    """Less of everything, and one load of upstream's model: what is tested is what the command makes of it."""
+
+    def load(checkpoint: Checkpoint, dtype: torch.dtype) -> object:
+        shared = checkpoint.folder == tiny.folder
+        return loaded("random:tiny", dtype)[1] if shared else load_upstream(checkpoint, dtype)
+
+    monkeypatch.setattr(sections, "load_upstream", load)
     monkeypatch.setattr(sections, "CODES_FRAMES", 3)
     monkeypatch.setattr(sections, "CODES_REQUESTS", 1)
     monkeypatch.setattr(sections, "CODEC_FRAMES", 20)
