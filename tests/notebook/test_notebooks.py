@@ -199,7 +199,7 @@ SMALL = {
         ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
     ),
     "02_parity": (
-        ["FRAMES=6", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3", "PITFALL_FRAMES=4"],
+        ["FRAMES=3", "CODEC_FRAMES=40", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4", "KERNEL_FRAMES=3", "PITFALL_FRAMES=4"],
         ["codec_error_streamed", "codes_equal", "kernel", "prompts_equal"],
         ["codec_error.png"],
     ),

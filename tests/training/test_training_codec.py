@@ -304,7 +304,7 @@ def test_discriminators_join_at_their_step_learn_and_teach(audio: Path, codes: P
 
 
 def test_by_the_clock_the_schedule_ends_with_the_slice(audio: Path, codes: Path, fitted: Path, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, steps=1_000_000)
+    recipe = replace(RECIPE, steps=1_000_000, batch=1)
     trainer = trainer_of(fitted, recipe)
     a_second_a_step = itertools.count(0.0).__next__
     train(trainer, Crops(audio, codes, 6, 0), tmp_path, minutes=0.4, by_clock=True, clock=a_second_a_step)
