@@ -63,6 +63,14 @@ def server(synthesizer, folder):
 
 
 @pytest.fixture(scope="module")
+def refusing(synthesizer, tmp_path_factory):
+    """A server, and its folder, for what is refused: none of it changes either."""
+    folder = tmp_path_factory.mktemp("refusing") / "voices"
+    with served(synthesizer, LIMITS, uploads=VoiceFolder(folder, 3), api_key=[ANNA, BEN]) as running:
+        yield running, folder
+
+
+@pytest.fixture(scope="module")
 def said(tiny_base, synthesizer):
     """The PCM that a request in the voice of a recording must give."""
     made: dict[tuple[bytes, str | None], bytes] = {}
@@ -281,7 +289,8 @@ GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "lit
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(server, folder, fields, wav, code, param):
+def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(refusing, fields, wav, code, param):
+    server, folder = refusing
     answer = upload(server, **{"name": "anna", **fields}, wav=wav)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
@@ -305,8 +314,8 @@ def test_a_broken_flac_is_a_voice_or_a_refusal_and_never_a_failure(server, folde
     ],
     ids=str,
 )
-def test_json_that_cannot_be_kept(server, body, status, code):
-    answer = upload_json(server, **body)
+def test_json_that_cannot_be_kept(refusing, body, status, code):
+    answer = upload_json(refusing[0], **body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
@@ -322,7 +331,8 @@ def test_json_that_cannot_be_kept(server, body, status, code):
         ("multipart/form-data; boundary=x", b"--x\r\n" * 1_000, 400),
     ],
 )
-def test_a_body_that_is_no_upload_is_the_callers_mistake(server, kind, content, status):
+def test_a_body_that_is_no_upload_is_the_callers_mistake(refusing, kind, content, status):
+    server, _ = refusing
     head = {**bearer(ANNA), "Content-Type": kind}
     answer = httpx.post(f"{server.url}/v1/audio/voices", content=content, headers=head)
     assert answer.status_code == status and answer.json()["error"]["type"] == "invalid_request_error"
