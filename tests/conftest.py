@@ -18,6 +18,12 @@ from mktts.llm.tokens import TextVocabulary
 from mktts.measure.environment import environment
 from mktts.model.tokenizer import TextTokenizer
 
+gc.disable()  # until all is imported: that makes a million objects which stay, and collections visited them for 5 s
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, metavar="FILE", help="write outcomes, durations and this machine as JSON")

@@ -133,8 +133,9 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
     ("arch", "size", "multiprocessors"),
     [
         *((arch, "tiny", 132) for arch in TARGETS),
-        *((arch, "1.7b", 132) for arch in ("sm_80", "sm_90a")),
-        *(("sm_89", size, 58) for size in ("0.6b", "1.7b")),
+        ("sm_90a", "1.7b", 132),
+        pytest.param("sm_80", "1.7b", 132, marks=SLOW),
+        *(pytest.param("sm_89", size, 58, marks=SLOW) for size in ("0.6b", "1.7b")),
     ],
 )
 @needs_nvrtc

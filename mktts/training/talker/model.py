@@ -1,7 +1,7 @@
 """Talker and code predictor to train: whole sequences at once, with the Hub's parameter names.
 
 The arithmetic is that of `mktts.model.qwen3` and `mktts.model.oracle`, which go row by row; both give the same logits
-(tests/test_training_talker.py).
+(tests/training/test_training_talker.py).
 """
 
 from __future__ import annotations
