@@ -67,6 +67,16 @@ def test_no_package_hosts():
     assert len(found) == 1  # `make CPU=1` names PyTorch's own index, once
 
 
+def test_files_that_are_named_are_there():
+    """The log and records of runs name what there was on their day."""
+    where = ("mktts/", "csrc/", "notebooks/", "Makefile", "README.md", "CONTRIBUTING.md", "tests/")
+    named = hits(
+        r"\b(?:tests|csrc)/[\w/]+\.(?:py|cu|cuh|md)\b", [file for file in text_files() if file[0].startswith(where)]
+    )
+    assert len(named) > 60
+    assert [hit for hit in named if not (ROOT / hit.rsplit(" ", 1)[-1]).is_file()] == []
+
+
 def test_nothing_unexpected_at_the_top_level():
     assert {path.relative_to(ROOT).parts[0] for path in FILES} <= TOP_LEVEL
 

@@ -126,7 +126,7 @@ def test_script_and_widget_agree_on_traits_and_messages():
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_script_schedules_chunks_back_to_back_and_counts_underruns(tmp_path):
     done = subprocess.run(
-        ["node", str(Path(__file__).parents[1] / "player_harness.mjs"), str(JS)],
+        ["node", str(Path(__file__).with_name("player_harness.mjs")), str(JS)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,7 +1,7 @@
 """Tiles of the fixed-order products: which one a product of so many rows takes, and the parts of its sum.
 
 The parts belong to the matrix alone. All else may depend on the rows, since it does not change a bit of the result:
-tests/batch/test_products.py holds every tile to that.
+tests/batch/cuda/test_products.py holds every tile to that.
 """
 
 from __future__ import annotations
