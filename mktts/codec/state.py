@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,24 +14,48 @@ _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
 
 @dataclass
 class CodecState:
-    """Everything one stream carries from chunk to chunk. Tensors are updated in place and never replaced."""
+    """Everything one stream carries from chunk to chunk. Tensors are updated in place and never replaced.
 
-    keys: Tensor  # (layers, heads, window - 1, head_dim), rotated, oldest first
-    values: Tensor  # same shape
-    history: tuple[Tensor, ...]  # (P, C) rows before each layer that looks back, in the order of the pass
-    position: Tensor  # () int64: frames decoded, on the device
-    flat: Tensor  # (bytes,) uint8: the memory that all of the above are views of
+    They are made when they are first asked for: captured graphs copy `flat` as a whole, and a hundred views cost their
+    streams 0.16 ms of the time to first PCM.
+    """
+
+    flat: Tensor  # (bytes,) uint8: the memory that all tensors are views of
     layout: StateLayout
     frames: int = 0  # the same number as `position`, on the host
 
+    @property
+    def keys(self) -> Tensor:
+        """(layers, heads, window - 1, head_dim), rotated, oldest first."""
+        return self._views[0]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self._views[1]
+
+    @property
+    def history(self) -> tuple[Tensor, ...]:
+        """(P, C) rows before each layer that looks back, in the order of the pass."""
+        return self._views[2:-1]
+
+    @property
+    def position(self) -> Tensor:
+        """() int64: frames decoded, on the device."""
+        return self._views[-1]
+
+    @cached_property
+    def _views(self) -> tuple[Tensor, ...]:
+        return self.layout.views(self.flat)
+
     def copy(self) -> CodecState:
         """A second stream that continues from here."""
-        return self.layout.views(self.flat.clone(), self.frames)
+        return CodecState(self.flat.clone(), self.layout, self.frames)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.keys, self.values, self.position, *self.history))
+        return sum(tensor.nbytes for tensor in self._views)
 
 
 @dataclass(frozen=True)
@@ -43,22 +68,22 @@ class StateLayout:
 
     def zeros(self, device: torch.device) -> CodecState:
         """The state before the first frame."""
-        *_, (start, count, dtype) = self.places()
-        return self.views(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device))
+        start, count, dtype = self.places[-1]
+        return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
 
-    def views(self, flat: Tensor, frames: int = 0) -> CodecState:
-        """The state whose memory is `flat` (bytes,) uint8."""
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Keys, values, every history and the position in `flat` (bytes,) uint8."""
         shapes = (self.cache, self.cache, *self.history, ())
-        keys, values, *history, position = (
+        return tuple(
             flat[start : start + count * dtype.itemsize].view(dtype).view(shape)
-            for (start, count, dtype), shape in zip(self.places(), shapes, strict=True)
+            for (start, count, dtype), shape in zip(self.places, shapes, strict=True)
         )
-        return CodecState(keys, values, tuple(history), position, flat, self, frames)
 
     def words(self) -> list[int]:
         """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
-        return [start // self.dtype.itemsize for start, *_ in self.places()[:-1]]
+        return [start // self.dtype.itemsize for start, *_ in self.places[:-1]]
 
+    @cached_property
     def places(self) -> list[tuple[int, int, torch.dtype]]:
         """(first byte, values, dtype) of keys, values, every history and the position."""
         places, start = [], 0

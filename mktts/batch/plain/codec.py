@@ -115,7 +115,7 @@ class CodecLanes:
         shapes = (layout.cache, layout.cache, *layout.history, (1,))
         keys, values, *history, position = (
             rows[:, start : start + count * dtype.itemsize].view(dtype).unflatten(1, shape)
-            for (start, count, dtype), shape in zip(layout.places(), shapes, strict=True)
+            for (start, count, dtype), shape in zip(layout.places, shapes, strict=True)
         )
         return keys, values, history, position
 
