@@ -110,8 +110,9 @@ class FusedCodec(StreamingCodec):
             attended = torch.empty(frames, qkv.shape[1] // 3, device=self.device)
             run.attention(qkv, layer_keys, layer_values, attended, position, self._weights.inverse_frequency)
             run.product(attended, layer.out, frames, scale=layer.attention_scale, residual=x, raw=x)
-            gate_up = self._product(x, layer.gate_up, frames, norm_eps=eps)
-            run.product(gate_up, layer.down, frames, swiglu=True, scale=layer.mlp_scale, residual=x, raw=x)
+            inner = torch.empty(frames, layer.down.channels, device=self.device)
+            run.product(x, layer.gate_up, frames, norm_eps=eps, swiglu=True, raw=inner)
+            run.product(inner, layer.down, frames, scale=layer.mlp_scale, residual=x, raw=x)
         return self._product(x, self._weights.leave, frames, norm_eps=eps)
 
     def _waveform(self, x: Tensor, inputs: Iterator[Tensor]) -> Tensor:

@@ -48,7 +48,7 @@ def _store(
 @triton.jit(do_not_specialize=["rows", "dilation"])
 def _product_kernel(
     x, high, low, bias, scale, residual, frequency, magnitude, raw, act, partial,
-    rows, outs, depth, channels, stride, dilation, part, act_channels, eps,
+    rows, outs, depth, channels, dilation, part, act_channels, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _product_kernel(
     step = tl.arange(0, BK)
     in_rows, in_outs = row < rows, column < outs
     first = tl.program_id(2) * part
-    x_row = x + row[:, None] * stride
+    x_row = x + row[:, None] * channels
     w_column = column[None, :] * depth
     total = tl.zeros((BM, BN), tl.float32)
     rest = tl.zeros((BM, BN), tl.float32)
@@ -76,8 +76,6 @@ def _product_kernel(
             w_mask = in_outs[None, :] & (k + step < depth)[:, None]
         a = tl.load(x_row + offset[None, :], mask=x_mask, other=0.0)
         w = tl.load(high + w_column + (k + step)[:, None], mask=w_mask, other=0.0)
-        if SWIGLU:
-            a = a / (1.0 + tl.exp(-a)) * tl.load(x_row + depth + offset[None, :], mask=x_mask, other=0.0)
         if NORM:
             squares += tl.sum(a * a, 1)
         a *= 1.0 / _INPUT_SCALE
@@ -93,6 +91,12 @@ def _product_kernel(
     total *= _INPUT_SCALE
     if NORM:
         total *= tl.rsqrt(squares / depth + eps)[:, None]
+    if SWIGLU:
+        gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+        total = gate / (1.0 + tl.exp(-gate)) * up
+        outs //= 2
+        column = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)
+        in_outs = column < outs
     index = row[:, None] * outs + column[None, :]
     mask = in_rows[:, None] & in_outs[None, :]
     if partial is not None:
@@ -236,9 +240,9 @@ def product(
 ) -> None:  # fmt: skip
     """y = x @ weight + bias for `rows` rows, y = gelu(y), y * scale + residual -> `raw`; snake(y) -> `act`.
 
-    `x` (rows + history, channels) or, for `swiglu`, (rows, 2 * depth): silu(first half) * second half is the operand.
-    `norm_eps`: RMSNorm of the operand, whose weight is part of `weight`. `raw` and `act` hold rows * outs values; `raw`
-    may be `residual`.
+    `x` (rows + history, channels). `norm_eps`: RMSNorm of the operand, whose weight is part of `weight`. `swiglu`: of
+    each two columns that follow each other, silu(first) * second is the result, half as wide; with `norm_eps` and `raw`
+    only. `raw` and `act` hold rows * outs values; `raw` may be `residual`.
     """
     outs, depth = weight.high.shape
     shape = tile(rows, outs, depth, weight.channels, splittable=norm_eps is None)
@@ -250,8 +254,7 @@ def product(
     grid = (triton.cdiv(rows, shape.rows), triton.cdiv(outs, shape.outs), shape.parts)
     _product_kernel[grid](
         x, weight.high, weight.low, weight.bias, scale, residual, frequency, magnitude, raw, act, partial,
-        rows, outs, depth, weight.channels, 2 * depth if swiglu else weight.channels, weight.dilation, shape.part,
-        act_channels, norm_eps or 0.0,
+        rows, outs, depth, weight.channels, weight.dilation, shape.part, act_channels, norm_eps or 0.0,
         NORM=norm_eps is not None, SWIGLU=swiglu, GELU=gelu, EVEN=shape.even,
         BM=shape.rows, BN=shape.outs, BK=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

@@ -22,7 +22,7 @@ class PackedLayer:
     qkv: Packed
     out: Packed
     attention_scale: Tensor
-    gate_up: Packed
+    gate_up: Packed  # a gate's outputs and its up's by turns
     down: Packed
     mlp_scale: Tensor
 
@@ -125,10 +125,15 @@ def _layers(stack: CodecTransformer) -> Iterator[PackedLayer]:
             qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
             out=pack(layer.out, len(layer.out.weight), split=True),
             attention_scale=layer.attention_scale,
-            gate_up=pack(layer.gate_up, len(layer.gate_up.weight), split=True, norm=layer.post_norm),
+            gate_up=pack(_paired(layer.gate_up), len(layer.gate_up.weight), split=True, norm=layer.post_norm),
             down=pack(layer.down, len(layer.down.weight), split=True),
             mlp_scale=layer.mlp_scale,
         )
+
+
+def _paired(gate_up: Linear) -> Linear:
+    """All gates and then all ups as gate and up by turns, so that a tile of a product has both."""
+    return Linear(gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1), gate_up.bias)
 
 
 def _convnexts(stages: list) -> Iterator[PackedConvNeXt]:

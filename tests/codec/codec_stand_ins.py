@@ -16,11 +16,8 @@ def weight(packed: Packed) -> Tensor:
     return packed.high.float() + (0 if packed.low is None else packed.low.float() / LOW_SCALE)
 
 
-def operand(x: Tensor, packed: Packed, rows: int, swiglu: bool = False) -> Tensor:
+def operand(x: Tensor, packed: Packed, rows: int) -> Tensor:
     """(rows, depth)."""
-    if swiglu:
-        gate, up = x.chunk(2, 1)
-        return F.silu(gate) * up
     taps = packed.high.shape[1] // packed.channels
     return torch.cat([x[j * packed.dilation :][:rows] for j in range(taps)], 1)
 
@@ -29,7 +26,7 @@ def product(
     x, packed, rows, *, norm_eps=None, swiglu=False, gelu=False,
     scale=None, residual=None, raw=None, snake=None, act=None,
 ):  # fmt: skip
-    a = operand(x, packed, rows, swiglu)
+    a = operand(x, packed, rows)
     if norm_eps is not None:
         a = F.rms_norm(a, a.shape[1:], eps=norm_eps)
     if packed.low is None:
@@ -37,6 +34,7 @@ def product(
     y = a @ weight(packed).t()
     y = y if packed.bias is None else y + packed.bias
     y = F.gelu(y) if gelu else y
+    y = F.silu(y[:, ::2]) * y[:, 1::2] if swiglu else y
     y = y if scale is None else y * scale
     y = y if residual is None else y + residual.view_as(y)
     if raw is not None:

@@ -71,9 +71,9 @@ def test_norms_gates_and_in_place_residuals_are_those_of_plain_operators(kernels
     narrow = pack(Linear(random(inner, hidden, seed=2) / 30, None), inner, True)
     results = []
     for run in (kernels, codec_stand_ins):
-        x, gate_up = random(frames, hidden, seed=3) * 100, torch.empty(frames, 2 * inner, device=DEVICE)
-        run.product(x, wide, frames, norm_eps=1e-5, raw=gate_up)
-        run.product(gate_up, narrow, frames, swiglu=True, scale=random(hidden, seed=4), residual=x, raw=x)
+        x, gated = random(frames, hidden, seed=3) * 100, torch.empty(frames, inner, device=DEVICE)
+        run.product(x, wide, frames, norm_eps=1e-5, swiglu=True, raw=gated)
+        run.product(gated, narrow, frames, scale=random(hidden, seed=4), residual=x, raw=x)
         results.append(x)
     torch.testing.assert_close(*results, atol=1e-3, rtol=1e-5)
 

@@ -256,23 +256,16 @@ class CudaCodec:
 
 
 def _prepared(weights: CodecWeights) -> CodecWeights:
-    """As the batched products take them: gate and up by turns, and the sines' frequencies in half turns."""
-
-    def interleaved(gate_up: Packed) -> Packed:
-        def turns(part: Tensor) -> Tensor:
-            return torch.stack(part.chunk(2), 1).flatten(0, 1)
-
-        return replace(gate_up, high=turns(gate_up.high), low=turns(gate_up.low))
+    """As the batched products take them: the sines' frequencies in half turns."""
 
     def half_turns(snake: SnakeBeta) -> SnakeBeta:
         return SnakeBeta((snake.frequency.double() / math.pi).float(), snake.magnitude)
 
-    layers = tuple(replace(layer, gate_up=interleaved(layer.gate_up)) for layer in weights.layers)
     blocks = []
     for block in weights.blocks:
         units = tuple(replace(u, first=half_turns(u.first), second=half_turns(u.second)) for u in block.units)
         blocks.append(replace(block, first=half_turns(block.first), units=units))
-    return replace(weights, layers=layers, blocks=tuple(blocks), last_snake=half_turns(weights.last_snake))
+    return replace(weights, blocks=tuple(blocks), last_snake=half_turns(weights.last_snake))
 
 
 def _power_of_two(count: int) -> int:
