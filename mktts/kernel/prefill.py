@@ -212,13 +212,14 @@ class Prefill:
         end = past + len(rows)
         bucket = next(b for b in self.buckets if b >= len(rows))
         extent = next(e for e in self._extents_of(bucket) if e >= end)
-        self._input[: len(rows)].copy_(rows)
         self._past.fill_(past)
         self._end.fill_(end)
         if not self._takes(bucket):
             # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
             self._kv[:, :, :, end:extent].zero_()
-        self._pass(bucket, extent)()
+        run = self._pass(bucket, extent)  # before the rows are there: a capture runs once, and few rows change in place
+        self._input[: len(rows)].copy_(rows)
+        run()
 
     def _takes(self, bucket: int) -> bool:
         return self._few is not None and bucket <= ROWS
