@@ -33,7 +33,7 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
 constexpr u32 TALKER_COPIES = Talker::LAYER_BYTES * CTAS > 50 << 20 ? 2 : 1, PREDICTOR_COPIES = 2;
 // The weights of a launch in the order of their use.
 DEV void feeder(Ctx& c) {
-  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, TALKER_COPIES, true};
+  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, TALKER_COPIES, true, false};
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
     f.copies = TALKER_COPIES;

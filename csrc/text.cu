@@ -137,7 +137,7 @@ DEV int choose(Ctx& c, Logits& x, int index) {
 // the layers 2 271). Nothing is exchanged while the head is read.
 constexpr u32 LAYER_COPIES = 2, HEAD_COPIES = 4;
 DEV void feeder(Ctx& c) {
-  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, LAYER_COPIES, true};
+  const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, LAYER_COPIES, true, false};
   const u64 policy = stream_policy();
   for (int i = 0; i < p.frames && f.on; i++) {
     f.copies = LAYER_COPIES;

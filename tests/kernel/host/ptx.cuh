@@ -135,6 +135,7 @@ HOST float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 template <class T> HOST T shuffle_xor(T v, int m) { return __shfl_xor_sync(~0u, v, m); }
 HOST float warp_sum(float v) { for (int m = 16; m; m >>= 1) v += shuffle_xor(v, m); return v; }
 HOST float exp2_fast(float x) { return exp2f(x); }
+HOST void nap() {}
 HOST u64 nanoseconds() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000ull + t.tv_nsec; }
 HOST u64 cycles() { return 0; }
 HOST u32 cycles_low() { return 0; }
