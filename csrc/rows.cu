@@ -9,7 +9,8 @@
 constexpr int ROWS = 16;        // of the prompt, padded: the A operand of mma.m16n8k16
 constexpr int TILE = 16;        // rows of a matrix that are multiplied together
 constexpr int AHEAD = 16;       // loads of weights in flight of a lane, 16 bytes each
-constexpr int MOST_KEYS = 2048; // positions that a row can attend to
+constexpr int MOST_KEYS = 512;  // positions that a row can attend to
+constexpr int OLD = 8;          // of them, what a warp reads of the cache at a time
 
 struct RowsParams {
   const u8* tape;               // of block 0, at the layer
@@ -225,12 +226,22 @@ KERNEL(mktts_rows_attend) {
   const Head query = turned(p.heads + row * WIDTH + head * HD, p.q_norm, angle(position));
   const float scale = rsqrtf((float)HD);
   float most = -__uint_as_float(0x7f800000u);
-  for (int at = warp; at < seen; at += WARPS) {
-    const bool fresh = at >= past;
-    const Head key = fresh ? turned(own(KEYS, at - past), p.k_norm, angle(at)) : read_head(keys + (i64)at * HD);
+  const auto take = [&](int at, const Head& key) {
     const float score = times(query, key) * scale;
     if (lane == 0) all.weight[at] = score;
     most = most > score ? most : score;
+  };
+  for (int first = warp; first < past; first += OLD * WARPS) {
+    Head key[OLD];                                 // on their way together
+    UNROLL for (int i = 0; i < OLD; i++) {
+      const int at = first + i * WARPS;
+      if (at < past) key[i] = read_head(keys + (i64)at * HD);
+    }
+    UNROLL for (int i = 0; i < OLD; i++) if (first + i * WARPS < past) take(first + i * WARPS, key[i]);
+  }
+  for (int at = past + warp; at < seen; at += WARPS) {
+    const Head key = turned(own(KEYS, at - past), p.k_norm, angle(at));
+    take(at, key);
     int d;
     if (at == position && head % QPK == 0) UNROLL for (int i = 0; i < PAIRS; i++) if (held(i, d)) {
       u16 *key_to = keys + (i64)at * HD + d, *value_to = values + (i64)at * HD + d;
@@ -243,11 +254,17 @@ KERNEL(mktts_rows_attend) {
   UNROLL for (int w = 0; w < WARPS; w++) most = most > all.most[w] ? most : all.most[w];
   const int part = threadIdx.x / HD, d = threadIdx.x % HD;
   float sum = 0.f, weights = 0.f;
-  if (part < PARTS) for (int at = part; at < seen; at += PARTS) {
+  const auto add = [&](int at, u16 value) {
     const float weight = __expf(all.weight[at] - most);
-    sum += weight * from_bf16(at < past ? values[(i64)at * HD + d] : own(VALUES, at - past)[d]);
-    weights += weight;
+    sum += weight * from_bf16(value); weights += weight;
+  };
+  int at = part;
+  if (part < PARTS) for (; at < past; at += OLD * PARTS) {
+    u16 value[OLD];
+    UNROLL for (int i = 0; i < OLD; i++) value[i] = at + i * PARTS < past ? values[(i64)(at + i * PARTS) * HD + d] : 0;
+    UNROLL for (int i = 0; i < OLD; i++) if (at + i * PARTS < past) add(at + i * PARTS, value[i]);
   }
+  if (part < PARTS) for (at = past + part; at < seen; at += PARTS) add(at, own(VALUES, at - past)[d]);
   all.part[threadIdx.x] = sum;
   block_sync();
   float total = 0.f;

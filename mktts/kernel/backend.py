@@ -41,8 +41,8 @@ from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 MAX_FRAMES_A_LAUNCH = 8  # what a stream's pinned memory has room for; the synthesizer asks for fewer
-# Up to here the kernel's own steps (0.36 ms a row at 0.6B, H200) beat one launch of a graph over all rows (2 ms).
-_KERNEL_ROWS = 4
+# Up to here the kernel's own steps (0.34 ms a row at 0.6B, H200) beat one launch of a graph of few rows (0.9 ms).
+_KERNEL_ROWS = 2
 
 
 @dataclass
@@ -93,10 +93,8 @@ class MegakernelBackend:
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         card: Card | None = None,
-        tape_rows: bool = False,
     ) -> None:
-        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX. `tape_rows`: a
-        prompt's passes of few rows read the tape as it is (csrc/rows.cu), which no card has timed yet."""
+        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         check_device(self.device, dtype)
         card = card_of(self.device) if card is None else card
@@ -107,7 +105,7 @@ class MegakernelBackend:
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
-        few = TapeRows(self.shape, self._weights) if tape_rows else None
+        few = TapeRows(self.shape, self._weights)
         self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
         self.embeddings = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()

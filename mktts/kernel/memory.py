@@ -14,6 +14,7 @@ from mktts.kernel.backend import new_state_tensors
 from mktts.kernel.exchange import layout
 from mktts.kernel.grid import Shape
 from mktts.kernel.prefill import Prefill
+from mktts.kernel.tape_rows import TapeRows
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.trace import frame_points, room_of
 from mktts.kernel.weights import model_weights
@@ -52,7 +53,8 @@ def account(shape: Shape, shapes: Mapping[str, tuple[int, ...]], positions: int)
         del found["projection into the predictor, embeddings projected"]
     stack = TapeStack(shape, weights)
     found["prefill: one layer unpacked"] = stack.room_bytes
-    found["prefill: keys, values, rotary tables, inputs"] = Prefill(stack, graphs=False).nbytes
+    few = TapeRows(shape, weights, launch=lambda name, grid, parameters: None)
+    found["prefill: keys, values, rotary tables, inputs"] = Prefill(stack, graphs=False, few=few).nbytes
     state = new_state_tensors(shape, positions, torch.bfloat16, _META)
     found[f"a stream: keys and values of {positions} positions"] = state["kv"].nbytes
     found["a stream: its newest state, codes seen"] = _bytes(t for name, t in state.items() if name != "kv")

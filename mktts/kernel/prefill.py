@@ -77,16 +77,16 @@ class Prefill:
         graphs: bool | None = None,
         few: TapeRows | None = None,
     ) -> None:
-        """`graphs=None`: on CUDA only. `few`: takes the passes of up to ROWS rows, which then wait for no unpacking.
+        """`graphs=None`: on CUDA only. `few`: takes the passes of up to ROWS rows at the first MOST_POSITIONS
+        positions, which then wait for no unpacking.
 
-        Raises CapacityError for a capacity that the model or the kernels do not take, BackendUnavailable for graphs
-        without CUDA.
+        Raises CapacityError for a capacity that the model does not take, BackendUnavailable for graphs without CUDA.
         """
         c = stack.config
-        most = min(c.max_position_embeddings, MOST_POSITIONS if few else c.max_position_embeddings)
-        if capacity < 1 or capacity % _ALIGNMENT or capacity > most:
+        if capacity < 1 or capacity % _ALIGNMENT or capacity > c.max_position_embeddings:
             raise CapacityError(
-                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{most} positions, got {capacity}"
+                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{c.max_position_embeddings} positions, "
+                f"got {capacity}"
             )
         self.stack = stack
         self._few = few
@@ -214,19 +214,20 @@ class Prefill:
         extent = next(e for e in self._extents_of(bucket) if e >= end)
         self._past.fill_(past)
         self._end.fill_(end)
-        if not self._takes(bucket):
+        if not self._takes(bucket, extent):
             # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
             self._kv[:, :, :, end:extent].zero_()
         run = self._pass(bucket, extent)  # before the rows are there: a capture runs once, and few rows change in place
         self._input[: len(rows)].copy_(rows)
         run()
 
-    def _takes(self, bucket: int) -> bool:
-        return self._few is not None and bucket <= ROWS
+    def _takes(self, bucket: int, extent: int) -> bool:
+        return self._few is not None and bucket <= ROWS and extent <= MOST_POSITIONS
 
     def _extents_of(self, bucket: int) -> tuple[int, ...]:
-        """Few rows read as many keys as there are."""
-        return self.extents[-1:] if self._takes(bucket) else self.extents
+        """What reads as many keys as there are takes one extent for all."""
+        taken = [extent for extent in self.extents if self._takes(bucket, extent)]
+        return self.extents[max(0, len(taken) - 1) :]
 
     def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
         if (bucket, extent) not in self._passes:
@@ -237,7 +238,7 @@ class Prefill:
     def _forward(self, bucket: int, extent: int) -> None:
         """Static input to static outputs; the position is on the device only."""
         last = (self._end - self._past - 1)[None]
-        if self._takes(bucket):
+        if self._takes(bucket, extent):
             self._few.run(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
             row = self._input.index_select(0, last)[0]
             self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))

@@ -16,7 +16,7 @@ from mktts.kernel.grid import Shape
 from mktts.kernel.params import point
 
 ROWS = 16  # that one pass takes; compared with the kernels' own, as is what follows
-MOST_POSITIONS = 2048
+MOST_POSITIONS = 512  # that a row can attend to
 KERNELS = tuple(f"mktts_rows_{phase}" for phase in ("qkv", "attend", "out", "gate_up", "down"))
 _THREADS = 256
 _TILE = 16  # rows of a matrix that a block multiplies at a time

@@ -12,11 +12,10 @@ from rows_on_cpu import launches
 from test_tape_stack import rows_of, shape_of, stack_of, tape_of, tensors_of
 from torch import Tensor
 
-from mktts.errors import CapacityError
 from mktts.kernel import grid
 from mktts.kernel.grid import Shape
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape_rows import MOST_POSITIONS, ROWS, TapeRows
+from mktts.kernel.tape_rows import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.kernel.weights import stack_weights
 from mktts.model.qwen3 import Qwen3Stack
 
@@ -91,12 +90,20 @@ def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
         assert error((ours, found.keys, found.values), (hidden, plain.keys, plain.values)) < 0.02
 
 
-def test_more_positions_than_the_kernels_hold_weights_of_are_refused():
+def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_operators():
     shape = shape_of("tiny", 1)
-    tensors = tensors_of(shape)
-    few = TapeRows(shape, stack_weights(shape, "talker", shape.talker, tensors.__getitem__, ""), launch=print)
-    with pytest.raises(CapacityError, match=f"16..{MOST_POSITIONS} positions, got {MOST_POSITIONS + 16}"):
-        Prefill(tape_of(shape, tensors), capacity=MOST_POSITIONS + 16, few=few)
+    tensors, launched = tensors_of(shape), []
+    weights = stack_weights(shape, "talker", shape.talker, tensors.__getitem__, "")
+    few = TapeRows(shape, weights, launch=lambda name, grid, parameters: launched.append(name))
+    found, plain = (Prefill(tape_of(shape, tensors), few=f) for f in (few, None))
+    x = rows_of(shape, MOST_POSITIONS - 3)
+    for prefill in (found, plain):
+        prefill.run(x)
+    assert not launched
+    found.run(x[:3], MOST_POSITIONS - 3)
+    assert tuple(launched) == KERNELS
+    results = [prefill.run(x[:5], MOST_POSITIONS - 4) for prefill in (found, plain)]
+    assert torch.equal(*results) and tuple(launched) == KERNELS
 
 
 # ---- on a GPU
