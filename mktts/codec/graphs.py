@@ -78,6 +78,15 @@ class GraphedCodec:
             self._replay(codes, state, pcm)
             return self._lane.pending(pcm)
 
+    @torch.inference_mode()
+    def submit_unmade(self, codes: Tensor, state: CodecState) -> Pending:
+        """As `submit`, of `codes` (T, 16) int32 in pinned memory, which work that the caller's stream holds now is yet
+        to write: they are read behind it, and must stay until the result is there. What they are is not checked."""
+        pcm = self._lane.host_memory(len(codes) * SAMPLES_PER_FRAME)
+        with self._lane.after_caller(state.flat):
+            self._replay(codes.to(self.device, non_blocking=True), state, pcm)
+            return self._lane.pending(pcm)
+
     def _replay(self, codes: Tensor, state: CodecState, pcm: Tensor) -> None:
         """Queues the whole work: `codes` of host or device -> `pcm` (T * 1920,), on the device or pinned."""
         codes = self._lane.staged(codes)

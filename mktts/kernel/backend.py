@@ -8,7 +8,7 @@ reads codes, which the kernel writes into the host's pinned memory frame by fram
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import numpy as np
@@ -156,19 +156,34 @@ class MegakernelBackend:
         layers = len(rows) * self.config.talker.num_hidden_layers
         return self._launcher.launch(params, layers * self._launcher.layer_exchanges)
 
-    def step(self, state: MegakernelStream, row: Tensor | None, debug: Debug | None = None) -> Frame:
+    def step(
+        self,
+        state: MegakernelStream,
+        row: Tensor | None,
+        debug: Debug | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Frame:
         """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""
-        (frame,) = self.frames(state, [row], debug)
+        (frame,) = self.frames(state, [row], debug, meanwhile)
         return frame
 
+    def codes_to_come(self, state: MegakernelStream) -> Tensor:
+        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work that is queued behind
+        the launch (`meanwhile`)."""
+        return state.out[STATUS_WORDS : STATUS_WORDS + NUM_CODEBOOKS]
+
     def frames(
-        self, state: MegakernelStream, rows: Sequence[Tensor | None], debug: Debug | None = None
+        self,
+        state: MegakernelStream,
+        rows: Sequence[Tensor | None],
+        debug: Debug | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[Frame]:
         """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it.
 
         `rows`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
-        iterator stops the kernel within one frame; the frames it made by then count, taken or not.
-        Raises EngineError where the kernel gave up waiting.
+        iterator stops the kernel within one frame; the frames it made by then count, taken or not. `meanwhile` is
+        called while the kernel works. Raises EngineError where the kernel gave up waiting.
         """
         self._check(state, rows)
         begun_s = time.perf_counter()
@@ -176,6 +191,8 @@ class MegakernelBackend:
         done = self._launch(state, rows, debug)
         before, made_ms, over = state.frames, 0.0, False
         try:
+            if meanwhile is not None:
+                meanwhile()
             for index in range(len(rows)):
                 more = index + 1 < len(rows)
                 made = wait_for_frame(words, index, done, more)

@@ -32,15 +32,18 @@ class StepModel(Speaker):
     """A model that makes one frame a step: what the worker owns, shared by all utterances.
 
     overlaps: whether the codec works beside the host, so that waiting for it at once would waste time.
+    queues: whether a frame can be decoded behind its launch, before the host has its codes.
     """
 
     backend: Backend
     codec: CodecDecoder | GraphedCodec
     overlaps: bool = False
     primed: PrimedStates = field(init=False)
+    queues: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.primed = PrimedStates(self.codec)
+        self.queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
 
     @property
     def name(self) -> str:
@@ -74,6 +77,7 @@ class Generation(Utterance):
         self._state: Any = None  # the backend's, of the segment
         self._ahead: Iterator[Frame] | None = None  # frames of one launch, of which some are to come
         self._ahead_frames = 0
+        self._queued: Pending | None = None  # the first chunk, decoded behind its frame's launch
 
     def input_known(self) -> bool:
         """As `Utterance.input_known`; frames of a launch have their input already."""
@@ -102,6 +106,9 @@ class Generation(Utterance):
         backend = self._model.backend
         if self._ahead is None:
             rows = self.rows_ahead(MAX_FRAMES_AHEAD if self.alone else 1)
+            first = self._codec_state is None and not self._chunker.pending_frames
+            if first and self._chunker.missing_frames == 1 and self._model.queues:
+                return backend.step(self._state, rows[0], meanwhile=self._queue_decoding)
             if len(rows) == 1:
                 return backend.step(self._state, rows[0])
             self._ahead, self._ahead_frames = backend.frames(self._state, rows), len(rows)
@@ -112,7 +119,16 @@ class Generation(Utterance):
             self._ahead = None
         return frame
 
+    def _queue_decoding(self) -> None:
+        """The first frame's, which is a chunk by itself. It has codes: no stream ends before MIN_NEW_FRAMES."""
+        model = self._model
+        self._codec_state = model.codec_state(self._reference)
+        self._queued = model.codec.submit_unmade(model.backend.codes_to_come(self._state)[None], self._codec_state)
+
     def _decode(self, frames: list[Tensor]) -> Pending:
+        if self._queued is not None:
+            queued, self._queued = self._queued, None
+            return queued
         if self._codec_state is None:
             self._codec_state = self._model.codec_state(self._reference)
         return self._model.codec.submit(torch.stack(frames), self._codec_state)

@@ -16,6 +16,7 @@ from mktts.codec.fused_pack import copies, pack
 from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.codec.layers import Linear, SnakeBeta
 from mktts.measure.parity.codec import random_codes, snr_db
+from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -177,6 +178,20 @@ def test_the_fused_codec_leaves_no_fp32_weights_on_the_device(full):
     assert torch.cuda.memory_allocated() - before < 1.05 * stored
     codec.decode_all(random_codes(9, seed=0))
     assert torch.cuda.memory_allocated() - before > 1.8 * stored
+
+
+def test_codes_that_are_yet_to_be_written_are_read_behind_the_work_that_writes_them(graphed):
+    codes = random_codes(3, seed=9)
+    there, later = codes.int().to(DEVICE), torch.zeros(3, NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
+    ours, theirs = graphed.start(), graphed.start()
+    for frame in range(3):
+        torch.cuda._sleep(20_000_000)  # 10 ms
+        later[frame].copy_(there[frame], non_blocking=True)
+        pending = graphed.submit_unmade(later[frame : frame + 1], ours)
+        assert not later[frame].any()
+        expected = graphed.submit(codes[frame : frame + 1], theirs).result()
+        assert np.array_equal(pending.result(), expected)
+    assert ours.frames == theirs.frames == 3 and torch.equal(ours.flat, theirs.flat)
 
 
 def test_submitted_work_leaves_the_callers_stream_free(graphed):

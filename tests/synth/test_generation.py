@@ -56,7 +56,43 @@ def codec(tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
 
+class QueueingBackend(FakeBackend):
+    """Writes a frame's codes where `codes_to_come` says, once whoever queues work behind them has done so."""
+
+    def codes_to_come(self, state):
+        return vars(state).setdefault("to_come", torch.zeros(NUM_CODEBOOKS, dtype=torch.int32))
+
+    def step(self, state, row, meanwhile=None):
+        if meanwhile is not None:
+            meanwhile()
+        frame = super().step(state, row)
+        if frame.codes is not None:
+            self.codes_to_come(state).copy_(frame.codes)
+        return frame
+
+
+class QueueingCodec(FakeCodec):
+    """Decodes what was submitted unmade when its result is asked for."""
+
+    def submit_unmade(self, codes, state):
+        self.unmade = getattr(self, "unmade", 0) + 1
+        return SimpleNamespace(result=lambda: self.decode(codes.long(), state).numpy(), pcm16=None)
+
+
 # ---- chunks
+
+
+@pytest.mark.parametrize(("schedule", "queued"), [((1, 2, 4), 1), ((2, 4), 0)])
+@pytest.mark.parametrize("segment_frames", [5, 1])
+def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, queued, segment_frames):
+    options = StreamOptions(schedule=schedule, guard=Guard.off())
+    chunks = []
+    for backend, codec in ((FakeBackend, FakeCodec), (QueueingBackend, QueueingCodec)):
+        model = fake_model(backend(eos_after=segment_frames), codec())
+        chunks.append(run(generation(model, HELLO, "And more.", options=options)))
+    assert model.codec.unmade == queued if queued else not hasattr(model.codec, "unmade")
+    assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
+    assert np.array_equal(*map(pcm_of, chunks))
 
 
 @pytest.mark.parametrize(
