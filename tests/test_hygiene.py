@@ -77,6 +77,20 @@ def test_files_that_are_named_are_there():
     assert [hit for hit in named if not (ROOT / hit.rsplit(" ", 1)[-1]).is_file()] == []
 
 
+def test_programs_of_the_tests_import_what_lies_beside_them():
+    """Python puts a program's own folder on its path, pytest every test's."""
+    ours = {path.stem: path.parent for path in FILES if path.suffix == ".py" and ROOT / "tests" in path.parents}
+    for path in FILES:
+        if path.suffix != ".py" or path.parent == ROOT / "tests" / "agent" or ROOT / "tests" not in path.parents:
+            continue  # the agent's picture is made with PYTHONPATH=tests
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body):
+            named = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+            named |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+            elsewhere = {name for name in named & set(ours) if ours[name] != path.parent}
+            assert not elsewhere, f"{path.relative_to(ROOT)} imports {elsewhere}, which lie in other folders"
+
+
 def test_nothing_unexpected_at_the_top_level():
     assert {path.relative_to(ROOT).parts[0] for path in FILES} <= TOP_LEVEL
 

@@ -272,7 +272,7 @@ class CudaLanes:
         addresses, made = [], []
         checked = None  # most rows are one and the same, the one behind a text's end
         for lane, row in enumerate(rows[new:], new):
-            if row is checked:
+            if addresses and row is checked:
                 addresses.append(addresses[-1])
                 continue
             if row is None or row.numel() != width:

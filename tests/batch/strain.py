@@ -1,7 +1,7 @@
 """Random ticks of the batch engine at the tiny shape, each precision of the codec beside each kind of products.
 
-python tests/batch/cuda/strain.py eager|graphs: exits with 0 and says how many frames it made. See test_sanitized.py for
-how NVIDIA's compute-sanitizer watches it. Recording a graph takes PyTorch's caching allocator; "eager" runs without it,
+python tests/batch/strain.py eager|graphs: exits with 0 and says how many frames it made; cuda/test_sanitized.py has
+NVIDIA's compute-sanitizer watch it. Recording a graph takes PyTorch's caching allocator; "eager" runs without it,
 so that memory that is used behind its end, or after it was given back, is nobody's.
 """
 
