@@ -66,7 +66,7 @@ def speed_table(document: dict[str, Any]) -> list[str]:
 def name_of(engine: str, document: dict[str, Any]) -> str:
     """With its version: qwen-tts may be installed as the fork that runs on newer transformers."""
     if engine == "mktts":
-        return f"mktts {document['revision']}"
+        return f"mktts {document['revision'][:8]}"
     installed = (name for name in (engine, f"{engine}-hf") if document["packages"].get(name))
     name = next(installed, engine)
     return f"{name} {document['packages'].get(name) or ''}".strip()

@@ -145,7 +145,7 @@ def test_the_megakernel_takes_its_shape(small, multiprocessors):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
-    found = parity_of(str(small.folder), Scope((16, 200), 12, 0, 24), "megakernel", "cuda")
+    found = parity_of(str(small.folder), Scope((16, 200), 60, 0, 60), "megakernel", "cuda")  # of 24, code 0 scatters
     assert found["passed"], found
 
 
