@@ -64,7 +64,11 @@ def check_start(embeds: Tensor, width: int, max_frames: int) -> None:
 
 
 class Backend(Protocol):
-    """Talker and code predictor of one checkpoint."""
+    """Talker and code predictor of one checkpoint.
+
+    One whose frames are made beside the host may also have `codes_to_come(state)`, where the next first frame writes
+    its codes, and then its `step` takes `meanwhile`, a call between launch and wait: see `MegakernelBackend`.
+    """
 
     name: str
     embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each; prompts read them too
