@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from product_shapes import RELEASED
 
 from mktts.batch.cuda.tiles import Kind, Plan, Tile, plan_of
 
 ROWS = (1, 16, 17, 64, 128, 256, 512, 1_024, 2_048)
 LIMITS = [pytest.param(99 * 1024, id="small card"), pytest.param(227 * 1024, id="large card")]
-SHAPES = [
-    (kind, columns, depth)
-    for hidden, inner in ((1_024, 3_072), (2_048, 6_144))
-    for kind, columns, depth in (
-        (Kind.LINEAR, 4_096, hidden),
-        (Kind.JOINED, hidden, 2_048),
-        (Kind.GATED, inner, hidden),
-        (Kind.JOINED, hidden, inner),
-        (Kind.LINEAR, 3_072, hidden),
-    )
-]
 
 
-@pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
+@pytest.mark.parametrize(("kind", "columns", "depth"), RELEASED)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_program_fits_the_shared_memory_of_its_card(kind, columns, depth, limit):
     for rows in ROWS:
@@ -31,7 +21,7 @@ def test_a_program_fits_the_shared_memory_of_its_card(kind, columns, depth, limi
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("kind", "columns", "depth"), [*SHAPES, (Kind.JOINED, 64, 96), (Kind.JOINED, 1_024, 2_560)])
+@pytest.mark.parametrize(("kind", "columns", "depth"), [*RELEASED, (Kind.JOINED, 64, 96), (Kind.JOINED, 1_024, 2_560)])
 def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, itemsize, limit):
     plan = plan_of(kind, columns, depth, itemsize, limit)
     assert kind is Kind.JOINED or plan.parts == 1
