@@ -3,7 +3,9 @@
 A stream that is admitted has its pages for as long as it may grow, and its frames in time: the listeners together want
 no more frames a second than the quickest fitting tick gives, by the tick model, less a margin. Those that find no place
 wait in line, listeners for a limited time and before streams that nobody listens to, of each kind first come, first
-served. Nothing here reads a clock or a device.
+served. No wait is without an end: where no tick has run for `IDLE_S`, the first in line is admitted whatever the tick
+model says, and where the others keep every slot or page without using them, it is refused after `HELD_S`. Nothing here
+reads a clock or a device.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from mktts.batch.board import ABSENT_S, FRAME_S, Board
+from mktts.batch.board import FRAME_S, Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
@@ -23,7 +25,10 @@ from mktts.errors import OptionsError
 from mktts.speech.executor import Wishes
 
 Decision = Literal["admit", "queue", "refuse"]
-Reason = Literal["", "too_long", "slots", "pages", "listeners", "first_pcm", "most", "line", "waited"]
+Reason = Literal["", "too_long", "slots", "pages", "listeners", "first_pcm", "most", "line", "waited", "held"]
+
+IDLE_S = 2.0  # as long as a reader may take nothing and still count as one
+HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
 
 _MEAN_FRAMES = 87.5  # of an utterance: 2 to 12 s, 7 on average, as in the measurements
 _MEAN_ROWS = 32.0  # of its prompt; both only until ticks have been seen
@@ -81,8 +86,8 @@ class AdmissionSettings:
 @dataclass(frozen=True)
 class Request:
     """A stream that would come in. prompt_rows: to compute, without a kept prefix. max_rows: prompt and frames
-    together, at most. key: of the prompt's prefix. name: whatever the caller knows it by. An unpaced one waits for as
-    long as it takes.
+    together, at most. key: of the prompt's prefix. name: whatever the caller knows it by. An unpaced one waits while
+    the others work.
     """
 
     arrived_s: float
@@ -98,7 +103,7 @@ class Verdict(NamedTuple):
 
     too_long: it could never have its pages. slots, pages: all taken. listeners: the ticks would be too slow for all.
     first_pcm: too many prompts wait. most: as many listeners as the settings allow. line: too many streams wait.
-    waited: longer than it may.
+    waited: longer than it may. held: the places are kept by streams that wait for their text or their readers.
     """
 
     decision: Decision
@@ -122,20 +127,39 @@ class Door:
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
         self._max_rows = _MEAN_MAX_ROWS  # of recent streams, likewise
         self._lead_s = math.inf
+        self._idle_since_s = math.inf
 
     @property
     def line(self) -> int:
         """Streams that wait."""
         return len(self._listening) + len(self._unheard)
 
+    def works(self) -> None:
+        """A tick runs."""
+        self._idle_since_s = math.inf
+
+    def rests(self, now_s: float) -> None:
+        """No tick runs, and none is due."""
+        self._idle_since_s = min(self._idle_since_s, now_s)
+
+    def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
+        """Whether nothing has run for so long, behind such an arrival, that what open streams keep is held for good."""
+        return now_s >= max(self._idle_since_s, arrived_s) + HELD_S
+
     def patience_s(self, now_s: float) -> float:
-        """Until when all of them may wait: time alone changes nothing before."""
-        if not self._listening:
+        """Until when time alone changes nothing for those that wait, in line or for pages; inf where nobody does.
+
+        Every time is the sum that is compared with elsewhere: rounded otherwise, it could come and change nothing.
+        """
+        if not self.line and not self.reserved_pages:
             return math.inf
-        board = self._board
-        gone_s = board.taken_s[board.open & board.full] + ABSENT_S  # when readers who take nothing count no more
-        first_s = min(request.arrived_s for request in self._listening) + self.settings.max_wait_s
-        return min([first_s, *gone_s[gone_s >= now_s]])
+        changes_s = [self._board.changes_s(now_s), self._idle_since_s + IDLE_S, self._idle_since_s + HELD_S]
+        if (first := self._first(paced=False)) is not None:
+            changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
+        changes_s = [at_s for at_s in changes_s if at_s > now_s]
+        if self._listening:
+            changes_s.append(min(request.arrived_s for request in self._listening) + self.settings.max_wait_s)
+        return min(changes_s, default=now_s)
 
     def ask(self, request: Request, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
@@ -158,9 +182,11 @@ class Door:
         if first is not None and not self.obstacle(first, model, now_s):
             return (self._listening or self._unheard).popleft(), Verdict("admit")
         for request in self._listening:
-            if now_s - request.arrived_s > self.settings.max_wait_s:
+            if now_s >= request.arrived_s + self.settings.max_wait_s:
                 self._listening.remove(request)
                 return request, Verdict("refuse", "waited")
+        if first is not None and self.held(now_s, first.arrived_s):
+            return (self._listening or self._unheard).popleft(), Verdict("refuse", "held")
         return None
 
     def give_up(self, name: Any) -> None:
@@ -184,10 +210,11 @@ class Door:
         """What stands against admitting `request`, now or when it arrives; "" for nothing.
 
         A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
-        unpaced one takes time only from listeners.
+        unpaced one takes time only from listeners. One that waits for its text or its reader takes none.
         """
         board, settings = self._board, self.settings
-        here = self.listeners(request.arrived_s if now_s is None else now_s)
+        now_s = request.arrived_s if now_s is None else now_s
+        here = self.listeners(now_s)
         if request.paced and settings.max_listeners is not None:
             if here + self.elsewhere() >= settings.max_listeners:
                 return "most"
@@ -195,8 +222,9 @@ class Door:
             return "slots"
         if not self._pages.fits(request.max_rows, request.key, self.reserved_pages):
             return "pages"
-        unpaced = int((board.open & ~board.paced).sum())
-        if not here and not (request.paced and unpaced):
+        unpaced = int((board.open & ~board.paced & board.text_known & ~board.full).sum())
+        alone = not here and not (request.paced and unpaced)
+        if alone or now_s >= self._idle_since_s + IDLE_S:
             return ""
         if self._lead_s < settings.lead_s:
             return "listeners"
@@ -233,7 +261,7 @@ class Door:
         return max(1, int(min(bounds)))
 
     def listeners(self, now_s: float) -> int:
-        """Open streams that somebody listens to."""
+        """Open streams that need frames in time, see `Board.listened`."""
         return int(self._board.listened(now_s).sum())
 
     def _possible(self, context_rows: float, model: TickModel) -> Iterator[tuple[int, float]]:

@@ -29,7 +29,7 @@ class Board:
     frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
     where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
     arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame
-    that the reader took).
+    that the reader took). resumed: waited for its text, which has come, and was in no tick since.
     """
 
     def __init__(self, slots: int) -> None:
@@ -38,6 +38,7 @@ class Board:
         self.paced = np.zeros(slots, bool)
         self.text_known = np.zeros(slots, bool)
         self.full = np.zeros(slots, bool)
+        self.resumed = np.zeros(slots, bool)
         self.serial = np.zeros(slots, np.int64)
         self.prompt_rows = np.zeros(slots, np.int64)
         self.context_rows = np.zeros(slots, np.int64)
@@ -57,7 +58,7 @@ class Board:
         if self.open[slot]:
             raise EngineError(f"slot {slot} belongs to an open stream: leave it first")
         self.open[slot], self.paced[slot] = True, paced
-        self.text_known[slot], self.full[slot] = True, False
+        self.text_known[slot], self.full[slot], self.resumed[slot] = True, False, False
         self.serial[slot] += 1
         for array in (
             self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
@@ -107,6 +108,8 @@ class Board:
         for piece in tick.pieces:
             self.prompt_rows[piece.slot] -= piece.rows
             self.context_rows[piece.slot] += piece.rows
+            self.resumed[piece.slot] = False
+        self.resumed[tick.lanes] = False
         self.frames_made[tick.lanes] += 1
         self.context_rows[tick.lanes[tick.new_lanes :]] += 1  # a new lane's first frame comes from its last prompt row
 
@@ -128,10 +131,21 @@ class Board:
     # ---- for admission
 
     def listened(self, now_s: float) -> np.ndarray:
-        """Slots (bool) of streams that somebody listens to: paced ones, but those whose readers have gone away, and
-        those whose text has not come."""
-        begun = self.text_known | (self.frames_made > 0)
-        return self.open & self.paced & begun & ~(self.full & (now_s - self.taken_s >= ABSENT_S))
+        """Slots (bool) of streams that need frames in time: paced ones, but those whose readers have gone away, and
+        those that wait for their text and have played what was made."""
+        absent = self.full & (now_s >= self.taken_s + ABSENT_S)
+        return self.open & self.paced & (self.text_known | (self.played_until_s > now_s)) & ~absent
+
+    def changes_s(self, now_s: float) -> float:
+        """When `listened` next changes by time alone; inf for never."""
+        gone_s = self.taken_s[self.open & self.full] + ABSENT_S
+        played_s = self.played_until_s[self.open & ~self.text_known]
+        return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
+
+    @property
+    def played_until_s(self) -> np.ndarray:
+        """When a listener will have played what was made; -inf before the first PCM."""
+        return self.playing_since_s + FRAME_S * self.frames_made
 
     # ---- for the scheduler
 

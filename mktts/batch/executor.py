@@ -112,6 +112,7 @@ class Together:
             self._arrived.append(job)
         elif (slot := self._asleep.pop(job, None)) is not None:
             job.rest(False)
+            self._board.resumed[slot] = True
             self._awake[slot] = job
             self._waiting[slot] = None
 
@@ -128,6 +129,10 @@ class Together:
         self._door.planned(tick)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
+        if self._running:
+            self._door.works()
+        else:
+            self._door.rests(now_s)
         if running is not None:
             self._let_in(now_s, running.ends_s)
             self._read()
@@ -310,6 +315,8 @@ class Together:
         if request.max_rows > pages.rows_per_slot:
             raise too_long(request, pages)
         if not pages.fits(request.max_rows, request.key, door.reserved_pages):
+            if door.held(now_s):
+                raise refusal("held", request, pages, len(self._jobs), self.carries)
             door.reserved_pages += pages.count(request.max_rows)
             return False
         del self._waiting[slot]

@@ -14,6 +14,7 @@ _OBSTACLES: dict[Reason, str] = {
     "most": "as many listen as the settings allow",
     "line": "too many streams wait for a place",
     "waited": "no place came free in time",
+    "held": "the streams that are open keep their places and wait for their text or their readers",
 }
 
 

@@ -3,10 +3,10 @@
 Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
 Then the streams that have the least lead before their listeners, of those that have less than a limit: streams that
 are ahead skip ticks, so a tick is as small as what is wanted now, and the next arrival waits for it no longer than it
-must. Where many enter at once, only those ride along that would soon be late. Empty lanes of the bucket that runs
-anyway are given to streams that are not far beyond the limit. Few streams are not held back at all: a lone one gets its
-frames at once. Where nothing is wanted now, a small tick takes those on that are least ahead, so that who reads faster
-than speech is served as fast as the machine goes.
+must. One whose text has come after a wait goes first. Where many enter at once, only those ride along that would soon
+be late. Empty lanes of the bucket that runs anyway are given to streams that are not far beyond the limit. Few streams
+are not held back at all: a lone one gets its frames at once. Where nothing is wanted now, a small tick takes those on
+that are least ahead, so that who reads faster than speech is served as fast as the machine goes.
 
 A stream that waits for text, or for its reader, is in no tick.
 """
@@ -163,6 +163,8 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
     waiting = board.prompt_rows[able] > 0
     speaking = np.flatnonzero(~waiting)
+    resumed = speaking[board.resumed[able[speaking]]]
+    lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
@@ -262,7 +264,8 @@ def _order(board: Board, slots: np.ndarray, lead_s: np.ndarray, now_s: float, se
     of a playing one since its lead fell below the limit."""
     fresh = board.frames_made[slots] == 0
     arrived_s = board.arrived_s[slots] + np.where(board.paced[slots], 0.0, _PATIENCE_S)
-    return slots[np.argsort(np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s), kind="stable")]
+    since_s = np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s)
+    return slots[np.argsort(np.where(board.resumed[slots], -np.inf, since_s), kind="stable")]
 
 
 def _pieces(board: Board, order: np.ndarray, rows: int, seats: int, whole: bool) -> list[Piece]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
@@ -24,6 +26,9 @@ _TICK_MODEL = TickModel(constant_s=1.0, lane_s=0.0, row_s=0.0, attention_s=0.0) 
 _FRAME_S = 1e-3  # until some were made: whoever comes then is let in
 _MEMORY_FRAMES = 500.0
 _ADMISSION = AdmissionSettings(margin=0.9, first_pcm_s=0.5)
+# Before a server asks for admission, whoever finds a slot is let in: no frame takes time.
+_EVERYBODY = replace(_ADMISSION, max_line=1 << 30, max_wait_s=math.inf, first_pcm_s=math.inf, host_s=0.0)
+_NO_TIME = TickModel(constant_s=1e-9, lane_s=0.0, row_s=0.0, attention_s=0.0)
 
 
 class OneByOne:
@@ -55,7 +60,7 @@ class OneByOne:
         self._room = False  # somebody has left, or reads no more, since the line was looked at
         # Its keys and values are each stream's own: there is no book of pages that could be full.
         self._pages = Pages(_SLOTS + 1, _SLOTS, rows_per_slot=1, page_rows=1)
-        self._door = Door(self._board, self._pages, _TICKS, self._admission or _ADMISSION)
+        self._door = Door(self._board, self._pages, _TICKS, self._admission or _EVERYBODY)
         self._door.elsewhere = self._elsewhere
 
     @property
@@ -112,7 +117,8 @@ class OneByOne:
         board = self._board
         board.read(list(self._awake), [job.taken_frames for job in self._awake.values()], now_s)
         for slot, job in list(self._awake.items()):
-            board.text_known[slot] = runnable = job.runnable()
+            runnable = job.runnable()
+            board.text_known[slot] = runnable or job.watched  # one whose buffer is full was not asked for its text
             if not job.open:
                 self._leave(slot)
             elif not runnable:
@@ -130,7 +136,9 @@ class OneByOne:
         if tick.empty and self._room and self.open_jobs > len(self._jobs):
             return float("-inf")  # and somebody waits for it
         if tick.empty:
+            self._door.rests(now_s)
             return min(tick.wake_s, self._door.patience_s(now_s))
+        self._door.works()
         slot = int(tick.lanes[0])
         job = self._jobs[slot]
 
@@ -179,15 +187,11 @@ class OneByOne:
 
     def _let_in(self, now_s: float) -> None:
         self._room = False
-        if self._admission is None:
-            while self._outside and self._free:
-                self._enter(self._outside.popleft(), now_s)
-            return
         for job in [job for job in self._in_line if job.cancelled]:
             self._in_line.discard(job)
             self._door.give_up(job)
             job.end(None)
-        model = self._model
+        model = _NO_TIME if self._admission is None else self._model
         while (left := self._door.next(now_s, model)) is not None:
             self._in_line.discard(left[0].name)
             self._judged(*left, now_s)
