@@ -84,10 +84,10 @@ class TorchBackend:
             (get(projection + "weight"), get(projection + "bias")) if projection + "weight" in tensors else None
         )
 
-    @torch.inference_mode()
     def forget(self, voice: Voice) -> None:
         """See Backend: nothing is kept here."""
 
+    @torch.inference_mode()
     def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
         embeds = prompt.embeds

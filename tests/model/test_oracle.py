@@ -42,6 +42,15 @@ def test_a_copied_stream_goes_on_alike_and_apart(tiny, rng):
     assert fork.cache.keys.data_ptr() != state.cache.keys.data_ptr()
 
 
+def test_a_stream_keeps_nothing_for_a_gradient(tiny):
+    backend, prompt = made(tiny)
+    embeds = prompt.embeds.detach().clone().requires_grad_()
+    state = backend.start(PromptRows(embeds), Sampling(), 3, 4)
+    assert not state.hidden.requires_grad and not state.cache.keys.requires_grad
+    assert not backend.code0_logits(state).requires_grad
+    assert state.hidden.is_inference()
+
+
 def test_an_unseeded_stream_is_not_the_seeded_one(tiny):
     backend, prompt = made(tiny)
     states = [backend.start(prompt, Sampling(), seed, 6) for seed in (None, None, 0, 0)]
