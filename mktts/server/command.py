@@ -166,7 +166,7 @@ def main(arguments: argparse.Namespace) -> int:
         return serve_replicas(Plan(arguments, limits, keys, origins, hosts), scale)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
     with bound:
-        from mktts.synth.serving import many_streams
+        from mktts.speech.serving import many_streams
 
         synthesizer, studio = open_studio(arguments, limits)
         with synthesizer:

@@ -28,6 +28,7 @@ import torch
 from mktts.errors import EngineError
 from mktts.speech.executor import Executor, Standing, Wishes
 from mktts.speech.job import Away, Bell, EngineName, Job, News, Tally, Work
+from mktts.speech.serving import Crowd
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -159,6 +160,7 @@ class _Worker:
         self.executors: list[Executor] = []
         self._wishes: Wishes | None = None
         self._bell = bell
+        self._crowd = Crowd()
         for executor in executors:
             self._add(executor)
 
@@ -179,16 +181,23 @@ class _Worker:
             alone = sum(executor.open_jobs for executor in self.executors) == 1
             wake_s = min(_turn(executor, alone) for executor in self.executors)
             self._bell.sound()
+            self._count()
             self.sleeps = wake_s == math.inf
         for executor in self.executors:
             try:
                 executor.close()
             except BaseException:
                 _LOG.exception("an executor could not be closed")
+        self._crowd.count(0)
         for executor in self.executors:
             executor.beside(lambda: 0)  # no circle: nothing of it waits for the garbage collector
         self.executors.clear()  # the models are free, whoever keeps the closed engine
         self._bell.sound()
+
+    def _count(self) -> None:
+        """The process is set for many streams while the batch engine has them. Here, not in the executor: behind every
+        turn, also one that failed or that ended streams before they had begun."""
+        self._crowd.count(sum(executor.open_jobs for executor in self.executors if executor.name == "batch"))
 
     def _news(self, wake_s: float) -> bool:
         """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""

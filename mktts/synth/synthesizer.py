@@ -270,7 +270,7 @@ class Synthesizer:
 
     @property
     def serves_many(self) -> bool:
-        """Whether many streams are made together, or will be once enough are open: see `mktts.synth.serving`."""
+        """Whether many streams are made together, or will be once enough are open: see `mktts.speech.serving`."""
         return self._models.many
 
     @property

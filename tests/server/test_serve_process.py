@@ -27,8 +27,8 @@ from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
 from mktts.server.process import Server
 from mktts.spec import SAMPLES_PER_FRAME
+from mktts.speech.serving import SWITCH_S, YOUNG_OBJECTS
 from mktts.synth import Synthesizer
-from mktts.synth.serving import SWITCH_S, YOUNG_OBJECTS
 
 KEY = "a-key-of-the-tests"
 BEARER = {"Authorization": f"Bearer {KEY}"}

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,9 @@ from pathlib import Path
 import pytest
 from fakes import FAKE_ENGINES, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 
+from mktts.batch.executor import Together
 from mktts.errors import EngineError
+from mktts.speech.serving import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
 from mktts.synth import Synthesizer
 
 FAILURE = (RuntimeError, EngineError)  # of the backend's step, or of a lane that gave no number
@@ -188,3 +192,112 @@ def test_after_a_fork_the_child_is_told_to_load_its_own(make):
         assert here.poll(WAIT_S) and "fork" in here.recv()
         child.join(WAIT_S)
         assert len(list(speak(synth, seed=1))) == 6
+
+
+# ---- what the process is set to
+
+
+@pytest.fixture
+def is_set():
+    """Waits until the process is set for many streams, or is not. Afterwards, all is as it was before the test."""
+
+    def now() -> tuple[float, tuple[int, int, int], bool]:
+        return sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count() > 0
+
+    gc.unfreeze()  # conftest.py froze what was imported
+    before = now()
+    many = SWITCH_S, (YOUNG_OBJECTS, *before[1][1:]), True
+
+    def wait(expected: bool) -> None:
+        until_s = time.monotonic() + WAIT_S
+        while now() != (many if expected else before):
+            assert time.monotonic() < until_s, f"expected {many if expected else before}, found {now()}"
+            time.sleep(1e-3)
+
+    yield wait
+    assert now() == before
+    gc.freeze()
+
+
+@pytest.mark.parametrize("engine", ["batch", "batch-ahead"])
+def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_set, engine):
+    with fake_synthesizer(engine=engine) as synth:
+        streams = [speak(synth, seed, frames=None) for seed in range(MANY - 1)]
+        settle(synth)  # by one stream more
+        is_set(False)
+        streams += [speak(synth, seed, frames=None) for seed in range(MANY - 1, MANY + 3)]
+        is_set(True)
+        while len(streams) > FEW + 2:
+            streams.pop().cancel()
+        settle(synth)
+        is_set(True)
+        for stream in streams[:2]:
+            stream.cancel()
+        is_set(False)
+
+
+def test_the_process_is_not_set_for_streams_of_the_single_engine(is_set):
+    with fake_synthesizer(engine="single") as synth:
+        streams = [speak(synth, seed, frames=None) for seed in range(MANY + 3)]
+        settle(synth)
+        is_set(False)
+        assert all(next(stream).frames for stream in streams)
+
+
+def test_of_several_engines_the_last_crowd_puts_back_what_was(is_set):
+    first, second = (fake_synthesizer(engine="batch") for _ in range(2))
+    with many_streams():
+        streams = [speak(synth, seed, frames=None) for synth in (first, second) for seed in range(MANY + 1)]
+        for synth in (first, second):
+            settle(synth)
+    is_set(True)
+    first.close()
+    is_set(True)
+    second.close()
+    is_set(False)
+    assert {stream.finish_reason for stream in streams} == {"cancelled"}
+
+
+def test_a_crowd_that_a_failing_turn_ends_leaves_nothing_set(is_set, monkeypatch):
+    with fake_synthesizer(engine="batch") as synth:
+        streams = [speak(synth, seed, frames=None) for seed in range(MANY + 1)]
+        is_set(True)
+        monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            streams[0].read()
+        is_set(False)
+
+
+def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
+    before = sys.getswitchinterval(), gc.get_threshold()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    gc.set_threshold(2 * YOUNG_OBJECTS, 11, 12)
+    sys.setswitchinterval(SWITCH_S / 2)
+    try:
+        for _ in range(2):
+            with many_streams():
+                assert gc.get_threshold() == (2 * YOUNG_OBJECTS, 11, 12)
+                assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 2)
+        assert gc.get_freeze_count() > 0.9 * frozen
+    finally:
+        sys.setswitchinterval(before[0])
+        gc.set_threshold(*before[1])
+
+
+def test_contexts_of_many_threads_that_end_in_any_order_put_back_what_was(is_set):
+    seen, turns = [], threading.Barrier(8, timeout=WAIT_S)
+
+    def take_part(number: int) -> None:
+        for turn in range(50):
+            with many_streams(collect=False):
+                turns.wait()  # all are inside
+                seen.append(sys.getswitchinterval())
+                time.sleep(1e-4 * ((number + turn) % 8))
+            turns.wait()
+
+    threads = [in_thread(partial(take_part, number)) for number in range(8)]
+    for thread in threads:
+        joined(thread)
+    assert len(seen) == 400 and set(seen) == {SWITCH_S}
+    is_set(False)

@@ -56,7 +56,7 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
         serve_with(self._studio)
         if self._synthesizer.serves_many:
-            from mktts.synth.serving import many_streams
+            from mktts.speech.serving import many_streams
 
             self._open_end.enter_context(many_streams())
         if self._studio.uploads is not None:

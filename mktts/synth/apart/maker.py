@@ -16,9 +16,9 @@ from typing import Any
 
 from mktts.speech.job import Job
 from mktts.speech.options import Chunk
+from mktts.speech.serving import many_streams
 from mktts.speech.stream import Session, Stream
 from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
-from mktts.synth.serving import many_streams
 
 _STANDING_S = 0.1  # between two accounts of how the engines stand
 

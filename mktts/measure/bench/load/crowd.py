@@ -20,7 +20,7 @@ from mktts.measure.bench.load.attendance import LAG_BUCKETS, Attendance, Mark
 from mktts.measure.bench.load.listener import Listener
 from mktts.measure.bench.load.texts import Said, arguments_of_open
 from mktts.measure.bench.load.visits import Visit
-from mktts.synth.serving import many_streams
+from mktts.speech.serving import many_streams
 
 _BEAT_S = 0.01  # of the pulse by which the loop's lateness is seen
 _BETWEEN_WORDS_S = 0.1  # of a fed text
