@@ -60,6 +60,16 @@ def test_the_extra_all_names_every_other_one():
     assert everything.extras == set(EXTRAS) - {"all"}
 
 
+def test_messages_name_extras_as_a_checkout_installs_them():
+    """No index has the package: `pip install "mktts[ray]"` would find nothing."""
+    named = []
+    for path in sorted((ROOT / "mktts").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install[^\n]{0,4}mktts", text), path
+        named += re.findall(r"pip install -e ['\"]?\.\[([\w,]+)\]", text)
+    assert "ray" in named and set(named) <= set(EXTRAS)
+
+
 def test_a_room_imports_nothing_but_the_core_and_its_extras():
     modules = {
         "ipython": "IPython",

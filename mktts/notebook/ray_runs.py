@@ -31,7 +31,7 @@ def cluster(address: str | None) -> Iterator[Any]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise BackendUnavailable('--ray needs the package ray: pip install "mktts[ray]"') from None
+        raise BackendUnavailable('--ray needs the package ray: pip install -e ".[ray]" in the checkout') from None
     try:
         connect(ray, address, runtime_env={"env_vars": python_path()})
     except (OSError, ValueError, RuntimeError) as error:

@@ -36,7 +36,7 @@ class Scale:
 
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
     """--replicas, --ray-address, --session-header."""
-    group = parser.add_argument_group("several GPUs, by Ray Serve (pip install 'mktts[ray]')")
+    group = parser.add_argument_group("several GPUs, by Ray Serve (pip install -e '.[ray]' in the checkout)")
     group.add_argument(
         "--replicas",
         metavar="N|auto",

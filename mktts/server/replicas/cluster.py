@@ -32,7 +32,7 @@ from mktts.server.replicas.replica import Plan, Replica
 from mktts.synth.ray_cluster import connect
 
 APPLICATION = DEPLOYMENT = "mktts"
-_NEEDED = 'several replicas need Ray Serve, which is not installed: pip install "mktts[ray]"'
+_NEEDED = 'several replicas need Ray Serve, which is not installed: pip install -e ".[ray]" in the checkout'
 _NO_LIMIT = 1_000_000  # of requests that Ray lets into a replica: the studio admits, and says how many it carries
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 1.0, 20.0
 _STOP_S = 15.0  # beside the grace: within which an orderly end comes to its own

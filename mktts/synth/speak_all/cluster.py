@@ -124,7 +124,9 @@ def require_ray() -> Any:
         import ray
         import ray.data
     except ImportError as error:
-        raise BackendUnavailable(f'--ray needs the package ray[data]: {error}; pip install "mktts[ray]"') from None
+        raise BackendUnavailable(
+            f'--ray needs the package ray[data]: {error}; pip install -e ".[ray]" in the checkout'
+        ) from None
     return ray
 
 
