@@ -1,4 +1,4 @@
-"""What every room needs of files, folders and child processes."""
+"""What every room needs of files, folders and child processes, and of what it says to people."""
 
 from __future__ import annotations
 
@@ -157,3 +157,8 @@ def whole_number(name: str, value: object, at_least: int, at_most: int | None = 
         raise OptionsError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
     if at_most is not None and value > at_most:
         raise OptionsError(f"{name} must be at most {at_most}, got {value}")
+
+
+def counted(number: int, what: str) -> str:
+    """1 and "stream": "1 stream"; 2: "2 streams"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mktts.batch.admission import Reason, Request
 from mktts.batch.pages import Pages
+from mktts.common import counted
 from mktts.errors import BusyError, CapacityError
 
 _OBSTACLES: dict[Reason, str] = {
@@ -31,8 +32,8 @@ def refusal(reason: Reason, request: Request, pages: Pages, open_streams: int, c
     if reason == "too_long":
         return too_long(request, pages)
     error = BusyError(
-        f"refused with {open_streams} streams open, where about {carries} are carried at once: {_OBSTACLES[reason]}; "
-        "try again when some have ended, or on another machine"
+        f"refused with {counted(open_streams, 'stream')} open, where about {carries} can be carried at once: "
+        f"{_OBSTACLES[reason]}; try again when some have ended, or on another machine"
     )
     error.carries = carries
     return error

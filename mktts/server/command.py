@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import counted
 from mktts.errors import BackendUnavailable
 from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
 from mktts.server.access.hosts import checked_hosts, checked_origins
@@ -177,8 +178,9 @@ def main(arguments: argparse.Namespace) -> int:
             if studio.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s, for about %d listeners at once, at %s",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device, studio.carries, url_of(bound),
+                "%s with the %s backend on %s, for about %s at once, at %s",
+                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device,
+                counted(studio.carries, "listener"), url_of(bound),
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])

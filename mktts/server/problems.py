@@ -54,10 +54,10 @@ class Problem(MkttsError):
 
     def detail(self, id: str | None = None) -> ErrorDetail:
         """id: of the utterance that it ended; None takes that of the request."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return ErrorDetail(
             message=str(self),
-            type=kind,
+            type=kind if self.status < 500 else "server_error",
             param=self.param,
             code=self.code,
             request_id=id or current_id(),

@@ -57,9 +57,9 @@ class SpeechRequest(Manner):
 
 
 class ErrorDetail(StrictModel):
-    """OpenAI's error object. type: invalid_request_error or server_error. code: for programs. param: the wrong key.
-    request_id: of the request (X-Request-Id), or of the utterance. streams_max: where every place is taken, about how
-    many streams are carried at once."""
+    """OpenAI's error object. type: invalid_request_error, rate_limit_error (of a 429) or server_error. code: for
+    programs. param: the wrong key. request_id: of the request (X-Request-Id), or of the utterance. streams_max: where
+    every place is taken, about how many streams are carried at once."""
 
     message: str
     type: str

@@ -138,10 +138,20 @@ class Utterance:
         self._stream.cancel()
         self._reason = "error" if self.problem is not None else self._stream.finish_reason or "cancelled"
         self._on_close(self)
-        log.info(
-            "stream %s: %s, %d characters, seed %d, %d frames, first audio after %s ms, %s",
-            self.id, self.route, self.chars, self.seed, self._frames, self.first_audio_ms, self._reason,
-        )  # fmt: skip
+        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, self._outcome)
+
+    @property
+    def _outcome(self) -> str:
+        """How it ended, for the log. Of a problem's message only busy's, which has numbers in it: others may quote the
+        text, which is not logged."""
+        problem, first_ms = self.problem, self.first_audio_ms
+        heard = "no audio" if first_ms is None else f"{self._frames} frames, first audio after {first_ms} ms"
+        if problem is None:
+            return f"{heard}, {self._reason}"
+        why = f"{problem.code}: {problem}" if problem.code == "busy" else problem.code
+        if first_ms is None and problem.status < 500:
+            return f"refused, {why}"
+        return f"{heard}, {self._reason}, {why}"
 
     @property
     def first_audio_ms(self) -> float | None:

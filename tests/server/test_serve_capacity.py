@@ -66,13 +66,15 @@ def over_socket(server: Served, path: str, first: list[dict[str, Any]], **option
                 return said
 
 
-def test_every_route_asks_the_same_admission(synth, patience):
+def test_every_route_asks_the_same_admission(synth, patience, caplog):
+    caplog.set_level("INFO", "mktts.server")
     with served(synth, Limits(max_streams=1, wait_s=0.05)) as server, held(server):
         for path, body in (("/tts/stream", SHORT), ("/v1/audio/speech", SPEECH)):
             refused = httpx.post(server.url + path, json=body, timeout=WAIT_S)
             error = refused.json()["error"]
             assert (refused.status_code, error["code"], error["streams_max"]) == (429, "busy", 1), path
-            assert int(refused.headers["Retry-After"]) >= 1 and "1 are carried" in error["message"]
+            assert int(refused.headers["Retry-After"]) >= 1 and error["type"] == "rate_limit_error"
+            assert "with 1 stream open, where about 1 can be carried at once" in error["message"]
         said = over_socket(server, "/tts/ws", [{"type": "start", **SHORT}])
         assert said["error"]["code"] == "busy" and said["retry_after_s"] >= 1
         config = {"type": "session.config", "response_format": "pcm", "stream_audio": True}
@@ -88,6 +90,8 @@ def test_every_route_asks_the_same_admission(synth, patience):
         assert said["error"]["code"] == "busy"
         page = httpx.get(f"{server.url}/metrics").text
         assert 'mktts_refused_total{code="busy"} 5.0' in page
+        lines = [line for line in caplog.messages if line.startswith("stream ")]
+        assert len(lines) == 5 and all("refused, busy: refused with 1 stream open" in line for line in lines), lines
 
 
 def test_so_many_wait_for_a_place_and_the_next_is_told_at_once(synth, patience):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from mktts.common import counted
 from mktts.errors import BusyError, ServerError, VoiceError
 from mktts.model.voice import Voice
 from mktts.server.uploads.record import UploadRecord, name_of
@@ -67,7 +68,7 @@ class VoiceFolder:
         with self._lock:
             others = [name for name, _ in self._files(owner) if name != record.name]
             if len(others) >= self.max_voices:
-                raise BusyError(f"a key may keep {self.max_voices} voices: delete one")
+                raise BusyError(f"a key may keep {counted(self.max_voices, 'voice')}: delete one")
             path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
             voice.save(path, record.written(), _FILE_MODE)
         self._check(path)
