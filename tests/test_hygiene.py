@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +158,7 @@ def test_every_import_is_pinned_or_standard():
         "ipython": "IPython",
         "pyzmq": "zmq",
         "pytest-asyncio": "pytest_asyncio",
+        "pytest-timeout": "pytest_timeout",
         "pillow": "PIL",
     }
     with_torch = {"triton"}  # comes with torch's CUDA builds in the version that they pin; used only where it is there
@@ -195,6 +198,38 @@ def test_ruff_has_nothing_to_say():
     for arguments in (["check"], ["format", "--check"]):
         done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+HANGS = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(300)\ndef test_last(): pass\n"
+
+
+def hang(folder: Path, command: list[str], *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `command` in `folder`, whose `make test` runs three tests, one of which hangs."""
+    pytest_ = f"{sys.executable} -m pytest -q -p xdist.plugin -p pytest_timeout -n 1 {' '.join(options)}"
+    (folder / "test_hangs.py").write_text(HANGS)
+    (folder / "Makefile").write_text(f"test:\n\t{pytest_} test_hangs.py\n")
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    env = outer | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | env
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU timeout, and signals")
+def test_a_run_of_ci_that_does_not_end_prints_where_it_stands_and_fails(tmp_path):
+    done = hang(tmp_path, [".ci/run"], CI_LIMIT_S="8")
+    assert done.returncode == 124, done.stderr
+    assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
+    assert done.stderr.endswith("the stacks above are where it stood\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no make")
+def test_a_test_that_hangs_fails_by_its_name_and_prints_where_it_stands(tmp_path):
+    done = hang(tmp_path, ["make", "test"], "-p conftest", "--timeout=2", "--timeout-method=thread")
+    assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
+    assert "crashed while running 'test_hangs.py::test_that_hangs'" in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
 
 
 def _without_text(source: str) -> str:
