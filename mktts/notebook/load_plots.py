@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mktts.errors import MetricsError
 from mktts.notebook.figure import COLOURS, SERIES, legend_below, new, save, styled, titled
 from mktts.notebook.many import Held, cost_ms, underruns_a_minute
 from mktts.spec import FRAME_MS
@@ -118,11 +117,12 @@ def ticks(found: np.ndarray, folder: Path, source: str, shown: int = TICKS_SHOWN
 
     found (n,): ticks of dtype mktts.batch.log.TICKS, oldest first. From top to bottom: the streams that were open;
     every tick as a box, as wide as it took, as high as its bucket has lanes, coloured by what they were used for; the
-    prompt rows that entered; by how much the latest frame of the tick was late for its listener. Raises MetricsError
-    where there is no tick.
+    prompt rows that entered; by how much the latest frame of the tick was late for its listener. Without a tick, as a
+    short load on a busy machine may be, the picture says so.
     """
+    title = "What the scheduler did, tick by tick"
     if not len(found):
-        raise MetricsError("expected ticks of the batch engine, found none: hold a load for longer")
+        return _nothing("no tick while the load was held: hold it for longer", title, folder, source, name)
     found = busiest(found, shown)
     begin_s = found["ended_s"] - found["took_s"]
     since_s, wide_s = begin_s - begin_s[0], found["took_s"]
@@ -149,7 +149,7 @@ def ticks(found: np.ndarray, folder: Path, source: str, shown: int = TICKS_SHOWN
         late.text(0.5, 0.5, "no frame was late", transform=late.transAxes, ha="center", va="center", color="#666666")
     for axes in panels:
         axes.grid(axis="x", visible=False)
-    titled(open_streams, "What the scheduler did, tick by tick", f"{source}; {in_words(found)}")
+    titled(open_streams, title, f"{source}; {in_words(found)}")
     figure.align_ylabels(panels)
     legend_below(lanes)
     return save(figure, folder, name)
@@ -160,11 +160,12 @@ def cost(found: np.ndarray, folder: Path, source: str, name: str = "cost") -> Fi
     """What a frame costs by how many are made together: a dot for each tick without a prompt, its time over its lanes;
     the line joins their medians, the dashed one is what it would be if lanes beside the first were free.
 
-    found (n,): ticks of dtype mktts.batch.log.TICKS. Raises MetricsError where none of them is without a prompt.
+    found (n,): ticks of dtype mktts.batch.log.TICKS. Where none of them is without a prompt, the picture says so.
     """
+    title = "What one frame costs, by how many are made together"
     found = found[(found["rows"] == 0) & (found["lanes"] > 0)]
     if not len(found):
-        raise MetricsError("expected ticks without a prompt, found none: hold a load for longer")
+        return _nothing("no tick without a prompt: hold a load for longer", title, folder, source, name)
     each_ms = 1e3 * found["took_s"] / found["lanes"]
     counts = np.unique(found["lanes"])
     medians = np.array([np.median(each_ms[found["lanes"] == count]) for count in counts])
@@ -179,8 +180,16 @@ def cost(found: np.ndarray, folder: Path, source: str, name: str = "cost") -> Fi
     axes.set_xticks(shown, labels)
     axes.set_xticks([], minor=True)
     _plain_scale(axes)
-    titled(axes, "What one frame costs, by how many are made together", source)
+    titled(axes, title, source)
     legend_below(axes)
+    return save(figure, folder, name)
+
+
+def _nothing(why: str, title: str, folder: Path, source: str, name: str) -> Figure:
+    figure, (axes,) = new(1.6)
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color="#666666")
+    axes.set(xticks=[], yticks=[])
+    titled(axes, title, source)
     return save(figure, folder, name)
 
 

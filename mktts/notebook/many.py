@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from mktts.measure.bench.load.point import clean
 from mktts.measure.bench.load.sections import Subject
 from mktts.measure.bench.load.settings import LoadSettings
 from mktts.spec import FRAME_RATE_HZ
+from mktts.synth.many import Asked
 
 if TYPE_CHECKING:
-    from mktts.speech.stream import Stream
     from mktts.synth import Synthesizer
 
 UTTERANCE_S = (1.0, 4.0)  # shorter than those of the bench, so that seconds see some of them
@@ -145,26 +146,25 @@ def most_clean(runs: Sequence[Held]) -> int:
 # ---- streams at once
 
 
-async def read_all(streams: Iterable[Stream]) -> None:
-    """Reads all of them to their ends, side by side."""
-
-    async def read(stream: Stream) -> None:
-        async for _ in stream:
-            pass
-
-    await asyncio.gather(*map(read, streams))
-
-
 async def among(synth: Synthesizer, text: str, others: Sequence[str], **settings: Any) -> Tensor:
     """The codes (T, 16) of `text`, spoken while `others` are, each with a seed of its own.
 
+    As `say_many` speaks them: codes are compared, and so many listeners may be more than the machine carries.
     settings: of `Synthesizer.stream` for all of them; `seed` is that of `text`.
     """
     seeds = range(settings["seed"] + 1, settings["seed"] + 1 + len(others))
-    before = [synth.stream(other, **{**settings, "seed": seed}) for other, seed in zip(others, seeds, strict=True)]
-    stream = synth.stream(text, **settings)
-    await read_all([*before, stream])
-    return stream.codes
+    asked = [Asked(other, {**settings, "seed": seed}) for other, seed in zip(others, seeds, strict=True)]
+    return await asyncio.to_thread(_codes_of_last, synth, [*asked, Asked(text, settings)])
+
+
+def _codes_of_last(synth: Synthesizer, asked: Sequence[Asked]) -> Tensor:
+    codes: dict[int, Tensor] = {}
+    numbered = (Asked(one.text, one.settings, number) for number, one in enumerate(asked))
+    for said in synth.say_each(partial(next, numbered, None), at_once=len(asked)):
+        if said.error is not None:
+            raise said.error
+        codes[said.asked.name] = said.stream.codes
+    return codes[len(asked) - 1]
 
 
 # ---- the committed document

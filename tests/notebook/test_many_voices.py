@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fakes import FakeBackend, fake_synthesizer
 from load_document import load_file, point
 
 from mktts.batch.log import TICKS
-from mktts.errors import MetricsError, OptionsError
+from mktts.batch.tick_model import TickModel
+from mktts.errors import OptionsError
 from mktts.measure.bench.load.attendance import Attendance, Mark
 from mktts.measure.bench.load.listener import Listener
 from mktts.notebook import evidence, figure, load_plots, many
@@ -76,20 +76,22 @@ async def test_loads_are_held_one_after_the_other_and_the_held_arrivals_are_kept
     assert room.settings.frames[1] <= 50 and room.settings.warm_s < 2  # seconds must see utterances end
 
 
-async def test_a_text_in_company_has_the_seed_that_it_has_alone():
-    opened = []
+def tiny_crowd(**settings):
+    """A batch engine that the fake backend serves; codes are made of the seed."""
+    return fake_synthesizer(FakeBackend(eos_after=6), engine="batch", **settings)
 
-    class Stream:
-        def __init__(self, text, seed):
-            self.codes = torch.full((1, 16), seed)
-            opened.append((text, seed))
 
-        async def __aiter__(self):
-            yield await asyncio.sleep(0)
+async def test_a_text_in_company_has_the_codes_that_it_has_alone():
+    with tiny_crowd() as synth:
+        alone = await many.among(synth, "a", [], seed=5)
+        assert len(alone) == 6 and torch.equal(await many.among(synth, "a", ["b", "c"], seed=5), alone)
+        assert not torch.equal(await many.among(synth, "a", ["b", "c"], seed=6), alone)
 
-    synth = SimpleNamespace(stream=lambda text, seed: Stream(text, seed))
-    assert int((await many.among(synth, "a", ["b", "c"], seed=5))[0, 0]) == 5
-    assert opened == [("b", 6), ("c", 7), ("a", 5)]
+
+async def test_a_machine_that_carries_one_listener_still_speaks_a_text_in_company():
+    with tiny_crowd(model=TickModel(1.0, 1.0, 0.0, 0.0)) as synth:
+        assert synth.carries == 1
+        assert len(await many.among(synth, "a", ["b"] * 7, seed=5)) == 6
 
 
 # ---- the document
@@ -164,9 +166,15 @@ def test_the_ticks_shown_are_those_in_which_most_streams_began():
     assert len(load_plots.busiest(found, 100)) == 8
 
 
-def test_without_a_tick_there_is_no_picture(tmp_path):
-    with pytest.raises(MetricsError, match="hold a load for longer"):
-        load_plots.ticks(np.zeros(0, TICKS), tmp_path, "here")
+def said_in(drawn):
+    (axes,) = drawn.axes
+    return [text.get_text() for text in axes.texts if "hold" in text.get_text()]
+
+
+def test_without_a_tick_the_picture_says_so(tmp_path):
+    drawn = load_plots.ticks(np.zeros(0, TICKS), tmp_path, "here")
+    assert said_in(drawn) == ["no tick while the load was held: hold it for longer"]
+    assert (tmp_path / "ticks.png").is_file()
 
 
 def test_a_frame_costs_a_ticks_time_over_its_lanes(tmp_path):
@@ -175,5 +183,4 @@ def test_a_frame_costs_a_ticks_time_over_its_lanes(tmp_path):
     dots, medians, free = (line.get_ydata().tolist() for line in axes.lines)
     assert dots == pytest.approx([10.0, 10.0, 2.5])  # the one with a prompt is left out
     assert medians == pytest.approx([10.0, 2.5]) == free
-    with pytest.raises(MetricsError, match="without a prompt"):
-        load_plots.cost(found[3:], tmp_path, "here")
+    assert said_in(load_plots.cost(found[3:], tmp_path, "here")) == ["no tick without a prompt: hold a load for longer"]

@@ -222,7 +222,7 @@ SMALL = {
     "07_voice": (["MAX_FRAMES=8"], ["missing", "params", "rtf_median", "ttfc_ms_median"], []),
     "08_many_voices": (
         ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.5", "MAX_FRAMES=8"],
-        ["codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
+        ["carries", "codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
         ["cost.png", "listeners.png", "one_after_another.wav", "ticks.png"],
     ),
     "09_megakernel": (
