@@ -1,4 +1,4 @@
-"""Notebook 03 after Run All, in a real kernel: a page's messages start it again, and Stop ends what runs."""
+"""Notebook 03 in a real kernel, once its widgets are shown: a page's messages start it again, Stop ends what runs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ class Page:
 
 @pytest.fixture
 async def page(monkeypatch, tmp_path):
-    """The notebook, run to its end with few frames; its kernel lives on."""
+    """The notebook, run with few frames as far as its widgets (all of it: test_notebooks.py); its kernel lives on."""
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     source = f"MAX_FRAMES, PIECE_DELAY_S, RUN_DIR, TEXT = 6, 0.001, {str(tmp_path)!r}, 'One two three.'"
+    (widgets,) = [index for index, cell in enumerate(notebook.cells) if "await panel.run()" in cell.source]
+    del notebook.cells[widgets + 1 :]
     notebook.cells.insert(2, nbformat.v4.new_code_cell(source))
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     async with client.async_setup_kernel():
@@ -55,7 +57,7 @@ async def page(monkeypatch, tmp_path):
         yield Page(client)
 
 
-async def test_start_speaks_again_after_run_all_and_stop_ends_it(page):
+async def test_start_speaks_again_after_a_run_and_stop_ends_it(page):
     start, player = page.model(description="Start"), page.model(status="live PCM")
     message = page.model(_model_name="HTMLModel")
     click = {"method": "custom", "content": {"event": "click"}}
