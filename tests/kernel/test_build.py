@@ -26,6 +26,19 @@ from mktts.spec import ModelConfig
 from mktts.training.talker import sizes
 
 SLOW = pytest.mark.slow
+# The sources have three branches: below sm_90, sm_90a, above. In every run each kernel is compiled for one target of
+# each, at a size that has a bound of its own; all targets and sizes, 5 to 15 s each, are slow.
+EVERY_RUN = ("sm_80", "sm_90a", "sm_120")
+
+
+def targets(*rest):
+    """TARGETS, each with `rest` behind it where there is any; slow but those of EVERY_RUN."""
+    return [
+        pytest.param(arch, *rest, marks=() if arch in EVERY_RUN else SLOW, id="-".join((arch, *map(str, rest))))
+        for arch in TARGETS
+    ]
+
+
 # Bytes of spill stores and loads together, and of the stack: the worst the pinned compiler gives, and a tenth. They
 # are where codes are drawn and between matrices. sm_90a's consumers may have 232 registers, those of others 168.
 SPILL_BYTES, STACK_BYTES = {"sm_90a": 690, "": 2_210}, {"sm_90a": 220, "": 425}
@@ -54,10 +67,7 @@ def assert_registers_suffice(build: Build, arch: str) -> None:
     assert len(local_in_tight_loops(code, arch)) <= LOCAL.get(arch, LOCAL[""])
 
 
-# The source has three branches: below sm_90, sm_90a, above. One target of each is quick enough for every run.
-@pytest.mark.parametrize(
-    "arch", [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=SLOW) for name in TARGETS]
-)
+@pytest.mark.parametrize("arch", targets())
 @needs_nvrtc
 def test_the_text_kernel_compiles_for_every_target(arch, capsys):
     stack = replace(config_at("0.6b").talker, vocab_size=151_936)  # Qwen3-0.6B: the talker's stack, a text vocabulary
@@ -71,10 +81,8 @@ def test_the_text_kernel_compiles_for_every_target(arch, capsys):
 @pytest.mark.parametrize(
     ("arch", "size"),
     [
-        *((arch, "0.6b") for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")),
-        *(pytest.param(arch, "0.6b", marks=SLOW) for arch in ("sm_87", "sm_103", "sm_110", "sm_121")),
-        ("sm_90a", "1.7b"),
-        ("sm_90a", "tiny-projected"),
+        *targets("0.6b"),
+        *(pytest.param("sm_90a", size, marks=SLOW) for size in ("1.7b", "tiny-projected")),
         pytest.param("sm_86", "1.7b", marks=SLOW),
     ],
 )
@@ -109,6 +117,7 @@ def test_the_kernel_compiles_for_the_grids_of_smaller_cards(arch, size, multipro
     assert build.spill_bytes <= SMALL_SPILL_BYTES and stack <= SMALL_STACK_BYTES and len(local) <= SMALL_LOCAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
 @needs_nvrtc
 def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
@@ -120,7 +129,7 @@ def test_the_kernel_compiles_for_the_small_voice(arch, tmp_path):
     assert_registers_suffice(build, arch)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", targets())
 @pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
 @needs_nvrtc
 def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
@@ -132,7 +141,7 @@ def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
 @pytest.mark.parametrize(
     ("arch", "size", "multiprocessors"),
     [
-        *((arch, "tiny", 132) for arch in TARGETS),
+        *targets("tiny", 132),
         ("sm_90a", "1.7b", 132),
         pytest.param("sm_80", "1.7b", 132, marks=SLOW),
         *(pytest.param("sm_89", size, 58, marks=SLOW) for size in ("0.6b", "1.7b")),
