@@ -21,7 +21,7 @@ import websockets
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FOREIGN_HOST = "bot.example"  # resolves to this machine inside the browser; no secure origin, as a remote host is none
-START_S, WAIT_S = 60.0, 30.0
+START_S, WAIT_S = 60.0, 60.0
 
 
 def binary() -> str | None:

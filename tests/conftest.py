@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
+import inspect
 import os
 import ssl
 from collections.abc import Callable, Iterator
@@ -13,47 +13,20 @@ from typing import Any
 import httpx
 import pytest
 
+from mktts.batch.admission import AdmissionSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import write_json
 from mktts.llm.tokens import TextVocabulary
 from mktts.measure.environment import environment
 from mktts.model.tokenizer import TextTokenizer
 
-SLOW_LIMIT_S = 1800.0
-STDERR = pytest.StashKey[int]()  # the real one, while a test's is captured
+pytest_plugins = ["time_limits"]
 
 gc.disable()  # until all is imported: that makes a million objects which stay, and collections visited them for 5 s
 
 
 def pytest_collection_finish() -> None:
     gc.enable()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit of pyproject.toml is for tests of every run."""
-    for item in items:
-        if any(map(item.get_closest_marker, ("slow", "gpu"))) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STDERR] = os.dup(2)
-
-
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """pytest-timeout prints the stacks to standard output, which xdist's workers do not have. There faulthandler prints
-    them and ends the process, also where a call into C holds Python's lock; xdist then names the test as failed."""
-    if not hasattr(item.config, "workerinput"):
-        return None
-    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
-    return True
-
-
-def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
-    if not hasattr(item.config, "workerinput"):
-        return None
-    faulthandler.cancel_dump_traceback_later()
-    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,13 +70,16 @@ def imported_objects_frozen() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One certificate for httpx, which reads all of certifi's for every request, over plain HTTP too: 25 ms each."""
+def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One certificate for httpx, which reads all of certifi's for every request, over plain HTTP too: 25 ms each. And
+    for calls that name no time-out a minute, where 5 s are little on a busy machine."""
     first, *_ = httpx.create_ssl_context().get_ca_certs(binary_form=True)
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(ssl.DER_cert_to_PEM_cert(first), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
+        for phase in ("connect", "read", "write", "pool"):
+            patch.setattr(inspect.signature(httpx.get).parameters["timeout"].default, phase, 60.0)
         yield
 
 
@@ -126,6 +102,14 @@ def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
 
             patch.setattr(kind, "load", classmethod(load))
         yield
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams on the batch engine of this CPU wait for their place for a minute: how many it carries at the moment
+    depends on what else runs here."""
+    waits = AdmissionSettings(margin=1.0, lead_s=0.0, first_pcm_s=60.0, max_wait_s=60.0)
+    monkeypatch.setattr(AdmissionSettings, "cpu", classmethod(lambda cls: waits))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from pipecat.workers.runner import WorkerRunner
 from mktts.pipecat import Speech, Style
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 TOO_LATE_S = WAIT_S + 5  # an audio context that only its time-out closes fails the test
 PIECE = (8000 * np.sin(np.arange(SAMPLES_PER_FRAME) * (np.pi / 60))).astype("<i2").tobytes()  # 200 Hz, whole periods
 

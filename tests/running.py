@@ -13,7 +13,7 @@ import uvicorn
 
 from mktts.server import Limits, listen, url_of
 
-START_WAIT_S = 30.0
+START_WAIT_S = 60.0
 
 
 @contextlib.contextmanager

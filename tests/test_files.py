@@ -44,7 +44,7 @@ def test_a_fifo_stays_and_its_reader_gets_all(tmp_path):
     reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
     reader.start()
     write_whole(fifo, DATA)
-    reader.join(10)
+    reader.join(60)
     assert read == [DATA] and stat.S_ISFIFO(fifo.stat().st_mode) and os.listdir(tmp_path) == ["fifo"]
 
 

@@ -205,7 +205,7 @@ HANGS = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(
 
 def hang(folder: Path, command: list[str], *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `command` in `folder`, whose `make test` runs three tests, one of which hangs."""
-    pytest_ = f"{sys.executable} -m pytest -q -p xdist.plugin -p pytest_timeout -n 1 {' '.join(options)}"
+    pytest_ = f"{sys.executable} -m pytest -q {' '.join(options)}"
     (folder / "test_hangs.py").write_text(HANGS)
     (folder / "Makefile").write_text(f"test:\n\t{pytest_} test_hangs.py\n")
     (folder / ".ci").mkdir()
@@ -213,12 +213,12 @@ def hang(folder: Path, command: list[str], *options: str, **env: str) -> subproc
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     env = outer | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | env
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU timeout, and signals")
 def test_a_run_of_ci_that_does_not_end_prints_where_it_stands_and_fails(tmp_path):
-    done = hang(tmp_path, [".ci/run"], CI_LIMIT_S="8")
+    done = hang(tmp_path, [".ci/run"], CI_LIMIT_S="12")
     assert done.returncode == 124, done.stderr
     assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
     assert done.stderr.endswith("the stacks above are where it stood\n")
@@ -226,7 +226,8 @@ def test_a_run_of_ci_that_does_not_end_prints_where_it_stands_and_fails(tmp_path
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no make")
 def test_a_test_that_hangs_fails_by_its_name_and_prints_where_it_stands(tmp_path):
-    done = hang(tmp_path, ["make", "test"], "-p conftest", "--timeout=2", "--timeout-method=thread")
+    plugins = ("-p xdist.plugin", "-p pytest_timeout", "-p time_limits")
+    done = hang(tmp_path, ["make", "test"], *plugins, "-n 1", "--timeout=2", "--timeout-method=thread")
     assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
     assert "crashed while running 'test_hangs.py::test_that_hangs'" in done.stdout
     assert "1 failed, 2 passed" in done.stdout

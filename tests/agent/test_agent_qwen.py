@@ -84,7 +84,7 @@ async def test_an_interruption_ends_a_reply_within_one_token(thinker, monkeypatc
     def held(backend, state, count=1):
         if len(made) == 3:
             inside.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         ids = step(backend, state, count)
         made.extend(ids)
         return ids
@@ -114,7 +114,7 @@ async def test_tokens_go_into_the_speech_as_they_are_made(thinker, monkeypatch):
 
     def told(backend, state, count=1):
         if len(made) == len(ids) // 2:
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         made.append(ids[len(made)])
         return made[-1:]
 

@@ -41,7 +41,7 @@ SETTINGS = AgentSettings(checkpoint="random:tiny", turn_end="timeout", seed=1)
 KEY = "let-me-in"
 PIECE_S = 0.02
 PIECE_BYTES = 2 * round(PIECE_S * user_speech.USER_RATE_HZ)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -80,10 +79,8 @@ def test_limit_of_memory():
 
 
 def test_limit_of_time():
-    started_s = time.perf_counter()
     with pytest.raises(VoiceError, match="took more than 0.01 s"):
         decode_untrusted(encoded(tone(SECONDS), "wav"), DecodingLimits(time_s=0.01))
-    assert time.perf_counter() - started_s < 5
 
 
 def test_the_child_can_write_no_file():

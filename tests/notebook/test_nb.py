@@ -193,7 +193,7 @@ async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_a
     for _ in range(2):
         ended.clear()
         await asyncio.to_thread(panel.start_button.click)
-        await asyncio.wait_for(ended.wait(), 10)
+        await asyncio.wait_for(ended.wait(), 60)
         await asyncio.sleep(0.01)
         assert not panel.start_button.disabled
     assert events == [("Hi", True, True)] * 2

@@ -247,12 +247,12 @@ def test_a_replica_that_goes_lets_a_websocket_finish_its_sentence(started):
                 until(lambda: studio.streams_open == 1, "the utterance to begin")
                 started.server.should_exit = True
                 with pytest.raises(ConnectionClosed) as closed:
-                    idle.recv(timeout=30)
+                    idle.recv(timeout=60)
                 assert closed.value.rcvd.code == 1012  # service restart: connect again
                 messages = []
                 with pytest.raises(ConnectionClosed) as closed:
                     while True:
-                        messages.append(busy.recv(timeout=30))
+                        messages.append(busy.recv(timeout=60))
                 assert closed.value.rcvd.code == 1012
     assert sum(len(message) for message in messages if isinstance(message, bytes)) == 40 * 1_920 * 2
     assert '"finish_reason":"max_frames"' in messages[-1] and studio.stopping

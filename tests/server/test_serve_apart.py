@@ -56,7 +56,7 @@ def test_a_socket_speaks_what_is_fed_and_says_why_it_ended(server: Served):
             socket.send(json.dumps(message))
         sound, last = 0, {}
         while last.get("type") != "finished":
-            message = socket.recv(timeout=20)
+            message = socket.recv(timeout=60)
             sound, last = (sound + len(message), last) if isinstance(message, bytes) else (sound, json.loads(message))
     assert sound == 6 * 1920 * 2 and last["finish_reason"] == "max_frames"
 
@@ -74,7 +74,7 @@ def test_who_hangs_up_frees_the_lane_and_the_meters_know_the_engine(server: Serv
         next(body)
         until(lambda: lanes().endswith(" 1.0"), "its lane")
     until(lambda: lanes().endswith(" 0.0"), "its lane to be free")
-    assert httpx.get(f"{server.url}/health").json()["streams_max"] == server.studio.carries > 1
+    assert httpx.get(f"{server.url}/health").json()["streams_max"] == server.studio.carries >= 1
 
 
 def test_a_killed_engine_breaks_streams_off_and_the_server_is_no_longer_well(tiny: Checkpoint):

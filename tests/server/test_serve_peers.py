@@ -197,7 +197,8 @@ def test_closing_the_connection_ends_the_speech(server):
 
 def test_flushing_without_reading_has_an_end(synthesizer):
     limits = Limits(buffer_frames=8, socket_bytes=16 * 1024)
-    with served(synthesizer, limits) as server, omni(server, max_queue=1, close_timeout=0.1) as socket:
+    deaf = {"max_queue": 1, "ping_interval": None, "close_timeout": 0.1}  # no ping whose answer it would not see
+    with served(synthesizer, limits) as server, omni(server, **deaf) as socket:
         send(socket, "session.config", stream_audio=True, max_frames=2_000)
         for _ in range(30):
             send(socket, "input.text", text=TEXT)

@@ -73,7 +73,7 @@ class Process:
 
     def stop(self, number: int) -> int:
         self.process.send_signal(number)
-        status = self.process.wait(timeout=30)
+        status = self.process.wait(timeout=60)
         self._reader.join()
         return status
 
@@ -215,7 +215,7 @@ def test_with_the_key_everything_is_answered(locked):
     assert httpx.get(f"{locked.url}/metrics", headers=BEARER).status_code == 200
     with connect(locked.ws, additional_headers=BEARER) as connection:
         connection.send('{"type": "start"}')
-        assert '"started"' in connection.recv(timeout=30)
+        assert '"started"' in connection.recv(timeout=60)
     locked.watched.streams.clear()
 
 
@@ -235,7 +235,7 @@ def test_pages_from_elsewhere_cannot_use_a_server_without_a_key(unlocked, origin
     assert answer.status_code == (200 if allowed else 403)
     if allowed:
         with connect(unlocked.ws, origin=origin) as connection:
-            connection.ping().wait(30)
+            connection.ping().wait(60)
     else:
         with pytest.raises(InvalidStatus) as refused:
             connect(unlocked.ws, origin=origin)
@@ -269,7 +269,7 @@ def test_the_command_serves_says_what_and_ends_with_0_on_sigterm_after_open_stre
         server.process.send_signal(signal.SIGTERM)
         content += b"".join(pieces)
     assert len(content) == frames * 2 * SAMPLES_PER_FRAME
-    assert server.process.wait(timeout=30) == 0
+    assert server.process.wait(timeout=60) == 0
     assert TEXT[:20] not in server.log
 
 
@@ -290,17 +290,17 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
         server = running.enter_context(served(synthesizer, Limits(grace_s=3.0)))
         with connect(server.ws) as connection:
             connection.send('{"type": "start"}')
-            assert '"started"' in connection.recv(timeout=30)
+            assert '"started"' in connection.recv(timeout=60)
             stop = threading.Thread(target=running.close)
             stop.start()
             until(lambda: server.studio.stopping, "the server to begin to stop")
             refused = httpx.post(f"{server.url}/tts/stream", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
             assert httpx.get(f"{server.url}/health").status_code == 503
-            finished = json.loads(connection.recv(timeout=30))
+            finished = json.loads(connection.recv(timeout=60))
             assert (finished["type"], finished["error"]["code"]) == ("finished", "stopping")
             with pytest.raises(ConnectionClosed):
-                connection.recv(timeout=30)
+                connection.recv(timeout=60)
         stop.join()
 
 
@@ -317,7 +317,7 @@ def test_a_server_whose_engine_dies_ends_and_says_so(start):
     assert server.url
     (engine,) = _children(server.process.pid)
     os.kill(engine, signal.SIGKILL)
-    assert server.process.wait(timeout=30) == 1
+    assert server.process.wait(timeout=60) == 1
     until(lambda: "process that speaks has ended" in server.log, "the reason in the log")
 
 

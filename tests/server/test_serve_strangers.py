@@ -162,7 +162,7 @@ def test_a_browser_may_send_its_key_with_a_websocket_in_two_ways(locked, query, 
     with connect(locked.ws + query, subprotocols=offered) as connection:
         assert connection.subprotocol == chosen
         connection.send(json.dumps({"type": "start", "text": "Hi.", "max_frames": 1}))
-        assert json.loads(connection.recv(timeout=30))["type"] == "started"
+        assert json.loads(connection.recv(timeout=60))["type"] == "started"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_websockets_errors_have_ids_too(locked):
     with connect(f"{locked.ws}?key={OTHER}") as connection:
         opened = connection.response.headers["X-Request-Id"]
         connection.send(json.dumps({"type": "start", "speaker": "nobody"}))
-        assert json.loads(connection.recv(timeout=30))["error"]["request_id"] == opened
+        assert json.loads(connection.recv(timeout=60))["error"]["request_id"] == opened
 
 
 def test_neither_texts_nor_keys_are_logged_at_any_level(locked, tiny, caplog):
@@ -247,9 +247,9 @@ def test_neither_texts_nor_keys_are_logged_at_any_level(locked, tiny, caplog):
                 locked.ws + query, subprotocols=["mktts", encoded(KEY)] if "wrong" not in query else None
             ) as one:
                 one.send(json.dumps({"type": "start", "max_frames": 1, "instruct": SECRET}))
-                one.recv(timeout=30)
+                one.recv(timeout=60)
                 one.send(json.dumps({"type": "start", "max_frames": 1, "text": SECRET}))
-                while json.loads(one.recv(timeout=30))["type"] != "chunk":
+                while json.loads(one.recv(timeout=60))["type"] != "chunk":
                     pass
         except InvalidStatus:
             pass
@@ -276,7 +276,7 @@ def test_a_text_that_is_no_utf8_closes_the_websocket_and_is_no_error_of_the_serv
     with connect(unlocked.ws) as connection:
         connection.send(b"\xff\xfe", text=True)
         with pytest.raises(ConnectionClosed) as closed:
-            connection.recv(timeout=30)
+            connection.recv(timeout=60)
         assert closed.value.rcvd.code == 1007
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -294,18 +294,18 @@ def test_other_names_of_health(locked):
 def test_half_a_head_is_let_go(hasty, sent):
     content, seconds = ask(hasty, sent)
     assert content.startswith(b"HTTP/1.1 408") == (b"head_timeout" in content) == bool(sent)
-    assert 0.2 < seconds < 5
+    assert 0.2 < seconds < 9
 
 
 def test_half_a_second_head_on_a_connection_is_let_go_too(hasty):
     content, seconds = ask(hasty, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\nGET /rea")
-    assert content.startswith(b"HTTP/1.1 200") and 0.2 < seconds < 8
+    assert content.startswith(b"HTTP/1.1 200") and 0.2 < seconds < 9
 
 
 def test_half_a_body_is_let_go_with_a_reason(hasty):
     head = b"POST /tts/stream HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     content, seconds = ask(hasty, head + b"Content-Length: 100\r\n\r\n{")
-    assert content.startswith(b"HTTP/1.1 408") and b"body_timeout" in content and 0.2 < seconds < 5
+    assert content.startswith(b"HTTP/1.1 408") and b"body_timeout" in content and 0.2 < seconds < 9
 
 
 def test_a_connection_that_waits_between_requests_and_a_websocket_are_not_half_a_head(hasty):
@@ -316,4 +316,4 @@ def test_a_connection_that_waits_between_requests_and_a_websocket_are_not_half_a
     with connect(hasty.ws) as connection:
         time.sleep(0.6)
         connection.send(json.dumps({"type": "start", "text": "Hi.", "max_frames": 1}))
-        assert json.loads(connection.recv(timeout=30))["type"] == "started"
+        assert json.loads(connection.recv(timeout=60))["type"] == "started"

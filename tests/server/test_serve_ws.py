@@ -22,6 +22,12 @@ def send(socket: ClientConnection, type: str, **fields: Any) -> None:
     socket.send(json.dumps({"type": type, **fields}))
 
 
+def deaf(server: Served, **settings: Any) -> ClientConnection:
+    """A client that reads as little as it can, for as long as it likes: it would not see the answer to a ping of its
+    own behind what it has not read, and hang up."""
+    return connect(server.ws, max_queue=1, ping_interval=None, **settings)
+
+
 def read(socket: ClientConnection) -> dict | bytes:
     message = socket.recv(timeout=WAIT_S)
     return message if isinstance(message, bytes) else json.loads(message)
@@ -135,7 +141,7 @@ def test_closing_the_connection_ends_the_generation_within_one_frame(server):
 
 def test_cancel_is_heard_while_the_client_does_not_read(synthesizer):
     limits = Limits(buffer_frames=8, socket_bytes=16 * 1024)
-    with served(synthesizer, limits) as server, connect(server.ws, max_queue=1) as socket:
+    with served(synthesizer, limits) as server, deaf(server) as socket:
         send(socket, "start", max_frames=2_000)
         send(socket, "text", text=TEXT)
         until(lambda: server.watched.streams, "the stream to be opened")
@@ -232,7 +238,7 @@ def test_a_message_over_the_size_limit_closes_the_connection(server):
 
 def test_starting_and_cancelling_without_reading_has_an_end(synthesizer):
     limits = Limits(buffer_frames=8, socket_bytes=16 * 1024)
-    with served(synthesizer, limits) as server, connect(server.ws, max_queue=1, close_timeout=0.1) as socket:
+    with served(synthesizer, limits) as server, deaf(server, close_timeout=0.1) as socket:
         send(socket, "start", max_frames=2_000)
         send(socket, "text", text=TEXT)
         until(lambda: server.watched.streams, "the stream to be opened")

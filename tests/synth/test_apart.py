@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pytest
-import served
 import torch
+from served import WAIT_S, until
 
 from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
@@ -33,16 +32,15 @@ BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
 
 
-until = partial(served.until, within_s=10.0)
-
-
 def apart(name: str, **settings: object) -> ApartSynthesizer:
     return ApartSynthesizer(open_checkpoint(name), name, None, {**BATCH, **settings})
 
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[ApartSynthesizer]:
+    """Streams wait for their place, however few the machine carries at the moment."""
     with apart("random:tiny") as synthesizer:
+        synthesizer.admit(Wishes(max_wait_s=WAIT_S))
         yield synthesizer
 
 
@@ -173,12 +171,11 @@ def test_where_the_other_process_is_killed_streams_end_at_once_and_it_says_so():
         far.on_gone = gone.set
         stream = far.stream("Until somebody pulls the plug.", **LONG)
         next(stream)
-        begun_s = time.monotonic()
         os.kill(far._process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="process that speaks"):
             for _ in stream:
                 pass
-        assert gone.wait(2.0) and far.gone and time.monotonic() - begun_s < 2.0
+        assert gone.wait(WAIT_S) and far.gone
         with pytest.raises(EngineError):
             far.stream("Hello?")
         with pytest.raises(EngineError):
