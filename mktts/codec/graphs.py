@@ -43,7 +43,7 @@ class GraphedCodec:
         self.device = decoder.device
         self.dtype = decoder.dtype
         self._decoder = decoder
-        with announced("mktts: compiling the codec's kernels, once"):
+        with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
         self._lane = Lane(decoder.device)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import open_checkpoint
+from mktts.codec.decoder import CodecDecoder
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
@@ -66,6 +69,46 @@ def test_ticks_without_a_codec_are_silent(tiny):
     player = Player(lanes_of(tiny, sounds=False), [[s] for s in segments_of(tiny, 4)], sounds=False)
     player.play()
     assert differences(player, oracle_of(tiny)) == []
+
+
+@pytest.mark.parametrize(("dtype", "deterministic"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtype, deterministic):
+    """Else it would compile one kernel after the other, for minutes: what is asked for once must be every binary."""
+    from triton import knobs
+
+    from mktts.batch.cuda.codec import CudaCodec
+    from mktts.batch.cuda.kernels import attention, codec_products, codec_rows, draws, inputs, pages, products
+    from mktts.batch.cuda.lanes import CudaLanes
+    from mktts.kernel import rows
+
+    for module in (attention, codec_products, codec_rows, draws, inputs, pages, products, rows):
+        for kernel in vars(module).values():
+            if hasattr(kernel, "device_caches"):
+                kernel.device_caches.clear()  # as in a new process
+    device = torch.device("cuda")
+    codec = CudaCodec(partial(CodecDecoder, tiny.codec_config, tiny.codec_tensors(), device), SLOTS + 1, "fast")
+    lanes = CudaLanes(
+        tiny.config, tiny.tensors(), device, dtype, slots=SLOTS, positions=256, pages=6 * SLOTS, codec=codec,
+        settings=SETTINGS, deterministic=deterministic,
+    )  # fmt: skip
+    built: dict[str, list[str]] = {}
+
+    @contextmanager
+    def announce(what: str):
+        built[what] = []
+        yield
+
+    def heard(*, src, **_of_it):  # of a kernel from Triton's cache on the disk too
+        built[next(reversed(built))].append(src.name)
+
+    knobs.compilation.listener = heard
+    try:
+        lanes.prepare(announce)
+    finally:
+        knobs.compilation.listener = None
+    loaded, recorded = built.values()
+    assert recorded == [] and len(loaded) > 20
+    assert len(loaded) < 300, "a kernel is built once, not once a launch"
 
 
 def test_a_lane_of_nan_harms_no_other(tiny):

@@ -27,7 +27,7 @@ TITLES = [
     "08_many_voices", "09_megakernel",
 ]  # fmt: skip
 MAX_FUNCTION_LINES, MAX_CELL_LINES = 10, 24
-COMPILING = re.compile(r"mktts: compiling .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
+COMPILING = re.compile(r"mktts: (?:compiling|loading) .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
 PAGE_CHARS = 110  # of JupyterLab's column at its usual size
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
 

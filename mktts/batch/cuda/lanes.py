@@ -131,7 +131,10 @@ class CudaLanes:
         if self._pool is None:
             return
         sizes = sorted(self._buckets, reverse=True)
-        with announce("mktts: compiling the batch engine's kernels, once"), torch.cuda.stream(self._stream):
+        with (
+            announce("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
+            torch.cuda.stream(self._stream),
+        ):
             with compiling(_THREADS):
                 for size in sizes:
                     self._buckets[size].frame.run()
