@@ -62,6 +62,10 @@ class FakeBackend:
         """Permits this many held steps."""
         self._permits.release(steps)
 
+    def hold(self) -> None:
+        """From now on, also after `release`. Call it while no step is held."""
+        self._permits, self.held = threading.Semaphore(0), True
+
     def release(self) -> None:
         """Holds nothing any more."""
         self.held = False

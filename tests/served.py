@@ -63,11 +63,13 @@ class Watched:
         return stream
 
     def frames_at_pause(self, stream: Stream) -> int:
-        """How many frames a stream has made once it makes no more, although the worker has turns for many."""
+        """How many frames a stream has made once its reader takes none: it rests, and still does with as many a while
+        later. Another stream would have to wait for a place, where the machine carries one at the moment."""
         made = -1
         while made != len(stream.codes):
+            until(lambda: stream.rests, "the stream's buffers to be full")
             made = len(stream.codes)
-            self._take_turns(8)
+            time.sleep(0.3)
         return made
 
     def wasted_frames(self, stream: Stream) -> int:

@@ -149,7 +149,8 @@ def test_cancel_is_heard_while_the_client_does_not_read(synthesizer):
         send(socket, "cancel")
         until(lambda: server.studio.streams_open == 0, "the stream to be ended")
         read(socket)
-        assert read_to_end(socket)[2]["finish_reason"] == "cancelled"
+        finished = read_to_end(socket)[2]
+        assert finished["finish_reason"] == "cancelled", finished["error"]
 
 
 def test_what_is_wrong_with_a_start_is_told_and_the_connection_goes_on(server):

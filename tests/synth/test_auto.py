@@ -84,10 +84,13 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
             assert [next(session).frames for _ in range(6)] == [1] * 6
         settle(synth)
         assert synth._engine.due_streams == 0
-        backend.held = True
+        backend.hold()
+        begun = backend.entered
         for session in sessions:
             session.feed("ghi")
-        backend.wait_entered(backend.entered + 1)
+        backend.wait_entered(begun + 1)
+        backend.let(1)  # the worker may have gone on before it heard of all four
+        backend.wait_entered(begun + 2)
         assert synth._engine.due_streams == 4 and speak(synth, seed=9).engine == "batch"
         assert [session.engine for session in sessions] == wanted
         backend.release()
