@@ -260,7 +260,8 @@ def test_the_command_serves_says_what_and_ends_with_0_on_sigterm_after_open_stre
     server = start("--max-streams", "2", "--grace", "20")
     health = httpx.get(f"{server.url}/health").json()
     assert health["status"] == "ok" and health["model"]["checkpoint"] == "random:tiny"
-    assert health["model"]["random_weights"] is True and health["backend"] == "torch" and health["streams_max"] == 2
+    assert health["model"]["random_weights"] is True and health["backend"] == "torch"
+    assert health["streams_max"] in (1, 2)  # as many as this machine carries, and no more than asked for
     assert RANDOM_WEIGHTS in server.log
     frames = 60
     with httpx.stream("POST", f"{server.url}/tts/stream", json={**LONG, "max_frames": frames}, timeout=60) as answer:
