@@ -42,7 +42,7 @@ DEV void poll_head(Ctx& c, int n, u32 head, u32 tag, float (&v)[VALUES]) {
     UNROLL for (int i = 0; i < VALUES; i++) for (;;) {
       const u32 x = get32(words + i);
       v[i] = low(x);
-      if (__all_sync(~0u, (x >> 16) == (tag & 0xffffu)) || give_up(c, w, 6)) break;
+      if (__all_sync(~0u, (x >> 16) == (tag & 0xffffu)) || give_up(c, w, HEAD_WORDS)) break;
     }
   }
 }
@@ -130,7 +130,7 @@ template <u32 STEP> DEV void poll_parts(Ctx& c, const u64* outs, const u64* scal
     u32 bad = ((u32)(a >> 32) ^ tag) | ((u32)(b >> 32) ^ tag);
     UNROLL for (int j = 0; j < GROUP; j++) { bad |= (u32)(v[j] >> 32) ^ tag; out[j] = __uint_as_float((u32)v[j]); }
     top = __uint_as_float((u32)a); sum = __uint_as_float((u32)b);
-    if (__all_sync(~0u, bad == 0) || give_up(c, w, 3)) break;
+    if (__all_sync(~0u, bad == 0) || give_up(c, w, PARTS)) break;
   }
 }
 DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att, Fragments<Talker::Out>& out_weights) {

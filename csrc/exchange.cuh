@@ -14,15 +14,23 @@
 
 // By value: a variable whose address is taken lives in local memory, and every poll would go there.
 constexpr u64 GAVE_UP = ~0ull;
+// What waits, by the number that a launch which gave up leaves in its status: mktts/kernel/params.py names them. The
+// status shall name the cause and not what follows from it: so the feeder waits twice `timeout_ns` for a stage, which
+// consumers free, and half of it for a copy, which waits for nobody.
+enum { WORDS = 1, PARTS = 3, WEIGHTS = 5, HEAD_WORDS, ANSWER, FREE_STAGE, EARLIER_COPY, LAST_COPIES };
+DEV void lose(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, int what) {
+  s->dead = 1;
+  if (get32((u32*)&p->status[0])) return;               // another wait has been named
+  put32((u32*)&p->status[1], block); put32((u32*)&p->status[2], tid);
+  put32((u32*)&p->status[3], what); put32((u32*)&p->status[4], tag);
+  put32((u32*)&p->status[0], 1);
+}
 __device__ __noinline__ u64 give_up_slow(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, u64 since, int what) {
   if (get32((u32*)&p->status[0])) { s->dead = 1; return GAVE_UP; }
   const u64 now = nanoseconds();
   if (since == 0) return now;
   if (now - since <= p->timeout_ns) return since;
-  s->dead = 1;
-  put32((u32*)&p->status[1], block); put32((u32*)&p->status[2], tid);
-  put32((u32*)&p->status[3], what); put32((u32*)&p->status[4], tag);
-  put32((u32*)&p->status[0], 1);
+  lose(p, s, block, tid, tag, what);
   return GAVE_UP;
 }
 struct Watch { u32 spins; u64 since; };
@@ -42,7 +50,7 @@ DEV void poll4(Ctx& c, const u32* p, u32 tag, u32& a, u32& b) {   // whole warps
   for (;;) {
     get32x4(p, v);
     const bool ok = (((v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t)) >> 16) == 0;
-    if (__all_sync(active, ok) || give_up(c, w, 1)) break;
+    if (__all_sync(active, ok) || give_up(c, w, WORDS)) break;
   }
   a = __byte_perm(v[0], v[1], 0x5410); b = __byte_perm(v[2], v[3], 0x5410);
 }
@@ -52,7 +60,7 @@ template <int N> DEV void poll64n(Ctx& c, const u64* p, u32 step, u32 tag, float
     u64 v[N]; u32 bad = 0;
     UNROLL for (int i = 0; i < N; i++) v[i] = get64(p + i * step);
     UNROLL for (int i = 0; i < N; i++) { bad |= (u32)(v[i] >> 32) ^ tag; out[i] = __uint_as_float((u32)v[i]); }
-    if (__all_sync(~0u, bad == 0) || give_up(c, w, 3)) break;
+    if (__all_sync(~0u, bad == 0) || give_up(c, w, PARTS)) break;
   }
 }
 

@@ -28,9 +28,6 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
   block_sync();                                               // all warps have read vec before it is written again
 }
 
-// Copies under way (H200, ms of the talker with one and with two: 0.6B 0.342 and 0.357, 1.7B 0.997 and 0.790; of the
-// predictor with two and with three 0.852 and 0.937, with one 0.900).
-constexpr u32 TALKER_COPIES = Talker::LAYER_BYTES * CTAS > 50 << 20 ? 2 : 1, PREDICTOR_COPIES = 2;
 // The weights of a launch in the order of their use.
 DEV void feeder(Ctx& c) {
   const Params& p = *c.p; const Stream& u = *c.u; Feeder f = {0, 0, 0, TALKER_COPIES, true, false};

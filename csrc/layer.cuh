@@ -84,7 +84,7 @@ DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool
     }
     UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
       bad |= shares_missing(v[n][g], c.counts >> 8 * (S::ID + n) & 255u);
-    if (__all_sync(active, bad == 0) || give_up(c, w, 3)) break;
+    if (__all_sync(active, bad == 0) || give_up(c, w, PARTS)) break;
   }
   UNROLL for (int n = 0; n < NT; n++) UNROLL for (int g = 0; g < S::GRANULES; g++) if (owns<S>(c, g))
     UNROLL for (int i = 0; i < 4; i++) {

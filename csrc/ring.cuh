@@ -8,7 +8,7 @@ DEV u32 ring_wait(Ctx& c) {
 #ifdef TRACE
   const u32 begun = cycles_low();
 #endif
-  while (!__all_sync(~0u, barrier_test(&c.s->full[c.stage], c.phase))) if (give_up(c, w, 5)) break;
+  while (!__all_sync(~0u, barrier_test(&c.s->full[c.stage], c.phase))) if (give_up(c, w, WEIGHTS)) break;
 #ifdef TRACE
   c.starved += cycles_low() - begun;
 #endif
@@ -41,20 +41,51 @@ DEV void fill_stage(Ctx& c, u32 stage, const u8* from, u32 bytes, u64 policy) {
 }
 #endif
 // copies: that a block has under way. More of them fill the memory system's queues, and every exchange waits behind
-// them; one alone moves no more than 2.7 TB/s. Each kernel says what suits its parts. A short one, as of few positions'
-// keys and values, comes on top: it takes as long as a whole one (H200, 0.6B: 0.5 us of each of the talker's layers).
+// them; one alone moves no more than 2.7 TB/s. A short one, as of few positions' keys and values, comes on top: it
+// takes as long as a whole one (H200, 0.6B: 0.5 us of each of the talker's layers).
+// Never more than the ring has stages: a barrier tells only its newest phase from the one before, so that a wait for
+// the copy before a stage's newest one would not end.
+static_assert(RING >= 2, "a stage is read while the next one is filled");
+__host__ __device__ constexpr u32 at_most_ring(u32 copies) { return copies < RING ? copies : RING; }
+// Frames (H200, ms of the talker with one and with two: 0.6B 0.342 and 0.357, 1.7B 0.997 and 0.790; of the predictor
+// with two and with three 0.852 and 0.937, with one 0.900).
+constexpr u32 TALKER_COPIES = at_most_ring(Talker::LAYER_BYTES * CTAS > 50 << 20 ? 2 : 1);
+constexpr u32 PREDICTOR_COPIES = at_most_ring(2);
+// Text (H200, 0.6B, tokens a second at ten a launch: with one 2 018, four for the head 2 162, and two for the layers
+// 2 271). Nothing is exchanged while the head is read.
+constexpr u32 LAYER_COPIES = at_most_ring(2), HEAD_COPIES = at_most_ring(4);
+static_assert(larger(larger(TALKER_COPIES, PREDICTOR_COPIES), larger(LAYER_COPIES, HEAD_COPIES)) <= RING, "see above");
+struct Pause { u32 spins, since; };   // since: in units of 1024 ns; 0 before the first look at the clock
 struct Feeder { u32 stage, phase, count, copies; bool on, was_short; };
+DEV bool copied(Ctx& c, u32 n) { return barrier_test(&c.s->full[n % RING], (n / RING) & 1); }
+// Whether the feeder shall leave off waiting. Its lanes copy together, so all of them take the same answer. The wait
+// that had no end is left in shared memory for feed_end: registers are few here.
+DEV bool feed_no_more(Ctx& c, Feeder& f, Pause& w, int what) {
+  if ((++w.spins & 63u) != 0) return false;
+  bool over = *(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead;
+  if ((w.spins & 1023u) == 0) {
+    const u32 now = (u32)(nanoseconds() >> 10) | 1;
+    if (w.since == 0) w.since = now;
+    if (now - w.since > (u32)(c.p->timeout_ns >> (what == FREE_STAGE ? 9 : 11))) { c.s->lost = what; over = true; }
+  }
+  if (__all_sync(~0u, !over)) return false;
+  f.on = false;
+  return true;
+}
 DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   if (!f.on) return;
-  u32 spins = 0;
-  while (!barrier_test(&c.s->empty[f.stage], f.phase ^ 1))
-    if ((++spins & 63u) == 0 && (*(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead)) { f.on = false; return; }
-  if (*(volatile u32*)&c.s->stop) { f.on = false; return; }
-  const bool is_short = bytes < STAGE_BYTES / 2; const u32 copies = f.copies + is_short + f.was_short;
+  Pause w = {0, 0};
+  while (!__all_sync(~0u, barrier_test(&c.s->empty[f.stage], f.phase ^ 1)))
+    if (feed_no_more(c, f, w, FREE_STAGE)) return;
+  if (!__all_sync(~0u, !*(volatile u32*)&c.s->stop)) { f.on = false; return; }
+  const bool is_short = bytes < STAGE_BYTES / 2; const u32 copies = at_most_ring(f.copies + is_short + f.was_short);
   f.was_short = is_short;
   if (f.count >= copies) {
-    const u32 n = f.count - copies;
-    while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) nap();
+    w = {0, 0};
+    while (!__all_sync(~0u, copied(c, f.count - copies))) {
+      if (feed_no_more(c, f, w, EARLIER_COPY)) return;
+      nap();
+    }
   }
   fill_stage(c, f.stage, from, bytes, policy);
   f.count++; if (++f.stage == RING) { f.stage = 0; f.phase ^= 1; }
@@ -91,11 +122,18 @@ DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, 
   feed_dealt<typename S::GateUp>(c, f, tape, policy);
   feed_dealt<typename S::Down>(c, f, tape, policy);
 }
-// Never leave while a copy into this block's shared memory is in flight.
+// Never leave while a copy into this block's shared memory is in flight, whether the launch goes on, ends or has given
+// up: another block may have that memory next. A copy waits for nobody, so one that takes `timeout_ns` will not come.
 DEV void feed_end(Ctx& c, const Feeder& f) {
-  const u32 live = f.count < RING ? f.count : RING;
-  for (u32 i = 0; i < live; i++) {
-    const u32 n = f.count - live + i;
-    while (!barrier_test(&c.s->full[n % RING], (n / RING) & 1)) {}
-  }
+  if (c.s->lost) lose(c.p, c.s, c.block, c.tid, c.tag, c.s->lost);
+  Watch w = {0, 0};
+  for (u32 n = f.count - at_most_ring(f.count); n != f.count; n++)
+    while (!__all_sync(~0u, copied(c, n))) {
+      if ((++w.spins & 63u) != 0) continue;
+      const u64 now = nanoseconds();
+      if (w.since == 0) w.since = now;
+      const bool lost = now - w.since > c.p->timeout_ns;
+      if (lost) lose(c.p, c.s, c.block, c.tid, c.tag, LAST_COPIES);
+      if (!__all_sync(~0u, !lost)) return;
+    }
 }

@@ -88,7 +88,7 @@ template <int V> DEV void poll_logits(Ctx& c, const u32* from, u32 tag, u32 (&ou
       bad |= (v[0] ^ t) | (v[1] ^ t) | (v[2] ^ t) | (v[3] ^ t);
       out[g][0] = __byte_perm(v[0], v[1], 0x5410); out[g][1] = __byte_perm(v[2], v[3], 0x5410);
     }
-    if (__all_sync(~0u, (bad >> 16) == 0) || give_up(c, w, 1)) break;
+    if (__all_sync(~0u, (bad >> 16) == 0) || give_up(c, w, WORDS)) break;
   }
 }
 // Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids

@@ -19,7 +19,7 @@ DEV void ask_host(Ctx& c, u32 tag) {
 }
 DEV bool wanted(Ctx& c, u32 tag) {
   Watch w = {0, 0}; u32 v;
-  while ((((v = get32(&c.p->exchange->go)) >> 16) != (tag & 0xffffu)) && !give_up(c, w, 7)) {}
+  while ((((v = get32(&c.p->exchange->go)) >> 16) != (tag & 0xffffu)) && !give_up(c, w, ANSWER)) {}
   return (v & 1u) == 0;
 }
 
@@ -40,7 +40,7 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
       barrier_init(&s->full[i], FILL_ARRIVALS);
       barrier_init(&s->empty[i], READ_ARRIVALS);
     }
-    s->stop = 0; s->dead = 0; s->traced = 0; barrier_init_fence();
+    s->stop = 0; s->dead = 0; s->traced = 0; s->lost = 0; barrier_init_fence();
   }
   if (c.u->seen) for (u32 i = c.tid; i < SEEN_WORDS; i += blockDim.x) s->seen[i] = c.u->seen[i];
   for (u32 i = c.tid; i < sizeof(s->key) / 4; i += blockDim.x) ((u32*)s->key)[i] = 0;
@@ -74,6 +74,11 @@ EXPORT(u32, exchange_bytes, sizeof(Exchange));
 EXPORT(u32, params_bytes, sizeof(Params));
 EXPORT(u32, stage_bytes, STAGE_BYTES);
 EXPORT(u32, threads, THREADS + FEED_THREADS);
+EXPORT(u32, ring, RING);
+EXPORT(u32, talker_copies, TALKER_COPIES);
+EXPORT(u32, predictor_copies, PREDICTOR_COPIES);
+EXPORT(u32, layer_copies, LAYER_COPIES);
+EXPORT(u32, head_copies, HEAD_COPIES);
 EXPORT(u32, warps, WARPS);
 EXPORT(u32, fragments, FRAGS);
 EXPORT(u32, layer_exchanges, LAYER_EXCHANGES);

@@ -82,7 +82,8 @@ struct __align__(128) Shared {
   float squares[POSITIONS][WARPS];
   u64 best[WARPS]; float best_logit[WARPS], mass[WARPS]; u32 above[WARPS][WARPS / 2]; u64 agreed[WARPS];
   u32 seen[SEEN_WORDS];
-  u32 stop, dead, traced, pad_;
+  u32 stop, dead, traced;
+  u32 lost;                                  // what the feeder waited for in vain, 0: nothing
 };
 
 // Of position n of a pass: only the predictor takes a second one.

@@ -61,7 +61,12 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 
 
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
-    """Compiles with as many ring stages as the card's shared memory holds.
+    """Compiles with `ring_stages`. Raises BackendUnavailable as those and `compile_kernel`."""
+    return compile_kernel({**defines, "RING": ring_stages(defines, card)}, card.arch, unit)
+
+
+def ring_stages(defines: dict[str, int], card: Card) -> int:
+    """As many stages as the card's shared memory holds.
 
     What two stages take is read from a build of the shared headers, which have no kernel in them and compile at once.
     Never more stages than one token's: its keys and values must be written before the ring fetches them for the next
@@ -77,7 +82,7 @@ def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Bu
             f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint, this GPU has "
             f"{card.shared_bytes}, {used_bytes - card.shared_bytes} too few: pass backend='torch'"
         )
-    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, card.arch, unit)
+    return min(stages, 4 * defines["T_L"])
 
 
 def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:

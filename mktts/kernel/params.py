@@ -14,8 +14,17 @@ MADE = 0  # status word: frames made so far
 ENDED = 1  # status word: whether speech ended
 STOP = 2  # status word, written by the host: make no further frame
 FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor
-# What a block that gave up was waiting for, by the number it leaves in its status (csrc, `give_up`).
-WAITS = {1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's answer"}
+# What a block that gave up was waiting for, by the number it leaves in its status (csrc/exchange.cuh).
+WAITS = {
+    1: "exchange words",
+    3: "partial sums",
+    5: "weights",
+    6: "query, key and value words",
+    7: "the host's answer",
+    8: "its own block to free a stage of the ring of weights",
+    9: "the end of an earlier copy of weights, before the next one",
+    10: "the end of the last copies of weights",
+}
 
 _POINTERS = """
     talker_tape talker_head_tape projection_tape predictor_tape predictor_head_tape projection_bias

@@ -64,7 +64,7 @@ FORCED_FRAMES = 4  # whose errors are compared
 
 @dataclass(frozen=True)
 class Model:
-    """A model of wide-margin random weights, a prompt in bf16, and the codes (FRAMES, 16) that an fp32 run makes.
+    """A model of wide-margin random weights, a prompt in bf16, and the codes (frames, 16) that an fp32 run makes.
 
     exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative.
     """
@@ -77,7 +77,7 @@ class Model:
     bf16_error: float
 
     @classmethod
-    def make(cls, name: str, device: str = "cuda") -> Model:
+    def make(cls, name: str, device: str = "cuda", frames: int = FRAMES) -> Model:
         """`name` of MODELS: the shapes of the voice in the box, or random:NAME."""
         checkpoint = open_checkpoint(name if name == SMALL else f"random:{name}:margin")
         config, tensors = checkpoint.config, checkpoint.tensors()
@@ -87,7 +87,7 @@ class Model:
         builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
         prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
         fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))
-        codes = run(fp32, prompt).codes
+        codes = run(fp32, prompt, frames).codes
         exact, rounded = (_forced(backend, prompt, codes[:FORCED_FRAMES]) for backend in (fp32, bf16))
         return cls(config, tensors, prompt, codes, exact, error_of(rounded, exact))
 

@@ -9,13 +9,16 @@ from dataclasses import replace
 
 import pytest
 from compiler import needs_nvrtc
+from frame_on_cpu import RINGS
 from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loops
 
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL
 from mktts.checkpoint.random.tokenizer import SPECIALS
 from mktts.errors import BackendUnavailable
 from mktts.kernel import build as kernel_build
 from mktts.kernel import nvrtc as kernel_nvrtc
-from mktts.kernel.build import SHARED, Build, build_for, compile_kernel
+from mktts.kernel.build import SHARED, Build, build_for, compile_kernel, ring_stages
 from mktts.kernel.card import TARGETS, Card, target_of
 from mktts.kernel.grid import choose_shape, choose_text_shape
 from mktts.kernel.launch import check_constants
@@ -48,8 +51,22 @@ LOCAL = {"sm_90a": 0, "": 2}  # words that polls read from the stack
 SMALL_SPILL_BYTES, SMALL_STACK_BYTES, SMALL_LOCAL = 4_750, 810, 60
 
 
+# The README's.
+CARDS = [
+    *(("sm_90a", count) for count in (132, 114)),
+    ("sm_80", 108),
+    *(("sm_86", count) for count in (16, 46, 84)),
+    *(("sm_89", count) for count in (24, 58, 128)),
+    *(("sm_87", 16), ("sm_121", 48), ("sm_100", 148), ("sm_120", 170), ("sm_103", 160), ("sm_110", 20)),
+]
+
+
 def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
     return {**choose_shape(config_at(size), multiprocessors).defines, "RING": 2}
+
+
+def config_of(size: str) -> ModelConfig:
+    return open_checkpoint(size).config if size == SMALL else config_at(size)
 
 
 def report(build: Build, what: str, capsys) -> None:
@@ -94,6 +111,25 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     assert build.image[:4] == b"\x7fELF"
     assert_registers_suffice(build, arch)
     assert build.constants == compile_kernel(shape, arch, SHARED).constants
+
+
+# Of the shared headers, which compile at once. A wait for a copy that the ring cannot tell from the next has no end.
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", SMALL, "tiny-projected"])
+@needs_nvrtc
+def test_no_card_has_more_copies_under_way_than_stages(size):
+    for card in (Card.like(*card) for card in CARDS):
+        speech = choose_shape(config_of(size), card.multiprocessors).defines
+        ring = ring_stages(speech, card)
+        known = compile_kernel({**speech, "RING": ring}, card.arch, SHARED).constants
+        assert known["ring"] == ring >= 2
+        assert 1 <= known["talker_copies"] <= ring and 1 <= known["predictor_copies"] <= ring
+        # The CPU runs a frame with this ring and these copies; five stages and more take any of them.
+        assert (ring, known["talker_copies"]) in {pair[:2] for pair in RINGS} or ring >= 5
+        stack = config_of(size).talker
+        text = choose_text_shape(replace(stack, vocab_size=151_936), card.multiprocessors).defines
+        ring = ring_stages(text, card)
+        known = compile_kernel({**text, "RING": ring}, card.arch, SHARED).constants
+        assert 1 <= known["layer_copies"] <= ring and 1 <= known["head_copies"] <= ring
 
 
 @pytest.mark.slow

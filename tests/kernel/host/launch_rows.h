@@ -1,12 +1,10 @@
 // A launch of one of csrc/rows.cu's kernels on one CPU thread: its blocks one after another, so that what they share is
 // one static variable, which holds what the block before left; a block's warps in an order of chance.
 
-static ucontext_t scheduler;
 static const RowsParams* launched;
 static void (*kernel)(RowsParams);
 constexpr size_t STACK_BYTES = 64 * 1024;   // of a lane
 
-void give_way() { swapcontext(&now->context, &scheduler); }
 static void lane_main() { kernel(*launched); now->done = true; give_way(); }
 
 static void run_block(u32 x, u32 y, std::vector<u8>& stacks, u64& seed) {
@@ -15,7 +13,7 @@ static void run_block(u32 x, u32 y, std::vector<u8>& stacks, u64& seed) {
   std::vector<Lane> lanes(THREADS);
   for (int i = 0; i < THREADS; i++) {
     Lane& lane = lanes[i];
-    lane.thread = i; lane.block = &block; lane.done = false;
+    lane.thread = i; lane.block = &block;
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = stacks.data() + i * STACK_BYTES; lane.context.uc_stack.ss_size = STACK_BYTES;
     makecontext(&lane.context, lane_main, 0);
@@ -24,10 +22,9 @@ static void run_block(u32 x, u32 y, std::vector<u8>& stacks, u64& seed) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;   // Knuth's MMIX
     const int warp = (seed >> 33) % WARPS;
     for (int i = warp * 32; i < warp * 32 + 32; i++) {
-      if (lanes[i].done) continue;
-      now = &lanes[i];
-      swapcontext(&scheduler, &now->context);
-      left -= now->done;
+      const bool done = lanes[i].done;
+      take_turn(lanes[i]);
+      left -= lanes[i].done != done;
     }
   }
 }
