@@ -71,6 +71,11 @@ template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&
   MARK(c, 16);
   return code;
 }
+// The code that goes on, and whether it is one: the host ends a stream whose frame has a code of no number.
+DEV int number(int code, bool& numbers) {
+  numbers &= code != NO_NUMBER;
+  return code == NO_NUMBER ? 0 : code;
+}
 DEV void consumer(Ctx& c) {
   const Params& p = *c.p; const Stream& u = *c.u; Shared& s = *c.s;
   const bool scribe = c.block == 0 && c.tid == 0;
@@ -91,7 +96,8 @@ DEV void consumer(Ctx& c) {
     u32 tag = ++c.tag;
     head_logits<TalkerHead>(c, tag, VT);
     MARK(c, 15);
-    int code = sample<VT>(c, tag, 0, frame);
+    bool numbers = true;
+    int code = number(sample<VT>(c, tag, 0, frame), numbers);
     MARK(c, 16);
     if (code == p.ends[0]) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
@@ -103,7 +109,7 @@ DEV void consumer(Ctx& c) {
       UNROLL for (int k = 0; k < 4; k++) x[0].v[g][k] = hidden.v[g][k];
     const u64 talked = nanoseconds();
     if (scribe) { out[0] = code; out[CODES] = (int)(talked - begun); }
-    code = predict<2>(c, 1, frame, x);
+    code = number(predict<2>(c, 1, frame, x), numbers);
     const u32 asked = ++c.tag; ask_host(c, asked);
     for (int book = 1;; book++) {
       if (scribe) out[book] = code;
@@ -111,11 +117,11 @@ DEV void consumer(Ctx& c) {
       if (book + 1 == CODES) break;
       Row<Predictor> one[1];
       load_row<Predictor>(c, p.inputs + ((u64)(book - 1) * VP + code) * P_H, one[0]);
-      code = predict<1>(c, book + 1, frame, one);
+      code = number(predict<1>(c, book + 1, frame, one), numbers);
     }
     round_row<Talker>(sum);
     if (scribe && !*(volatile u32*)&s.dead) {
-      out[CODES + 1] = (int)(nanoseconds() - talked);
+      out[CODES + 1] = (int)(nanoseconds() - talked); out[CODES + 2] = !numbers;
       put32_host(u.out + MADE, i + 1);
     }
     if (i + 1 < p.frames && !wanted(c, asked)) { s.stop = 1; break; }

@@ -92,7 +92,9 @@ template <int V> DEV void poll_logits(Ctx& c, const u32* from, u32 tag, u32 (&ou
   }
 }
 // Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids
-// it, and then whatever is not above the highest refused offer is out of the next round.
+// it, and then whatever is not above the highest refused offer is out of the next round. NO_NUMBER where no logit is a
+// number: a NaN is above nothing, so nobody offers anything.
+constexpr int NO_NUMBER = -1;
 template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   constexpr int N = ceil_div(V, 4 * THREADS);
   static_assert(WARPS % 2 == 0 && V < 1 << 16, "two 16-bit counts a word");
@@ -153,10 +155,10 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
       offered[w] = s.best_logit[w];
       if (s.best[w] > key) { key = s.best[w]; winner = w; }
     }
-    const int win = key ? (int)~(u32)key : 0;
+    const int win = key ? (int)~(u32)key : NO_NUMBER;
     float won = NEVER;
     UNROLL for (int w = 0; w < WARPS; w++) if (w == winner) won = offered[w];
-    if (choice.greedy || (choice.top_k == 0 && !nucleus)) { block_sync(); return win; }
+    if (!key || choice.greedy || (choice.top_k == 0 && !nucleus)) { block_sync(); return win; }
     if (choice.top_k) {
       u32 above[WARPS / 2];
       UNROLL for (int w = 0; w < WARPS / 2; w++) above[w] = 0;

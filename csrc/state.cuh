@@ -34,7 +34,8 @@ constexpr int STATUS_WORDS = 16;
 constexpr int MADE = 0;            // status word: frames made so far
 constexpr int ENDED = 1;           // whether speech ended
 constexpr int STOP = 2;            // written by the host: make no further frame
-constexpr int FRAME_WORDS = 20;              // 16 codes, nanoseconds of the talker with code 0, of the predictor
+// 16 codes, nanoseconds of the talker with code 0, of the predictor, whether a code is no number
+constexpr int FRAME_WORDS = 20;
 struct Stream {
   const u16* rows;                           // [frames][T_H] text rows: row i is added to the frame before frame + i
   u16* hidden;                               // [T_H] normed talker state of the newest position

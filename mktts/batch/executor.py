@@ -29,7 +29,7 @@ from mktts.batch.running import Lane, Running, fail_all
 from mktts.batch.scheduler import next_tick
 from mktts.batch.tick import Tick
 from mktts.batch.utterance import LaneUtterance
-from mktts.errors import EngineError
+from mktts.model.backend import no_number
 from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
 
@@ -383,7 +383,7 @@ class Together:
             if work.number != segment or work.segment is None:
                 continue  # the speech had ended when this was launched
             if not ended and made.codes[index, 0] < 0:
-                job.fail(EngineError("the model gave no number for this stream: its prompt or voice holds NaN"))
+                job.fail(no_number())
                 continue
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             frame = None if ended else made.codes[index].copy()

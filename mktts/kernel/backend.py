@@ -35,7 +35,7 @@ from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape_rows import TapeRows
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
-from mktts.model.backend import Frame, StartPrompt, check_start
+from mktts.model.backend import Frame, StartPrompt, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
@@ -200,7 +200,7 @@ class MegakernelBackend:
                 if not made:
                     break
                 # Whatever the kernel did not take of the first one's time is launch and hand-over.
-                frame = _frame(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
+                frame = frame_of(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
                 state.frames = before + index + 1
                 made_ms += frame.talker_ms + frame.predictor_ms
                 yield frame
@@ -290,10 +290,15 @@ def _put_stream(stream: StreamParams, state: MegakernelStream) -> None:
     set_choice(stream, sampling.predictor, False)
 
 
-def _frame(words: np.ndarray, index: int, least_ms: float) -> Frame:
-    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's."""
+def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:
+    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's.
+
+    Raises EngineError where one of its codes is no number.
+    """
     first = STATUS_WORDS + index * FRAME_WORDS
     codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
-    talker_ns, predictor_ns = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 2].tolist()
+    talker_ns, predictor_ns, not_numbers = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 3].tolist()
+    if not_numbers:
+        raise no_number()
     predictor_ms = 1e-6 * predictor_ns
     return Frame(codes, max(1e-6 * talker_ns, least_ms - predictor_ms), predictor_ms)

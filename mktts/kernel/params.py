@@ -13,7 +13,9 @@ STATUS_WORDS = 16  # int32, at the start of a stream's pinned memory; the frames
 MADE = 0  # status word: frames made so far
 ENDED = 1  # status word: whether speech ended
 STOP = 2  # status word, written by the host: make no further frame
-FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor
+FRAME_WORDS = (
+    20  # int32: 16 codes, nanoseconds of the talker with code 0, of the predictor, whether a code is no number
+)
 # What a block that gave up was waiting for, by the number it leaves in its status (csrc/exchange.cuh).
 WAITS = {
     1: "exchange words",

@@ -5,12 +5,15 @@ with the blocks that the card's multiprocessors give and no more shared memory t
 wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
 and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
 alone would say little. `frame_ms` is the median time of a step, hand-over
-included, on this card: it says what fewer blocks and older code cost, not how fast that card is.
+included, on this card: it says what fewer blocks and older code cost, not how fast that card is. Each row has the
+revision that it was made at. A case that takes longer than CASE_S ends the program with all stacks; the rows before it
+are written.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import statistics
 import sys
@@ -41,7 +44,8 @@ from mktts.spec import ModelConfig
 
 FRAMES = 60
 OUTPUT = Path("mktts-cards.json")
-MODELS = ("0.6b", "small", "tiny-projected")
+MODELS = ("0.6b", "small", "tiny-projected", "1.7b")
+CASE_S = 180.0
 # A card with so many multiprocessors -> its architecture's PTX and their number.
 CASES = {
     "RTX 3050 (laptop)": ("compute_86", 16),
@@ -51,7 +55,10 @@ CASES = {
     "RTX A6000": ("compute_86", 84),
     "A100": ("compute_80", 108),
     "RTX 4090": ("compute_89", 128),
+    "RTX 5090": ("compute_89", 132),  # its blocks and their memory; its own code does not run here
 }
+# The largest model on those with the least memory a block, beside the card that is here.
+CARDS_OF_1P7B = ("RTX 4090", "L4", "RTX 5090")
 EXAMPLES = """examples:
   python -m mktts cards
   python -m mktts cards --models tiny-projected --output cards.json
@@ -180,13 +187,18 @@ def main(arguments: argparse.Namespace) -> int:
     cards = {name: card for name, card in cards.items() if card.multiprocessors <= own.multiprocessors}
     about, cases = {**head("cuda"), "frames": FRAMES}, []
     for name in names:
+        faulthandler.dump_traceback_later(CASE_S, exit=True)
         model = Model.make(name)
         for card_name, card in cards.items():
-            cases.append({"model": name, "card": card_name, **_tried(model, card)})
+            if name == "1.7b" and card is not own and card_name not in CARDS_OF_1P7B:
+                continue
+            faulthandler.dump_traceback_later(CASE_S, exit=True)
+            cases.append({"model": name, "card": card_name, "revision": about["revision"], **_tried(model, card)})
             print(_line(cases[-1]), flush=True)
             write_json(arguments.output, {**about, "cases": cases}, sort_keys=False)  # also where time runs out
             gc.collect()
             torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
     return 0 if cases and all(row["equal"] for row in cases) else 1
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 
@@ -53,6 +53,11 @@ class PromptRows:
     embeds: Tensor
     prefix_rows: int = 0
     prefix_key: Hashable | None = None
+
+
+def no_number() -> EngineError:
+    """What ends a stream none of whose logits is a number."""
+    return EngineError("the model gave no number for this stream: its prompt or voice holds NaN")
 
 
 def check_start(embeds: Tensor, width: int, max_frames: int) -> None:

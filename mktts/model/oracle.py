@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError
-from mktts.model.backend import Frame, StartPrompt, check_start
+from mktts.model.backend import Frame, StartPrompt, check_start, no_number
 from mktts.model.philox import gumbel
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, Sampling, checked_seed, choose, restrict
@@ -117,7 +117,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def step(self, state: TorchStream, row: Tensor | None) -> Frame:
-        """See `Backend.step`."""
+        """See `Backend.step`. Raises EngineError where the logits of code 0 are no numbers."""
         if state.ended or state.frames >= state.max_frames:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
         started_s = self._clock()
@@ -147,6 +147,8 @@ class TorchBackend:
     def _code0(self, state: TorchStream) -> Tensor:
         sampling, history = state.sampling, state.history[: state.frames]
         logits = restrict(self.code0_logits(state), history, sampling.repetition_penalty, self.config.codec_ids.eos)
+        if not (logits > -torch.inf).any():
+            raise no_number()
         (randomness,) = self._randomness(state, sampling.talker, range(1), len(logits))
         code0 = choose(logits, sampling.talker, randomness)
         state.history[state.frames] = code0

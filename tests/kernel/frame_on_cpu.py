@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mktts.kernel.backend import MegakernelStream, new_state_tensors
+from mktts.kernel.backend import MegakernelStream, frame_of, new_state_tensors
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
@@ -101,7 +101,7 @@ def observed(
     point(params, {"debug_logits": logits, "debug_hidden": hidden})
     _launch(library, params, seed + 1)
     assert out[MADE] == frames
-    codes, sizes = out[STATUS_WORDS:].view(frames, FRAME_WORDS)[:, :NUM_CODEBOOKS].long(), vocabularies(model.config)
+    codes, sizes = torch.stack([frame_of(out.numpy(), i, 0.0).codes for i in range(frames)]), vocabularies(model.config)
     heads = [[head[:size].float() for head, size in zip(frame, sizes, strict=True)] for frame in logits]
     return [Observed(codes[i], heads[i], hidden[i].float() if i else None) for i in range(frames)]
 

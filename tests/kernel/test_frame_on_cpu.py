@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from frame_on_cpu import COMPILER, RINGS, Changed, build, observed
 
+from mktts.errors import EngineError
 from mktts.kernel import grid
 from mktts.kernel.grid import Shape
 from mktts.measure.cards import FORCED_FRAMES, Model, error_of
@@ -50,3 +52,12 @@ def test_a_copy_that_never_ends_ends_the_launch_by_name(tmp_path):
     library.host_lose_copy(ctypes.c_ulonglong(1000))
     with pytest.raises(AssertionError, match="thread 2.. waited too long for the end of an earlier copy"):
         observed(model, shape, library, seed=1, frames=1)
+
+
+def test_a_prompt_of_no_numbers_ends_its_stream_by_name(tmp_path):
+    model = model_of("tiny-projected")
+    shape = shape_of(model, 6)
+    library = build(shape, tmp_path, Changed())
+    nan = replace(model, prompt=replace(model.prompt, embeds=torch.full_like(model.prompt.embeds[:2], torch.nan)))
+    with pytest.raises(EngineError, match="gave no number"):
+        observed(nan, shape, library, seed=1, frames=1)

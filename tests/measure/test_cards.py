@@ -34,7 +34,8 @@ def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model
 
 
 def test_every_case_is_a_card_that_a_grid_fits():
-    assert {count for _, count in CASES.values()} == {16, 24, 46, 58, 84, 108, 128}
+    assert {count for _, count in CASES.values()} == {16, 24, 46, 58, 84, 108, 128, 132}
+    assert set(cards.CARDS_OF_1P7B) <= set(CASES)
     assert {arch for arch, _ in CASES.values()} == {"compute_80", "compute_86", "compute_89"}
     assert Card.like("compute_86", 84).shared_bytes == 99 * 1024
 
@@ -48,7 +49,7 @@ def test_the_document_has_a_row_a_case_and_the_status_says_whether_all_were_equa
 
     monkeypatch.setattr(cards, "kernel_missing", lambda: None)
     monkeypatch.setattr(cards, "card_of", lambda device: Card.like("sm_90a", 114))
-    monkeypatch.setattr(cards, "head", lambda device: {"device": "a card"})
+    monkeypatch.setattr(cards, "head", lambda device: {"device": "a card", "revision": "abc"})
     monkeypatch.setattr(Model, "make", lambda name: model)
     monkeypatch.setattr(cards, "case_of", case_of)
     output = tmp_path / "cards.json"
@@ -58,6 +59,7 @@ def test_the_document_has_a_row_a_case_and_the_status_says_whether_all_were_equa
     rows = document["cases"]
     assert [row["multiprocessors"] for row in rows] == [114, 16, 24, 46, 58, 84, 108]  # 128 do not fit this card
     assert [row["equal"] for row in rows] == [True, True, False, True, True, True, True]
+    assert {row["revision"] for row in rows} == {"abc"}
     assert "no such thing" in rows[2]["error"] and "no such thing" in capsys.readouterr().out
     monkeypatch.setattr(cards, "CASES", {})
     assert cards.main(arguments) == 0
@@ -66,5 +68,5 @@ def test_the_document_has_a_row_a_case_and_the_status_says_whether_all_were_equa
 def test_an_unknown_model_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(cards, "kernel_missing", lambda: None)
     monkeypatch.setattr(cards, "card_of", lambda device: Card.like("sm_90a", 132))
-    with pytest.raises(cards.MetricsError, match="small, tiny-projected, got huge"):
+    with pytest.raises(cards.MetricsError, match="small, tiny-projected, 1.7b, got huge"):
         cards.main(cards.argparse.Namespace(models="huge", output=tmp_path / "cards.json"))

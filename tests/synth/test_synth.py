@@ -16,6 +16,7 @@ from mktts.codec.decoder import CodecDecoder
 from mktts.errors import BackendUnavailable, CheckpointError, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import SCHEDULE, StreamOptions
@@ -347,3 +348,15 @@ async def test_two_async_streams_run_beside_a_heartbeat(synth):
         assert len(set(seen)) == len(seen) == 5  # the heart beat between any two chunks
     running = False
     await beating
+
+
+def test_a_voice_that_holds_nan_ends_its_stream_by_name_and_the_next_one_is_right(tiny_base, loading):
+    size = tiny_base.config.talker.hidden_size
+    broken, sound = (Voice(torch.full((size,), 0.1), None, None, tiny_base.config.model_size) for _ in range(2))
+    broken.embedding.fill_(torch.nan)  # which no voice is made with
+    settings = {"seed": 1, "max_frames": 4, "options": OFF}
+    with Synthesizer.load(tiny_base, **loading) as synth:
+        before = synth.say(TEXT, voice=sound, **settings)
+        with pytest.raises(EngineError, match="gave no number.*prompt or voice holds NaN"):
+            synth.say(TEXT, voice=broken, **settings)
+        assert np.array_equal(synth.say(TEXT, voice=sound, **settings), before)

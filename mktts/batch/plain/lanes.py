@@ -28,7 +28,7 @@ from mktts.batch.tick_model import TickModel
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.primed import PrimedStates
 from mktts.codec.state import CodecState
-from mktts.errors import PromptError
+from mktts.model.backend import no_number
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
 
@@ -117,7 +117,7 @@ class TorchLanes:
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         if not prompt.isfinite().all():
-            raise PromptError("the prompt holds values that are not finite: is the voice's embedding damaged?")
+            raise no_number()
         most = self._talker.positions - len(prompt)
         before = self._talker_slot.pop(slot, None)
         self._talker_slot[slot] = self._talking.do(self._begin, before, prompt, sampling, seed, most).result()
