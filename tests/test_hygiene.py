@@ -19,9 +19,7 @@ TOP_LEVEL = {
     "README.md", "SECURITY.md", "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
 }  # fmt: skip
 PROSE = {"CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "requirements.txt"}
-MAX_LINES = 400
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
-CODE = {".py", ".js", ".mjs", ".cu", ".cuh", ".cpp", ".md", ".toml"}
 
 
 def committed_files() -> list[Path]:
@@ -106,11 +104,6 @@ def test_prose_stands_in_the_files_that_readers_look_for():
         path.relative_to(ROOT).as_posix() for path in (ROOT / "mktts" / "training" / "data").glob("*.txt")
     }  # of words
     assert prose - voice - lists <= PROSE
-
-
-def test_files_stay_short():
-    lengths = {name: text.count("\n") for name, text in text_files() if Path(name).suffix in CODE}
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_kernel_lines_fit_the_line_length_of_python():

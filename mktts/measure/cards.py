@@ -187,12 +187,12 @@ def main(arguments: argparse.Namespace) -> int:
     cards = {name: card for name, card in cards.items() if card.multiprocessors <= own.multiprocessors}
     about, cases = {**head("cuda"), "frames": FRAMES}, []
     for name in names:
-        faulthandler.dump_traceback_later(CASE_S, exit=True)
+        faulthandler.dump_traceback_later(CASE_S, exit=True, file=sys.__stderr__)
         model = Model.make(name)
         for card_name, card in cards.items():
             if name == "1.7b" and card is not own and card_name not in CARDS_OF_1P7B:
                 continue
-            faulthandler.dump_traceback_later(CASE_S, exit=True)
+            faulthandler.dump_traceback_later(CASE_S, exit=True, file=sys.__stderr__)
             cases.append({"model": name, "card": card_name, "revision": about["revision"], **_tried(model, card)})
             print(_line(cases[-1]), flush=True)
             write_json(arguments.output, {**about, "cases": cases}, sort_keys=False)  # also where time runs out
