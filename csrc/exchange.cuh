@@ -14,10 +14,8 @@
 
 // By value: a variable whose address is taken lives in local memory, and every poll would go there.
 constexpr u64 GAVE_UP = ~0ull;
-// What waits, by the number that a launch which gave up leaves in its status: mktts/kernel/params.py names them. The
-// status shall name the cause and not what follows from it: so the feeder waits twice `timeout_ns` for a stage, which
-// consumers free, and half of it for a copy, which waits for nobody.
-enum { WORDS = 1, PARTS = 3, WEIGHTS = 5, HEAD_WORDS, ANSWER, FREE_STAGE, EARLIER_COPY, LAST_COPIES };
+// What waits, by the number that a launch which gave up leaves in its status: mktts/kernel/params.py names them.
+enum { WORDS = 1, PARTS = 3, WEIGHTS = 5, HEAD_WORDS, ANSWER, EARLIER_COPY, LAST_COPIES };
 DEV void lose(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, int what) {
   s->dead = 1;
   if (get32((u32*)&p->status[0])) return;               // another wait has been named

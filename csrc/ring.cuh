@@ -55,35 +55,31 @@ constexpr u32 PREDICTOR_COPIES = at_most_ring(2);
 // 2 271). Nothing is exchanged while the head is read.
 constexpr u32 LAYER_COPIES = at_most_ring(2), HEAD_COPIES = at_most_ring(4);
 static_assert(larger(larger(TALKER_COPIES, PREDICTOR_COPIES), larger(LAYER_COPIES, HEAD_COPIES)) <= RING, "see above");
-struct Pause { u32 spins, since; };   // since: in units of 1024 ns; 0 before the first look at the clock
+constexpr u32 MOST_NAPS = 1 << 23;   // about a second, which no copy takes: sooner than the consumers' watchdog
 struct Feeder { u32 stage, phase, count, copies; bool on, was_short; };
 DEV bool copied(Ctx& c, u32 n) { return barrier_test(&c.s->full[n % RING], (n / RING) & 1); }
-// Whether the feeder shall leave off waiting. Its lanes copy together, so all of them take the same answer. The wait
-// that had no end is left in shared memory for feed_end: registers are few here.
-DEV bool feed_no_more(Ctx& c, Feeder& f, Pause& w, int what) {
-  if ((++w.spins & 63u) != 0) return false;
-  bool over = *(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead;
-  if ((w.spins & 1023u) == 0) {
-    const u32 now = (u32)(nanoseconds() >> 10) | 1;
-    if (w.since == 0) w.since = now;
-    if (now - w.since > (u32)(c.p->timeout_ns >> (what == FREE_STAGE ? 9 : 11))) { c.s->lost = what; over = true; }
-  }
+// Whether the feeder shall leave off waiting, asked once in 64 times. Its lanes copy together, so all of them take the
+// same answer. It looks at no clock, keeps in shared memory what it lost, and leaves the telling to feed_end: registers
+// are few here.
+DEV bool feed_no_more(Ctx& c, Feeder& f, bool lost) {
+  const bool over = lost || *(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead;
+  if (lost) c.s->lost = EARLIER_COPY;
   if (__all_sync(~0u, !over)) return false;
   f.on = false;
   return true;
 }
 DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   if (!f.on) return;
-  Pause w = {0, 0};
+  u32 spins = 0;   // consumers free a stage, or stop, or give up by a wait of their own
   while (!__all_sync(~0u, barrier_test(&c.s->empty[f.stage], f.phase ^ 1)))
-    if (feed_no_more(c, f, w, FREE_STAGE)) return;
+    if ((++spins & 63u) == 0 && feed_no_more(c, f, false)) return;
   if (!__all_sync(~0u, !*(volatile u32*)&c.s->stop)) { f.on = false; return; }
   const bool is_short = bytes < STAGE_BYTES / 2; const u32 copies = at_most_ring(f.copies + is_short + f.was_short);
   f.was_short = is_short;
   if (f.count >= copies) {
-    w = {0, 0};
+    u32 naps = 0;
     while (!__all_sync(~0u, copied(c, f.count - copies))) {
-      if (feed_no_more(c, f, w, EARLIER_COPY)) return;
+      if ((++naps & 63u) == 0 && feed_no_more(c, f, naps >= MOST_NAPS)) return;
       nap();
     }
   }

@@ -62,6 +62,7 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #endif
     CONSUME(c);
+    if (c.tid == 0) s->stop = 1;                              // the feeder waits for nobody any more
     // Every block has long read them: none finishes a layer without all others.
     if (c.block == 0 && c.tid == 0) p.exchange->counts[0] = c.counts;
   }

@@ -23,9 +23,8 @@ WAITS = {
     5: "weights",
     6: "query, key and value words",
     7: "the host's answer",
-    8: "its own block to free a stage of the ring of weights",
-    9: "the end of an earlier copy of weights, before the next one",
-    10: "the end of the last copies of weights",
+    8: "the end of an earlier copy of weights",
+    9: "the end of the last copies of weights",
 }
 
 _POINTERS = """

@@ -46,6 +46,7 @@ def build(shape: Shape, folder: Path, changed: Changed) -> ctypes.CDLL:
     for csrcs, ours in (
         (r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {changed.most_rows}"),
         (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(changed.talker_copies)),
+        (r"MOST_NAPS = 1 << 23", "MOST_NAPS = 1 << 10"),
         (r"extern __shared__ .* dynamic\[\];", "u8* dynamic = now->block->shared.data();"),
         (r'(#define EXPORT\(.*\) extern "C") __device__', r"\1"),
     ):

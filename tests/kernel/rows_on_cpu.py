@@ -24,7 +24,17 @@ def launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
     assert count == 1
     (folder / "rows.cpp").write_text(code)
     flags = [f"-D{name}={value}" for name, value in shape.defines.items()]
-    command = [COMPILER, "-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__shared__=static", "-shared", "-fPIC"]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O2",
+        "-U_FORTIFY_SOURCE",
+        "-w",
+        "-fno-strict-aliasing",
+        "-D__shared__=static",
+        "-shared",
+        "-fPIC",
+    ]
     subprocess.run([*command, *flags, "-o", folder / "rows.so", folder / "rows.cpp"], check=True)
     library, seed = ctypes.CDLL(str(folder / "rows.so")), 0
 

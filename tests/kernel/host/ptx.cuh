@@ -2,8 +2,8 @@
 //
 // Every lane is a context of its own, begun by ucontext and changed by setjmp, which makes no system call. It gives way
 // where the kernel polls and where a warp or a block meets; launch.h takes the warps in an order of chance. Code before
-// sm_90 is what runs: __CUDA_ARCH__ is 800. An access behind a block's shared memory or out of the exchange area, or one
-// that is not aligned to its width, ends the process.
+// sm_90 is what runs: __CUDA_ARCH__ is 800. An access behind a block's shared memory or out of the exchange area, or
+// one that is not aligned to its width, ends the process.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
