@@ -126,6 +126,7 @@ def test_a_voice_is_not_written_with_a_codec_of_other_noise(tmp_path):
         write_voice(tmp_path / "talker", write_random_codec(tmp_path / "codec"))
 
 
+@pytest.mark.slow  # 20 s: each of its commands has a test of its own, and test_training_recordings.py runs them in turn
 def test_the_whole_training_in_small(tmp_path, monkeypatch, capsys):
     said, program, flite = (tmp_path / name for name in ("said", "program.py", "flite"))
     program.write_text(TINY_PROGRAM)
