@@ -60,6 +60,13 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
     return expand(unit)
 
 
+def fingerprint(folder: Path = CSRC) -> str:
+    """Twelve hex digits of what csrc/ has the compiler do: its sources without comments and blank lines."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
+    lines = (re.sub(r"\s*//.*", "", line) for path in files for line in path.read_text(encoding="utf-8").splitlines())
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:12]
+
+
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
     """Compiles with `ring_stages`. Raises BackendUnavailable as those and `compile_kernel`."""
     return compile_kernel({**defines, "RING": ring_stages(defines, card)}, card.arch, unit)
