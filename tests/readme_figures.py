@@ -1,8 +1,9 @@
 """The README's measured figures: where each was recorded stands in a comment behind it, which no reader sees.
 
 `41.3 ms<!-- figure: outputs/reference/bench.json#figures.ttfc_ms.median -->`, and the table of speed whole, between
-`<!-- speed: outputs/reference/h200/bench.json -->` and `<!-- end of speed -->`. Run as a program, this file
-rewrites both in README.md from the files they name; a number keeps the decimals that it has there.
+`<!-- speed: outputs/reference/h200/bench.json -->` and `<!-- end of speed -->`. What was run of the kernel as other
+cards would run it stands before `<!-- cards: L4, RTX 4090 -->`. Run as a program, this file rewrites all of them in
+README.md from the files they name; a number keeps the decimals that it has there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mktts.kernel.build import fingerprint
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIGURE = re.compile(r"([\d.,]+)( [A-Za-z]+)?<!-- figure: (outputs/reference/[^#\s]+\.json)#([\w.]+) -->")
 SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end of speed -->", re.DOTALL)
+CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
+CARDS_FILE = "outputs/reference/h100/architectures.json"
 DIVISORS = {"GB": 1e9, "MB": 1e6}  # any other unit is written as it is recorded
 
 # Row of the table -> (suffix of the three engines' figures in the bench's document, what makes it ms).
@@ -86,8 +91,25 @@ def three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
+def renew_cards(match: re.Match[str]) -> str:
+    """What was run of these cards, with the comment."""
+    return f"| {state_of(match[2].split(', '), _document(CARDS_FILE), fingerprint())}<!-- cards: {match[2]} -->"
+
+
+def state_of(cards: list[str], document: dict[str, Any], kernel: str) -> str:
+    """Of the kernel whose fingerprint `kernel` is: a row of another one, or of none, says at which revision it was."""
+    of_cards = {card: [row for row in document["cases"] if row["card"] == card] for card in cards}
+    if not all(rows and all(row["equal"] for row in rows) for rows in of_cards.values()):
+        return "compiled"
+    rows = [row for rows in of_cards.values() for row in rows if row.get("kernel") != kernel]
+    if not rows:
+        return "run on an H100"
+    revisions = sorted({row.get("revision", document["revision"])[:8] for row in rows})
+    return f"run on an H100 at {', '.join(revisions)}, before the kernel's last change"
+
+
 def renewed(readme: str) -> str:
-    return SPEED.sub(renew_speed, FIGURE.sub(renew, readme))
+    return CARDS.sub(renew_cards, SPEED.sub(renew_speed, FIGURE.sub(renew, readme)))
 
 
 def _document(name: str) -> dict[str, Any]:

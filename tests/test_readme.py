@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from readme_figures import ENGINES, FIGURE, ROWS, SPEED, renew, renew_speed, speed_table
+from readme_figures import CARDS, ENGINES, FIGURE, ROWS, SPEED, renew, renew_cards, renew_speed, speed_table, state_of
 from test_rooms import ALLOWED
 
 from mktts.cli import parse
 from mktts.kernel.card import TARGETS
+from mktts.measure.cards import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,6 +60,26 @@ def test_every_comment_of_a_figure_is_read():
 def test_the_table_of_speed_is_that_of_its_file():
     table = SPEED.search(README)
     assert table.group() == renew_speed(table), "make reference, or python tests/readme_figures.py"
+
+
+def test_no_card_counts_as_run_but_by_the_kernel_that_is_here():
+    states = list(CARDS.finditer(README))
+    assert [state.group() for state in states] == [renew_cards(state) for state in states], (
+        "python tests/readme_figures.py"
+    )
+    assert len(states) == README.count("<!-- cards:") and "| run as" not in CARDS.sub("", README)
+    assert set(CASES) == {card for state in states for card in state[2].split(", ")}
+
+
+def test_a_cards_state_is_that_of_its_rows():
+    new, old = {"equal": True, "kernel": "now"}, {"equal": True}
+    cases = [{"card": "A", **new}, {"card": "B", **new}, {"card": "B", **old, "revision": "123456789"}]
+    cases += [{"card": "C", **new, "equal": False}, {"card": "D", **old}]
+    document = {"revision": "abcdefghi", "cases": cases}
+    assert state_of(["A"], document, "now") == "run on an H100"
+    assert state_of(["A"], document, "later") == "run on an H100 at abcdefgh, before the kernel's last change"
+    assert state_of(["A", "B", "D"], document, "now").startswith("run on an H100 at 12345678, abcdefgh, before")
+    assert state_of(["A", "C"], document, "now") == state_of(["A", "E"], document, "now") == "compiled"
 
 
 def test_the_table_of_speed_leaves_open_what_was_not_measured():
