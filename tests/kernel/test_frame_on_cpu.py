@@ -54,10 +54,11 @@ def test_a_copy_that_never_ends_ends_the_launch_by_name(tmp_path):
         observed(model, shape, library, seed=1, frames=1)
 
 
-def test_a_prompt_of_no_numbers_ends_its_stream_by_name(tmp_path):
+@pytest.mark.parametrize("weight", ["talker.codec_head.weight", "talker.code_predictor.lm_head.14.weight"])
+def test_logits_of_no_numbers_end_their_stream_by_name(weight, tmp_path):
     model = model_of("tiny-projected")
     shape = shape_of(model, 6)
     library = build(shape, tmp_path, Changed())
-    nan = replace(model, prompt=replace(model.prompt, embeds=torch.full_like(model.prompt.embeds[:2], torch.nan)))
+    nan = model.tensors | {weight: torch.full_like(model.tensors[weight], torch.nan)}
     with pytest.raises(EngineError, match="gave no number"):
-        observed(nan, shape, library, seed=1, frames=1)
+        observed(replace(model, tensors=nan), shape, library, seed=1, frames=1)
