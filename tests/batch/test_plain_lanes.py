@@ -17,7 +17,7 @@ from mktts.batch.plain.lanes import TorchLanes
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import PromptError
+from mktts.errors import EngineError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLES_PER_FRAME
@@ -115,7 +115,7 @@ def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
 
 
 def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
-    with pytest.raises(PromptError, match="finite"):
+    with pytest.raises(EngineError, match="gave no number"):
         lanes_of(tiny, True).begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
 
 

@@ -16,7 +16,7 @@ import pytest
 from served import TEXT, WAIT_S, Served, served, until
 from websockets.sync.client import connect
 
-from mktts.batch import admission, board
+from mktts.batch import board
 from mktts.server import Limits
 from mktts.server.peers.nari import PROTOCOL
 from mktts.synth import Synthesizer
@@ -51,8 +51,7 @@ def held(server: Served) -> Iterator[None]:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (board, admission):
-        monkeypatch.setattr(module, "ABSENT_S", math.inf)
+    monkeypatch.setattr(board, "ABSENT_S", math.inf)
 
 
 def over_socket(server: Served, path: str, first: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -130,8 +129,7 @@ def test_text_that_has_not_come_holds_no_lane(synth):
 
 
 def test_a_reader_who_reads_nothing_holds_no_lane(synth, monkeypatch):
-    for module in (board, admission):
-        monkeypatch.setattr(module, "ABSENT_S", 0.0)
+    monkeypatch.setattr(board, "ABSENT_S", 0.0)
     limits = Limits(max_streams=1, wait_s=WAIT_S, buffer_frames=8, socket_bytes=16 * 1024, stall_s=WAIT_S)
     with served(synth, limits) as server:
         where = urlsplit(server.url)

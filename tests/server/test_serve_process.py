@@ -27,6 +27,7 @@ from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
 from mktts.server.process import Server
 from mktts.spec import SAMPLES_PER_FRAME
+from mktts.speech import serving
 from mktts.speech.serving import SWITCH_S, YOUNG_OBJECTS
 from mktts.synth import Synthesizer
 
@@ -171,6 +172,7 @@ def test_help_names_the_limits_and_the_key(capsys):
 def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
     tiny, checkpoint_cache, monkeypatch, engine, many
 ):
+    monkeypatch.setattr(serving, "_PROCESS", serving._Process())  # no other test's engine has a part in it
     gc.unfreeze()  # a server begins without what conftest.py froze
     before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     inside = []
