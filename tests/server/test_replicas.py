@@ -33,6 +33,7 @@ from mktts.server.replicas.cluster import _placed, refuse_left_behind
 from mktts.server.replicas.haproxy import configuration, program
 from mktts.server.replicas.orphans import Orphan, orphans
 from mktts.server.replicas.replica import Plan, Replica
+from mktts.speech import serving
 
 
 def test_one_server_without_ray_is_the_default():
@@ -176,6 +177,7 @@ def plan(checkpoint_cache) -> Plan:
 def put_back(monkeypatch) -> Iterator[None]:
     """A replica has a process of its own, and sets uvicorn, the log, threads and garbage collection for all of it."""
     monkeypatch.setattr(uvicorn, "Config", uvicorn.Config)
+    monkeypatch.setattr(serving, "_PROCESS", serving._Process())  # a replica's part in it ends with its process
     ours = logging.getLogger("mktts")
     handlers, level = list(ours.handlers), ours.level
     switch_s, thresholds = sys.getswitchinterval(), gc.get_threshold()

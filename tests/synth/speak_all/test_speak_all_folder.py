@@ -217,7 +217,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(words, message):
 
 def test_without_ray_the_folder_is_not_even_made(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(BackendUnavailable, match=r'pip install "mktts\[ray\]"'):
+    with pytest.raises(BackendUnavailable, match=r'pip install -e "\.\[ray\]"'):
         speak("--ray", "--replicas", "2")
     assert not Path("out").exists()
 
