@@ -200,7 +200,7 @@ def hang(folder: Path, command: list[str], *options: str, **env: str) -> subproc
     """Runs `command` in `folder`, whose `make test` runs three tests, one of which hangs."""
     pytest_ = f"{sys.executable} -m pytest -q {' '.join(options)}"
     (folder / "test_hangs.py").write_text(HANGS)
-    (folder / "Makefile").write_text(f"test:\n\t{pytest_} test_hangs.py\n")
+    (folder / "Makefile").write_text(f"setup:\ntest:\n\t{pytest_} test_hangs.py\n")
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
