@@ -52,21 +52,16 @@ def build(shape: Shape, folder: Path, changed: Changed) -> ctypes.CDLL:
     ):
         code, count = re.subn(csrcs, ours, code)
         assert count == 1, csrcs
-    (folder / "frame.cpp").write_text(code)
-    flags = [f"-D{name}={value}" for name, value in {**shape.defines, "RING": changed.ring}.items()]
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O2",
-        "-U_FORTIFY_SOURCE",
-        "-w",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-        *flags,
-    ]
-    subprocess.run([*command, "-o", folder / "frame.so", folder / "frame.cpp"], check=True)
-    return ctypes.CDLL(str(folder / "frame.so"))
+    return compiled(code, folder, {**shape.defines, "RING": changed.ring})
+
+
+def compiled(code: str, folder: Path, defines: dict[str, int | str]) -> ctypes.CDLL:
+    """A library of C++ source, built in `folder`."""
+    (folder / "kernel.cpp").write_text(code)
+    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    flags += [f"-D{name}={value}" for name, value in defines.items()]
+    subprocess.run([COMPILER, *flags, "-o", folder / "kernel.so", folder / "kernel.cpp"], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 def observed(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
-from frame_on_cpu import COMPILER, HOST
+from frame_on_cpu import HOST, compiled
 
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import Shape
@@ -22,21 +21,7 @@ def launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
     code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()
     code, count = re.subn(r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}", code)
     assert count == 1
-    (folder / "rows.cpp").write_text(code)
-    flags = [f"-D{name}={value}" for name, value in shape.defines.items()]
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O2",
-        "-U_FORTIFY_SOURCE",
-        "-w",
-        "-fno-strict-aliasing",
-        "-D__shared__=static",
-        "-shared",
-        "-fPIC",
-    ]
-    subprocess.run([*command, *flags, "-o", folder / "rows.so", folder / "rows.cpp"], check=True)
-    library, seed = ctypes.CDLL(str(folder / "rows.so")), 0
+    library, seed = compiled(code, folder, {**shape.defines, "__shared__": "static"}), 0
 
     def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
         nonlocal seed
