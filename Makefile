@@ -27,7 +27,7 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize lab lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab lint format docs bench load clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
@@ -68,6 +68,9 @@ reference-gpu: $(STAMP) ## measure an H200 anew, or another GPU with GPU_FOLDER=
 
 sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
 	$(PYTEST) -k sanitizer tests/kernel/test_megakernel_endurance.py tests/batch/cuda/test_sanitized.py $(PYTEST_ARGS)
+
+size: ## lines, Python tokens and files by folder, into outputs/reference/size.json
+	$(PYTHON) tests/size.py
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab notebooks

@@ -16,9 +16,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {
     ".ci", ".gitattributes", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "LOG.md", "Makefile", "NOTICE",
-    "README.md", "SECURITY.md", "csrc", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests",
+    "README.md", "SECURITY.md", "csrc", "docs", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt",
+    "tests",
 }  # fmt: skip
-PROSE = {"CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "requirements.txt"}
+PROSE = {
+    "CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "docs/serving.md",
+    "requirements.txt",
+}  # fmt: skip
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 
 

@@ -1,0 +1,75 @@
+"""How large the package is: lines, Python tokens and files by folder (`make size`).
+
+`python tests/size.py` prints the table and writes outputs/reference/size.json, unless a total grew. test_budget.py
+holds what the file says as ceilings.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "outputs" / "reference" / "size.json"
+LAYOUT = {tokenize.ENCODING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT}
+APART = "training"  # has a budget of its own: in `folders`, but in no total
+
+
+def tokens(text: str) -> int:
+    """Python tokens of a file, without comments, line ends and indentation."""
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type not in LAYOUT for token in found) - 1  # the end marker
+
+
+def measured() -> dict:
+    """The keys of size.json: totals of mktts and of tests without training, and lines and tokens by folder."""
+    lines, spent, files, classes = Counter(), Counter(), Counter(), Counter()
+    for path in sorted([*(ROOT / "mktts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+        text = path.read_text(encoding="utf-8")
+        folder = "/".join(path.relative_to(ROOT).parts[:-1][:2])
+        lines[folder] += text.count("\n")
+        spent[folder] += tokens(text)
+        files[folder] += 1
+        if folder.startswith("mktts"):
+            classes.update(node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    package = [name for name in lines if name.startswith("mktts") and APART not in name]
+    return {
+        "lines": sum(lines[name] for name in package),
+        "tokens": sum(spent[name] for name in package),
+        "files": sum(files[name] for name in package),
+        "tests_lines": sum(count for name, count in lines.items() if name.startswith("tests") and APART not in name),
+        "doubles": sum(count > 1 for count in classes.values()),
+        "folders": dict(lines),
+        "folder_tokens": dict(spent),
+        "folder_files": dict(files),
+        "double_names": sorted(name for name, count in classes.items() if count > 1),
+    }
+
+
+def exceeded(now: dict) -> list[str]:
+    """Totals that are larger than in size.json, as sentences."""
+    ceilings = json.loads(RECORD.read_text(encoding="utf-8"))
+    totals = ("lines", "tokens", "files", "tests_lines", "doubles")
+    return [f"{name}: {now[name]}, at most {ceilings[name]}" for name in totals if now[name] > ceilings[name]]
+
+
+def main() -> None:
+    now = measured()
+    print(f"{'folder':<20}{'lines':>8}{'tokens':>9}{'files':>7}")
+    for name, lines in now["folders"].items():
+        print(f"{name:<20}{lines:>8}{now['folder_tokens'][name]:>9}{now['folder_files'][name]:>7}")
+    print(f"{'mktts - training':<20}{now['lines']:>8}{now['tokens']:>9}{now['files']:>7}")
+    print(f"{'tests - training':<20}{now['tests_lines']:>8}")
+    print(f"class names defined twice: {now['doubles']}: {', '.join(now['double_names'])}")
+    over = exceeded(now)
+    if over:
+        raise SystemExit(f"larger than {RECORD.name} allows, which is left as it is: {'; '.join(over)}")
+    RECORD.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
