@@ -218,6 +218,7 @@ def test_training_brings_the_loss_down_and_leaves_analysis_and_books(
     assert torch.equal(load_codec(tmp_path / "state.pt").encode(pcm), load_codec(fitted).encode(pcm))
 
 
+@pytest.mark.slow
 def test_steps_on_static_tensors_are_the_same_steps(audio: Path, codes: Path, fitted: Path) -> None:
     crops, recipe = Crops(audio, codes, 6, 0), replace(RECIPE, batch=2, adversarial_from=2, judged_frames=2)
     plain, static = trainer_of(fitted, recipe), CodecTrainer(recipe, load_codec(fitted), graphs=True)
@@ -296,6 +297,7 @@ def test_a_trained_state_given_as_the_codec_is_the_same_fit(
     assert resumed.step == 2
 
 
+@pytest.mark.slow
 def test_discriminators_join_at_their_step_learn_and_teach(audio: Path, codes: Path, fitted: Path) -> None:
     recipe = replace(RECIPE, adversarial_from=1, batch=2)
     found = steps(trainer_of(fitted, recipe), Crops(audio, codes, 6, 0), 6)
@@ -326,6 +328,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_commands_in_turn_leave_a_codec_its_codes_curves_and_a_decoder(
     audio: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_the_plan_judges_apart_from_the_centroids_and_counts_ends_of_the_rest():
         grammar.judging_tasks(known, unknown, ("slt", "rms", "awb"), 31, 0, 0, False)
 
 
+@pytest.mark.slow
 @needs("pocketsphinx")
 def test_words_out_of_the_dictionary_are_named():
     known, unknown = grammar.sorted_out(["The dog barks.", "A zzyzxq barks.", "Yes."])

@@ -108,6 +108,7 @@ def test_broken_folders_say_what_is_missing(tmp_path):
         recordings.recordings(folder)
 
 
+@pytest.mark.slow
 def test_ten_recordings_become_a_voice(tmp_path):
     """Every command of the way, a step or two each: what it says is noise, but it is a checkpoint with its speakers."""
     audio, codes, codec, out = (tmp_path / name for name in ("audio", "codes", "codec", "talker"))

@@ -47,11 +47,13 @@ def leave_badly(team: Team, device: str) -> None:
     atexit.register(os.abort)
 
 
+@pytest.mark.slow
 def test_how_a_process_is_torn_down_is_nothing_to_the_run(tmp_path):
     """Interpreters abort now and then where native threads are left at their end; the work is done by then."""
     run_team(leave_badly, ["cpu", "cpu"], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_team_learns_what_one_learns_of_all_batches(tmp_path):
     trainer_of(tmp_path)  # the files of its folder
     run_team(learn_together, ["cpu", "cpu"], tmp_path, tmp_path)
@@ -98,6 +100,7 @@ def test_one_that_fails_ends_the_team(tmp_path):
         run_team(fail, ["cpu", "cpu"], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_takes_several_devices_and_goes_on_with_one(tmp_path, capsys):
     clips = synthetic_clips(TEXTS * 4)
     (tmp_path / "codes").mkdir()

@@ -150,6 +150,7 @@ def test_an_adopted_decoder_hears_the_new_codes_nearly_as_it_heard_its_own(sizes
     assert (heard - goal).square().mean() < 0.5 * goal.square().mean() < (unlike - goal).square().mean()
 
 
+@pytest.mark.slow
 def test_commands_begin_with_a_file_and_widen_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = replace(TINY, latent=24)
     monkeypatch.setattr(codec_fit, "VOICE", TINY)
@@ -179,6 +180,7 @@ def test_commands_begin_with_a_file_and_widen_it(tmp_path: Path, monkeypatch: py
         run("train fit", "--data", audio, "--out", begun, "--begin", tmp_path / "absent.pt", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_the_command_begins_with_the_shipped_voice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audio, begun = tmp_path / "audio", tmp_path / "codec.pt"
     write_shard(audio / "a.npz", [vowels(1.0)] * 2, ["slt"] * 2, ["One and two and three.", "Four, five and six."])
