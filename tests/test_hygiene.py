@@ -200,11 +200,10 @@ def test_ruff_has_nothing_to_say():
 HANGS = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(300)\ndef test_last(): pass\n"
 
 
-def hang(folder: Path, command: list[str], *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `command` in `folder`, whose `make test` runs three tests, one of which hangs."""
-    pytest_ = f"{sys.executable} -m pytest -q {' '.join(options)}"
+def hang(folder: Path, command: list[str], test: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `command` in `folder`, whose `make test` is `test` on a file of three tests, one of which hangs."""
     (folder / "test_hangs.py").write_text(HANGS)
-    (folder / "Makefile").write_text(f"setup:\ntest:\n\t{pytest_} test_hangs.py\n")
+    (folder / "Makefile").write_text(f"setup:\ntest:\n\t{sys.executable} {test}\n")
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
@@ -215,7 +214,7 @@ def hang(folder: Path, command: list[str], *options: str, **env: str) -> subproc
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU timeout, and signals")
 def test_a_run_of_ci_that_does_not_end_prints_where_it_stands_and_fails(tmp_path):
-    done = hang(tmp_path, [".ci/run"], CI_LIMIT_S="12")
+    done = hang(tmp_path, [".ci/run"], "-c 'import test_hangs; test_hangs.test_that_hangs()'", CI_LIMIT_S="5")
     assert done.returncode == 124, done.stderr
     assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
     assert done.stderr.endswith("the stacks above are where it stood\n")
@@ -223,8 +222,8 @@ def test_a_run_of_ci_that_does_not_end_prints_where_it_stands_and_fails(tmp_path
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no make")
 def test_a_test_that_hangs_fails_by_its_name_and_prints_where_it_stands(tmp_path):
-    plugins = ("-p xdist.plugin", "-p pytest_timeout", "-p time_limits")
-    done = hang(tmp_path, ["make", "test"], *plugins, "-n 1", "--timeout=2", "--timeout-method=thread")
+    plugins = "-p xdist.plugin -p pytest_timeout -p time_limits -n 1 --timeout=2 --timeout-method=thread"
+    done = hang(tmp_path, ["make", "test"], f"-m pytest -q {plugins} test_hangs.py")
     assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
     assert "crashed while running 'test_hangs.py::test_that_hangs'" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
