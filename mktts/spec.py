@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mktts.common import read_object
 from mktts.errors import CheckpointError
@@ -26,9 +26,41 @@ AUDIBLE_WINDOW_SAMPLES = SAMPLE_RATE_HZ * AUDIBLE_WINDOW_MS // 1_000
 assert SAMPLE_RATE_HZ / SAMPLES_PER_FRAME == FRAME_RATE_HZ
 
 TOP_FOLDER = "; pass the checkpoint's top folder"
-MODEL_TYPES = ("base", "custom_voice", "voice_design")
 SUPPRESSED_TAIL = 1_024  # the last 1 024 talker ids are control ids; only end-of-speech may be sampled
 MIN_NEW_FRAMES = 2  # upstream min_new_tokens: end-of-speech is impossible in the first two frames
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """What the checkpoints of one type can do: the only table of it.
+
+    name: `tts_model_type` of config.json. upstream_name: as Qwen writes it.
+    upstream_method: of qwen_tts.Qwen3TTSModel, which speaks with such a checkpoint.
+    speakers: it has built-in speakers, one of which speaks where none is named.
+    clones: it speaks with the voice of a reference, which every request must bring.
+    designs: `instruct` says what the voice is like. instruct_sizes: the model sizes that heed `instruct`.
+    layout: of a prompt, where the request names none.
+    """
+
+    name: str
+    upstream_name: str
+    upstream_method: str
+    speakers: bool = False
+    clones: bool = False
+    designs: bool = False
+    instruct_sizes: tuple[str, ...] = ()
+    layout: Literal["whole", "streaming"] = "whole"
+
+
+MODEL_TYPES = {
+    kind.name: kind
+    for kind in (
+        ModelType("base", "Base", "generate_voice_clone", clones=True, layout="streaming"),
+        # upstream drops `instruct` for the 0.6B CustomVoice checkpoint
+        ModelType("custom_voice", "CustomVoice", "generate_custom_voice", speakers=True, instruct_sizes=("1b7",)),
+        ModelType("voice_design", "VoiceDesign", "generate_voice_design", designs=True, instruct_sizes=("0b6", "1b7")),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,7 @@ def language_named(word: str) -> str:
 class ModelConfig:
     """What the talker side of a checkpoint is: read with `ModelConfig.load(folder)`."""
 
-    model_type: str
+    type: ModelType
     model_size: str
     talker: StackConfig
     predictor: StackConfig
@@ -135,17 +167,18 @@ class ModelConfig:
         raw = read_object(folder / "config.json", hint=TOP_FOLDER)
         where = str(folder / "config.json")
         talker = _get(raw, "talker_config", dict, where)
-        model_type = _get(raw, "tts_model_type", str, where)
-        if model_type not in MODEL_TYPES:
-            raise CheckpointError(f"{where}: tts_model_type must be one of {MODEL_TYPES}, found {model_type!r}")
+        name = _get(raw, "tts_model_type", str, where)
+        if name not in MODEL_TYPES:
+            raise CheckpointError(f"{where}: tts_model_type must be one of {', '.join(MODEL_TYPES)}, found {name!r}")
+        model_type = MODEL_TYPES[name]
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:
             raise CheckpointError(
                 f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint"
             )
-        encoder = raw.get("speaker_encoder_config") if model_type == "base" else None
+        encoder = raw.get("speaker_encoder_config") if model_type.clones else None
         return cls(
-            model_type=model_type,
+            type=model_type,
             model_size=_get(raw, "tts_model_size", str, where),
             talker=_stack(talker, where),
             predictor=_stack(_get(talker, "code_predictor_config", dict, where), where),
@@ -176,8 +209,8 @@ class ModelConfig:
 
     @property
     def takes_instruct(self) -> bool:
-        """Upstream ignores `instruct` on the 0.6B CustomVoice checkpoint; VoiceDesign and 1.7B use it."""
-        return self.model_type == "voice_design" or (self.model_type == "custom_voice" and self.model_size != "0b6")
+        """Whether `instruct` changes what this checkpoint says."""
+        return self.model_size in self.type.instruct_sizes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mktts.codec.pending import Pending
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, StartPrompt
 from mktts.model.prompt import Request
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import CODEBOOK_SIZE, MODEL_TYPES, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import SCHEDULE, StreamOptions
 from mktts.speech.stream import Stream
@@ -191,7 +191,7 @@ class FakePrompts:
     built: list[str] = field(default_factory=list)
     opened: list[FakeFedPrompt] = field(default_factory=list)
     config: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(model_type="custom_voice", speakers={"vivian": 1})
+        default_factory=lambda: SimpleNamespace(type=MODEL_TYPES["custom_voice"], speakers={"vivian": 1})
     )
 
     def check(self, request: Request) -> Request:

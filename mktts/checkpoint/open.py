@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from mktts.checkpoint.hub import download
 from mktts.checkpoint.tensors import check, expected_tensors
 from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
-from mktts.model.sampling import Choice, Sampling
+from mktts.model.sampling import Sampling
 from mktts.spec import CodecConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -56,18 +56,9 @@ class Checkpoint:
         Raises CheckpointError where the file is missing or a value is out of range.
         """
         path = self.folder / "generation_config.json"
-        raw, default = read_object(path), Sampling()
-
-        def choice(prefix: str, switch: str, fallback: Choice) -> Choice:
-            keys = {**{name: prefix + name for name in asdict(fallback)}, "do_sample": switch}
-            return replace(fallback, **{name: raw[key] for name, key in keys.items() if key in raw})
-
+        raw = read_object(path)
         try:
-            return Sampling(
-                talker=choice("", "do_sample", default.talker),
-                predictor=choice("subtalker_", "subtalker_dosample", default.predictor),
-                repetition_penalty=raw.get("repetition_penalty", default.repetition_penalty),
-            )
+            return Sampling().with_upstream(raw)
         except (SamplingError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -184,8 +175,8 @@ def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
     codec_folder = folder / CODEC_FOLDER
     files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
     check(files.tensors, expected_tensors(config), str(folder))
-    # Reference audio is for Base alone: another type may leave the codec's encoder out, all of it.
-    encoder = config.model_type == "base" or any(name.startswith("encoder.") for name in codec_files.tensors)
+    # Only a type that clones needs reference audio: another may leave the codec's encoder out, all of it.
+    encoder = config.type.clones or any(name.startswith("encoder.") for name in codec_files.tensors)
     codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
     check(codec_files.tensors, codec_layout, str(codec_folder))
     checkpoint = Checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import asdict, astuple
 
 import torch
 from torch import Tensor
@@ -35,13 +36,25 @@ _POINTERS = """
 """.split()
 
 
+class ChoiceParams(ctypes.Structure):
+    """csrc/state.cuh, struct Choice: the fields of `Choice`, in their order."""
+
+    _fields_ = [
+        (name, ctypes.c_float if isinstance(value, float) else ctypes.c_int) for name, value in asdict(Choice()).items()
+    ]
+
+    @classmethod
+    def of(cls, choice: Choice) -> ChoiceParams:
+        return cls(*astuple(choice))
+
+
 class StreamParams(ctypes.Structure):
     """csrc/state.cuh, struct Stream."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("rows", "hidden", "sum", "kv", "seen", "out")]
-        + [(name, ctypes.c_int) for name in "slots position frame top_k0 top_k greedy0 greedy".split()]
-        + [(name, ctypes.c_float) for name in "temperature0 temperature top_p0 top_p penalty".split()]
+        + [(name, ctypes.c_int) for name in ("slots", "position", "frame")]
+        + [("penalty", ctypes.c_float), ("talker", ChoiceParams), ("predictor", ChoiceParams)]
         + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]
     )
 
@@ -61,13 +74,6 @@ def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> Non
     """Sets the pointers named by `tensors`; None leaves one null."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
-
-
-def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
-    """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
-    names = ("temperature0", "top_p0", "top_k0", "greedy0") if book0 else ("temperature", "top_p", "top_k", "greedy")
-    for name, value in zip(names, (choice.temperature, choice.top_p, choice.top_k, not choice.do_sample), strict=True):
-        setattr(stream, name, value)
 
 
 def pinned_words(frames: int) -> Tensor:

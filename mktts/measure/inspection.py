@@ -159,7 +159,7 @@ def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str
     c, rows = checkpoint.config, components(checkpoint)
     lines = [
         f"{checkpoint.folder}",
-        f"{c.model_type}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
+        f"{c.type.name}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
         f"predictor {c.predictor.num_hidden_layers} x {c.predictor.hidden_size}"
         + (f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""),
         "",

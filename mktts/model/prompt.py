@@ -147,20 +147,22 @@ class PromptBuilder:
             raise PromptError(f"language must be one of {config.spoken_languages}, got {request.language!r}")
         speaker = (request.speaker or "").lower() or None
         if speaker is not None and speaker not in config.speakers:
-            known = sorted(config.speakers) or f"none: a {config.model_type} checkpoint has no built-in speakers"
+            known = sorted(config.speakers) or f"none: a {config.type.name} checkpoint has no built-in speakers"
             raise PromptError(f"speaker must be one of {known}, got {request.speaker!r}")
-        if config.model_type == "custom_voice" and speaker is None:
+        if config.type.speakers and speaker is None:
             speaker = config.default_speaker
             if speaker is None:
-                raise PromptError("this custom_voice checkpoint names no speakers in its config.json: it cannot speak")
+                raise PromptError(
+                    f"this {config.type.name} checkpoint names no speakers in its config.json: it cannot speak"
+                )
         instruct = request.instruct or None
         if instruct and not config.takes_instruct:
             raise PromptError(
-                f"this {config.model_type} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
+                f"this {config.type.name} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
                 "silently): leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint"
             )
         self._check_voice(request.voice)
-        layout = request.layout or ("streaming" if config.model_type == "base" else "whole")
+        layout = request.layout or config.type.layout
         text = request.text.strip()  # a leading newline would merge with the role's and leave the trained layout
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
 
@@ -338,9 +340,11 @@ class PromptBuilder:
 
     def _check_voice(self, voice: Voice | None) -> None:
         config = self.config
-        if config.model_type == "base":
+        if config.type.clones:
             if voice is None:
-                raise PromptError("a base checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)")
+                raise PromptError(
+                    f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
+                )
             expected = config.talker.hidden_size
             if voice.embedding.numel() != expected:
                 raise PromptError(
@@ -348,7 +352,7 @@ class PromptBuilder:
                     f"{expected}: make the voice with the same checkpoint"
                 )
         elif voice is not None:
-            raise PromptError(f"only base checkpoints clone voices, this one is {config.model_type}: leave voice out")
+            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
 
 
 @dataclass(frozen=True)

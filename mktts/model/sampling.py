@@ -23,6 +23,7 @@ Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
 MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
 _FLAT_PREFIX = {"talker": "", "predictor": "predictor_"}  # of the names in `Sampling.flat`
+_UPSTREAM_PREFIX = {"talker": "", "predictor": "subtalker_"}  # of the names in `Sampling.upstream`
 _DRAWN_SEED_BITS = 32  # short enough to read and type again
 
 
@@ -44,7 +45,9 @@ class Choice:
             raise SamplingError(f"top_k must be a whole number of at least 0 (0 = off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p must be in (0, 1], got {self.top_p}")
-        object.__setattr__(self, "top_k", int(self.top_k))  # 50.0, which JSON files may say
+        object.__setattr__(self, "top_k", int(self.top_k))  # JSON files may say 50.0, or a temperature of 1
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "top_p", float(self.top_p))
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,26 @@ class Sampling:
             self, talker=replace(self.talker, do_sample=False), predictor=replace(self.predictor, do_sample=False)
         )
 
+    def upstream(self) -> dict[str, Any]:
+        """The settings under the names of generation_config.json and of qwen-tts. `rng` is not among them."""
+        found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        for which, prefix in _UPSTREAM_PREFIX.items():
+            found |= {_upstream_name(prefix, name): value for name, value in asdict(getattr(self, which)).items()}
+        return found
+
+    def with_upstream(self, given: Mapping[str, Any]) -> Sampling:
+        """These settings with those of `given`, by the names of `upstream`; other keys have no effect.
+
+        Raises SamplingError for a value out of range, TypeError or ValueError for one of another type.
+        """
+        changes: dict[str, Any] = {}
+        for which, prefix in _UPSTREAM_PREFIX.items():
+            names = {field.name: _upstream_name(prefix, field.name) for field in fields(Choice)}
+            choice = {name: given[key] for name, key in names.items() if key in given}
+            changes[which] = replace(getattr(self, which), **choice)
+        penalty = given.get("repetition_penalty", self.repetition_penalty)
+        return replace(self, **changes, repetition_penalty=penalty)
+
     def flat(self) -> dict[str, Any]:
         """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
         same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them.
@@ -102,6 +125,10 @@ class Sampling:
             changes[which] = replace(getattr(self, which), **choice)
         penalty = given.get("repetition_penalty", self.repetition_penalty)
         return replace(self, **changes, repetition_penalty=penalty)
+
+
+def _upstream_name(prefix: str, name: str) -> str:
+    return "subtalker_dosample" if prefix and name == "do_sample" else prefix + name
 
 
 def drawn_seed() -> int:

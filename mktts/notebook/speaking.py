@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from mktts.common import whole_number
 from mktts.errors import MkttsError, OptionsError
+from mktts.model.sampling import Choice, Sampling
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
-    from mktts.model.sampling import Sampling
     from mktts.speech.options import Chunk
     from mktts.speech.stream import Stream
 
 TEMPERATURES = (0.05, 2.0)  # what a slider offers
 CHARS_PER_FRAME = 3  # of a text that is longer than asked: speech takes one to two
-_CHECKPOINTS_TOP_K = -1
-_DRAWING = ("TEMPERATURE", "TOP_K", "GREEDY")
+# Parameter -> field of `Choice`, and the value that leaves it to the checkpoint: -1 of whole numbers, 0 of others.
+_FIELDS = {field.name.upper(): field.name for field in fields(Choice) if field.name != "do_sample"}
+_BLANK = {name: -1 if isinstance(getattr(Choice(), field), int) else 0 for name, field in _FIELDS.items()}
+_DRAWING = (*_FIELDS, "GREEDY")
 
 
 def at_least(smallest: int, **parameters: int) -> None:
@@ -67,13 +69,12 @@ def turns(script: str) -> list[tuple[str, float | None]]:
 
 
 def filled_in(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
-    """The parameters with the checkpoint's own value where they leave the choice to it: SPEAKER "", TEMPERATURE 0 and
-    TOP_K -1. What a panel of controls shows."""
+    """The parameters with the checkpoint's own value where they leave the choice to it: SPEAKER "", TEMPERATURE and
+    TOP_P 0, TOP_K -1. What a panel of controls shows."""
     talker = checkpoint.sampling().talker
     own = {
         "SPEAKER": ("", checkpoint.config.default_speaker or ""),
-        "TEMPERATURE": (0, talker.temperature),
-        "TOP_K": (_CHECKPOINTS_TOP_K, talker.top_k),
+        **{name: (_BLANK[name], getattr(talker, field)) for name, field in _FIELDS.items()},
     }
     chosen = {name: value for name, (blank, value) in own.items() if parameters.get(name) == blank}
     return {**parameters, **chosen}
@@ -93,8 +94,8 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
 
     Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
-    MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K, GREEDY, which hold for all sixteen codes of a frame.
-    Raises MkttsError for another name, or what the value is refused with.
+    MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K, TOP_P, GREEDY, which hold for all sixteen codes of a
+    frame. Raises MkttsError for another name, or what the value is refused with.
     """
     from mktts.model.voice import Voice
     from mktts.speech.options import StreamOptions
@@ -119,16 +120,14 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     return arguments
 
 
-def _sampling(
-    checkpoint: Checkpoint, TEMPERATURE: float = 0, TOP_K: int = _CHECKPOINTS_TOP_K, GREEDY: bool = False
-) -> Sampling:
+def _sampling(checkpoint: Checkpoint, GREEDY: bool = False, **given: Any) -> Sampling:
     """The checkpoint's settings, changed where a parameter is not the talker's own value."""
     own = checkpoint.sampling()
-    changes: dict[str, Any] = {}
-    if TEMPERATURE not in (0, own.talker.temperature):
-        changes["temperature"] = TEMPERATURE
-    if TOP_K not in (_CHECKPOINTS_TOP_K, own.talker.top_k):
-        changes["top_k"] = TOP_K
+    changes = {
+        _FIELDS[name]: value
+        for name, value in given.items()
+        if value not in (_BLANK[name], getattr(own.talker, _FIELDS[name]))
+    }
     drawn = replace(own, talker=replace(own.talker, **changes), predictor=replace(own.predictor, **changes))
     return drawn.greedy() if GREEDY else drawn
 

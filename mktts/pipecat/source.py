@@ -154,7 +154,7 @@ class LocalSource:
 
     def _named_speakers(self) -> bool:
         checkpoint = self._synthesizer.checkpoint
-        return checkpoint is None or checkpoint.config.model_type != "base"
+        return checkpoint is None or not checkpoint.config.type.clones
 
     def _voice(self, path: str) -> Voice:
         # The same object every time: the codec's state after a reference is kept by the identity of its codes.

@@ -65,7 +65,7 @@ def make_app(
         studio.meters.refused.labels(code).inc()
 
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
-    recordings = studio.model.type == "base"  # no other checkpoint has a use for one
+    recordings = studio.model.clones  # no other checkpoint has a use for one
     app.add_middleware(
         Gate,
         api_key=api_key,

@@ -76,6 +76,6 @@ def add_openai_routes(
         """Every name that `voice` may have."""
         folder, owner = studio.uploads, owner_of_request(request.scope)
         uploaded = [] if folder is None else [shown(record) for record in await asyncio.to_thread(folder.list, owner)]
-        uploads = folder is not None and studio.model.type == "base"
+        uploads = folder is not None and studio.model.clones
         names = [*studio.speakers, *(voice.name for voice in uploaded)]
         return VoiceList(voices=names, aliases=studio.aliases, uploaded_voices=uploaded, uploads=uploads)

@@ -66,7 +66,7 @@ class Server(OrderlyServer):
 def largest_message_bytes(studio: Studio) -> int:
     """Of a WebSocket: with a Base checkpoint it may bring a recording, as vLLM-Omni's clients do."""
     limits = studio.limits
-    recording_bytes = limits.max_reference_bytes * 4 // 3 if studio.model.type == "base" else 0
+    recording_bytes = limits.max_reference_bytes * 4 // 3 if studio.model.clones else 0
     return limits.max_body_bytes + recording_bytes
 
 

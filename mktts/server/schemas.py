@@ -93,11 +93,13 @@ class StreamState(StrictModel):
 
 
 class ModelInfo(StrictModel):
-    """type: custom_voice, base or voice_design. random_weights: the audio is noise, for timing and parity only."""
+    """type: custom_voice, base or voice_design. clones: it speaks with the voice of a recording. random_weights: the
+    audio is noise, for timing and parity only."""
 
     checkpoint: str
     revision: str | None
     type: str
+    clones: bool
     size: str
     random_weights: bool
 

@@ -11,11 +11,11 @@ from mktts.server.answer import Body
 from mktts.server.problems import Problem
 from mktts.server.references import References
 from mktts.server.schemas import Route
-from mktts.server.speech_request import TASKS, OpenAISpeechRequest
+from mktts.server.speech_request import OpenAISpeechRequest
 from mktts.server.studio import Studio
 from mktts.server.utterance import Utterance
 from mktts.server.voices import DEFAULT, OPENAI_VOICES
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # what callers there call them
 _MOST_NAMED = 100  # ignored keys that the log names, each once
@@ -67,7 +67,7 @@ class Speaking:
             if key not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(key)
                 log.info("requests have the key %s, which changes nothing here: ignored", key)
-        task = TASKS[self._studio.model.type]
+        task = MODEL_TYPES[self._studio.model.type].upstream_name
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise Problem(400, "wrong_task", message, "task_type")
@@ -80,7 +80,7 @@ class Speaking:
             if transcript is not None:
                 raise Problem(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
             return None
-        if self._studio.model.type != "base":
+        if not self._studio.model.clones:
             message = (
                 f"ref_audio: a {self._studio.model.type} checkpoint clones no voices; leave it out, or serve a Base one"
             )

@@ -18,10 +18,9 @@ from mktts.model.sampling import MAX_SEED
 from mktts.server.problems import Problem
 from mktts.server.schemas import Draws, Manner, StrictModel
 from mktts.server.voices import DEFAULT
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 SAMPLE_RATES_HZ = sorted({SAMPLE_RATE_HZ, 8_000, 12_000, 16_000, 22_050, 32_000, 44_100, 48_000})
-TASKS = {"custom_voice": "CustomVoice", "voice_design": "VoiceDesign", "base": "Base"}
 
 # Keys of other servers that would change what is heard, or what the answer holds, and that nothing here can honour.
 _CANNOT = {
@@ -36,6 +35,7 @@ _RENAMED = {
     "subtalker_top_k": "predictor_top_k",
     "subtalker_top_p": "predictor_top_p",
 }
+_TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 _TURNED = {"do_sample": "greedy", "subtalker_dosample": "predictor_greedy"}  # true here is false there
 _NEUTRAL = {"pitch": 0, "min_p": 0, "volume": 1, "volume_multiplier": 1}  # numbers that ask for nothing
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
@@ -118,9 +118,7 @@ class OpenAISpeechRequest(Draws):
         None,
         description="the prompt's layout: the whole text before the speech, or beside it; not how the answer comes",
     )
-    task_type: Literal["CustomVoice", "VoiceDesign", "Base"] | None = Field(
-        None, description="must be what the checkpoint is"
-    )
+    task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
     ref_audio: Annotated[str | None, BeforeValidator(_only_one)] = Field(
         None, description="a recording to clone, base64 or a data: URL, or the name of a voice of this server"
     )

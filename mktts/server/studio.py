@@ -70,7 +70,8 @@ class Studio:
         self.model = ModelInfo(
             checkpoint=name or checkpoint.folder.name,
             revision=checkpoint.revision,
-            type=config.model_type,
+            type=config.type.name,
+            clones=config.type.clones,
             size=config.model_size,
             random_weights=checkpoint.is_random,
         )
@@ -272,7 +273,7 @@ class Studio:
         name = (wanted or DEFAULT).lower()
         name = self.aliases.get(name, name)
         if name == DEFAULT and name not in self.speakers:
-            if self.model.type == "base" and not self.speakers:
+            if self.model.clones and not self.speakers:
                 message = f"{key}: this server has no voice: send ref_audio, or start it with --voice NAME=FILE"
                 raise Problem(422, "no_voice", message, key)
             name = self.default_speaker

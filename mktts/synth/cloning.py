@@ -40,9 +40,9 @@ def clone_voice(
     encoder's; the codec encoder runs in float32.
     Raises VoiceError for unusable audio or a checkpoint that is not Base, BackendUnavailable without qwen-tts.
     """
-    if checkpoint.config.model_type != "base":
+    if not checkpoint.config.type.clones:
         raise VoiceError(
-            f"only Base checkpoints clone voices, this one is {checkpoint.config.model_type}: "
+            f"only Base checkpoints clone voices, this one is {checkpoint.config.type.name}: "
             "use its built-in speakers, or open a Base checkpoint"
         )
     if transcript is not None and not transcript.strip():
@@ -116,7 +116,7 @@ def _reference_encoder(checkpoint: Checkpoint, dtype: torch.dtype, with_codes: b
         {name.removeprefix(prefix): t for name, t in checkpoint.tensors().items() if name.startswith(prefix)}
     )
     ears = SimpleNamespace(
-        tts_model_type="base",
+        tts_model_type=checkpoint.config.type.name,
         speaker_encoder=speaker,
         speaker_encoder_sample_rate=config.speaker_encoder_config.sample_rate,
         device=torch.device("cpu"),

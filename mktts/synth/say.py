@@ -145,7 +145,7 @@ def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | Non
         from mktts.model.voice import Voice
 
         return Voice.load(arguments.voice)
-    if checkpoint.config.model_type == "base":
+    if checkpoint.config.type.clones:
         raise MkttsError(
             "a base checkpoint has no speakers: expected --ref-audio RECORDING, best with --ref-text and what is said "
             "in it, or --voice FILE, saved by `mktts voice`"

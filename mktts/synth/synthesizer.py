@@ -378,7 +378,7 @@ class Synthesizer:
     def _any_voice(self) -> StreamSettings:
         """Whatever this type of checkpoint cannot speak without."""
         config = self._models.any().prompts.config
-        if config.model_type == "base":
+        if config.type.clones:
             silent = torch.zeros(config.talker.hidden_size)
             return {"voice": Voice(embedding=silent, codes=None, transcript=None, model_size=config.model_size)}
         return {}

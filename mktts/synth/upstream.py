@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ
+from mktts.spec import MODEL_TYPES, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
@@ -167,9 +167,7 @@ def generate_codes(
     hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
     cuda = [talker.device] if talker.device.type == "cuda" else []
     settings = {
-        **_choice(sampling.talker, do_sample="do_sample", prefix=""),
-        **_choice(sampling.predictor, do_sample="subtalker_dosample", prefix="subtalker_"),
-        "repetition_penalty": sampling.repetition_penalty,
+        **sampling.upstream(),
         "max_new_tokens": max_frames + 1,  # upstream drops the frame of the last token it draws
     }
     try:
@@ -231,25 +229,21 @@ def _call(model: Any, request: Request, settings: dict[str, Any]) -> None:
     common: dict[str, Any] = {"text": request.text.strip(), "language": request.language, **settings}
     if request.layout is not None:
         common["non_streaming_mode"] = request.layout == "whole"
-    kind = model.model.tts_model_type
-    try:
-        if kind == "custom_voice":
-            model.generate_custom_voice(speaker=request.speaker, instruct=request.instruct, **common)
-        elif kind == "voice_design":
-            model.generate_voice_design(instruct=request.instruct, **common)
-        elif request.voice is None:
+    kind = MODEL_TYPES[model.model.tts_model_type]
+    if kind.speakers:
+        common["speaker"] = request.speaker
+    if kind.instruct_sizes:
+        common["instruct"] = request.instruct
+    if kind.clones:
+        if request.voice is None:
             raise PromptError("a Base checkpoint needs a voice (clone_voice or Voice.load); Request.voice is None")
-        else:
-            model.generate_voice_clone(voice_clone_prompt=[clone_prompt(request.voice)], **common)
+        common["voice_clone_prompt"] = [clone_prompt(request.voice)]
+    try:
+        getattr(model, kind.upstream_method)(**common)
+    except MkttsError:
+        raise
     except (ValueError, NotImplementedError) as error:
-        if isinstance(error, MkttsError):
-            raise
         raise PromptError(f"qwen-tts refuses this request: {error}") from error
-
-
-def _choice(choice: Any, do_sample: str, prefix: str) -> dict[str, Any]:
-    values = {f"{prefix}{name}": getattr(choice, name) for name in ("temperature", "top_k", "top_p")}
-    return {do_sample: choice.do_sample, **values}
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def test_upstream_loads_every_type_and_holds_these_weights(words: str, checkpoin
     assert all(torch.equal(held[name], ours[name]) for name in ours)
     codec = checkpoint.codec_tensors()
     assert all(torch.equal(held_codec["decoder." + name], codec[name]) for name in codec)
-    assert model.tts_model_type == checkpoint.config.model_type
+    assert model.tts_model_type == checkpoint.config.type.name
 
 
 def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> None:

@@ -109,7 +109,7 @@ def unequal(small, upstream, sentences: Sequence[str], sampled: bool, max_frames
 
 
 def test_it_is_a_custom_voice_of_three_speakers_and_one_language(small):
-    assert small.config.model_type == "custom_voice" and not small.is_random
+    assert small.config.type.name == "custom_voice" and not small.is_random
     assert tuple(small.config.speakers) == sizes.LISTED
     assert tuple(small.config.languages) == (sizes.LANGUAGE,)
 

@@ -6,7 +6,7 @@ Rows of text and of prompts stand in it by address, so that none is copied befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ PENALTY = 10
 _CHOICES = (2, 6)  # where the talker's and the predictor's settings begin
 _LANE_WORDS = 5 + SETTINGS // 2
 _ROW_WORDS = 3
-_MOST_TOP_K = 2**31 - 1
+_MOST_WHOLE = 2**31 - 1
 
 
 class Parts(NamedTuple):
@@ -107,13 +107,16 @@ class BlockLayout:
 
 
 def packed(sampling: Sampling, seed: int) -> np.ndarray:
-    """The settings of a lane (12,) int32: the seed's low and high word; greedy, temperature, top-k and top-p of the
-    talker and of the predictor; the repetition penalty; 0. Floats by their bits."""
+    """The settings of a lane (12,) int32: the seed's low and high word; the fields of the talker's and of the
+    predictor's `Choice`; the repetition penalty; 0. Floats by their bits."""
     row = np.zeros(SETTINGS, np.int32)
     floats = row.view(np.float32)
     row[:2] = np.array((seed & 0xFFFFFFFF, seed >> 32), np.uint32).view(np.int32)
     for at, choice in zip(_CHOICES, (sampling.talker, sampling.predictor), strict=True):
-        row[at], row[at + 2] = not choice.do_sample, min(choice.top_k, _MOST_TOP_K)
-        floats[at + 1], floats[at + 3] = choice.temperature, choice.top_p
+        for word, value in enumerate(astuple(choice), at):
+            if isinstance(value, float):
+                floats[word] = value
+            else:
+                row[word] = min(value, _MOST_WHOLE)
     floats[PENALTY] = sampling.repetition_penalty
     return row

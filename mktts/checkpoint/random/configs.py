@@ -127,7 +127,7 @@ def _model(size: str, model_type: str) -> Json:
         "tokenizer_type": "qwen3_tts_tokenizer_12hz",
         "tts_model_size": "1b7" if projected else "0b6",  # upstream drops `instruct` for "0b6"
         "tts_model_type": model_type,
-        **({"speaker_encoder_config": speaker_encoder} if model_type == "base" else {}),
+        **({"speaker_encoder_config": speaker_encoder} if MODEL_TYPES[model_type].clones else {}),
         "talker_config": talker,
         "transformers_version": "4.57.3",
     }
@@ -136,7 +136,7 @@ def _model(size: str, model_type: str) -> Json:
 def _talker(size: str, model_type: str) -> Json:
     widths = dict(_TALKER[size])
     mrope_section = widths.pop("mrope_section", [24, 20, 20])
-    named = model_type == "custom_voice"
+    named = MODEL_TYPES[model_type].speakers
     return {
         "model_type": "qwen3_tts_talker",
         "attention_bias": False,

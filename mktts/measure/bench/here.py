@@ -81,7 +81,7 @@ def measure(
 
     where, dtype = device_named(loading["device"]), loading["dtype"]
     settings: dict[str, Any] = {
-        "model": f"{checkpoint.config.model_size} {checkpoint.config.model_type}",
+        "model": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "random_weights": checkpoint.is_random,
         "backend": loading["backend"],
         "device": str(where),
@@ -144,7 +144,7 @@ def _streams(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from mktts.synth import Synthesizer
 
-    if checkpoint.config.model_type == "base":
+    if checkpoint.config.type.clones:
         raise MkttsError(
             "bench streams need a custom_voice or voice_design checkpoint; for base use --load-only or --codec-only"
         )

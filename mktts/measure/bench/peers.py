@@ -14,7 +14,7 @@ import importlib
 import io
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +140,7 @@ class FasterPeer:
 
 def _their_choice(sampling: Sampling) -> dict[str, Any]:
     """faster-qwen3-tts takes the talker's settings; its predictor's are fixed to the released ones."""
-    choice = sampling.talker
-    return {
-        "do_sample": choice.do_sample,
-        "temperature": choice.temperature,
-        "top_k": choice.top_k,
-        "top_p": choice.top_p,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
+    return {**asdict(sampling.talker), "repetition_penalty": sampling.repetition_penalty}
 
 
 def complete_transformers() -> None:

@@ -81,7 +81,7 @@ def place(checkpoint: str, frames: int) -> Iterator[Place]:
 
     limits = Limits(max_duration_s=frames / FRAME_RATE_HZ)
     opened = open_checkpoint(checkpoint)
-    clones = opened.config.model_type == "base"
+    clones = opened.config.type.clones
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         synthesizer = stack.enter_context(Synthesizer.load(opened, device="cpu"))

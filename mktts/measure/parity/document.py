@@ -34,7 +34,7 @@ def describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return {
         "source": name,
         "revision": checkpoint.revision,
-        "model": f"{config.model_size} {config.model_type}",
+        "model": f"{config.model_size} {config.type.name}",
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }

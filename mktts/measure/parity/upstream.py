@@ -33,7 +33,7 @@ def standard_requests(checkpoint: Checkpoint) -> list[Request]:
     Where a checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in.
     """
     config = checkpoint.config
-    if config.model_type == "base":
+    if config.type.clones:
         x_vector, short, long = (made_up_voice(checkpoint, frames) for frames in (0, 3, 60))
         return [
             Request("This iPhone clones a voice.", voice=x_vector),
@@ -44,7 +44,7 @@ def standard_requests(checkpoint: Checkpoint) -> list[Request]:
             Request("ขอบคุณครับ", voice=short, layout="whole"),
             Request("Merci beaucoup !", "french", voice=long, layout="whole"),
         ]
-    if config.model_type == "voice_design":
+    if config.type.designs:
         return [
             Request("JavaScript has no voice of its own.", instruct="A calm, low voice."),
             Request("No instruction at all.", "english"),
@@ -223,7 +223,7 @@ def first_mismatch(found: Tensor, expected: Tensor) -> tuple[int, int] | None:
 
 
 def _labels(checkpoint: Checkpoint, request: Request, dtype: torch.dtype) -> Row:
-    mode = checkpoint.config.model_type
+    mode = checkpoint.config.type.name
     if request.voice is not None:
         mode += " x-vector" if request.voice.codes is None else " in-context"
     return {

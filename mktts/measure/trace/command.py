@@ -74,7 +74,7 @@ def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, con
     talker, predictor = checkpoint.config.talker, checkpoint.config.predictor
     found = document(made, (talker.num_hidden_layers, predictor.num_hidden_layers))
     settings = {
-        "checkpoint": f"{checkpoint.config.model_size} {checkpoint.config.model_type}",
+        "checkpoint": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "random_weights": checkpoint.is_random,
         "weight_bytes": {part: bytes_per_frame(components(checkpoint), [part]) for part in ("talker", "predictor")},
         "blocks": backend.shape.blocks,

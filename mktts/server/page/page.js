@@ -41,7 +41,7 @@ async function load() {
     const { model, backend, device, sample_rate_hz } = health;
     $("facts").textContent = `${model.checkpoint}, ${backend} on ${device}, ${sample_rate_hz / 1000} kHz`;
     $("noise").hidden = !model.random_weights;
-    $("reference").hidden = model.type !== "base";
+    $("reference").hidden = !model.clones;
     $("instructions-row").hidden = !health.takes_instructions;
     $("language").replaceChildren(...health.languages.map((name) => new Option(name, name)));
     await loadVoices();

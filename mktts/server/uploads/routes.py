@@ -38,7 +38,7 @@ def add_upload_routes(
         """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
         recording itself is not kept."""
         folder = _folder(studio)
-        if studio.model.type != "base":
+        if not studio.model.clones:
             message = f"a {studio.model.type} checkpoint clones no voices: serve a Base one"
             raise Problem(400, "cloning_unavailable", message)
         upload, recording = await read_upload(request)

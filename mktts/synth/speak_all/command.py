@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     table = Table(arguments.sentences)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     nobody = bool(table.columns) and "voice" not in table.columns and arguments.voice is None
-    if nobody and checkpoint.config.model_type == "base":
+    if nobody and checkpoint.config.type.clones:
         raise PromptError("a base checkpoint has no speakers: expected a column voice, or --voice FILE")
     speakers = _speakers(arguments, checkpoint)
     with held(arguments.output) as folder:

@@ -41,7 +41,7 @@ def test_settings_are_packed_by_their_bits():
     row = packed(Sampling(talker, predictor, repetition_penalty=1.5), (3 << 32) | 0xFFFFFFFE)
     floats = row.view(np.float32)
     assert row[:2].tolist() == [-2, 3]
-    assert (row[2], row[4], row[6], row[8]) == (0, 7, 1, 2**31 - 1)
+    assert (row[2], row[4], row[6], row[8]) == (1, 7, 0, 2**31 - 1)
     assert floats[[3, 5, 7, 9, 10]] == pytest.approx([0.3, 0.9, 0.9, 1.0, 1.5])
 
 

@@ -141,7 +141,7 @@ def draw(
         never = ((i >= suppressed_from) & (i != eos)) | ((i == eos) & (frame < min_frames)) | (i >= V)
         scores = tl.where(never, _NEVER, scores)
     choice = mine + (2 if FIRST else 6)
-    if tl.load(choice) != 0:
+    if tl.load(choice) == 0:
         best = tl.argmax(scores, 0, tie_break_left=True)
     else:
         warmth = tl.load(choice + 1).to(tl.float32, bitcast=True)

@@ -69,9 +69,9 @@ def said(checkpoint: Checkpoint, rows: int | None, kind: ContextKind = "auto") -
     if kind == "auto":
         kind = "natural" if rows is None and not checkpoint.is_random else "text"
         if rows is not None and rows > _SHORT_TEXT_ROWS:
-            kind = "voice" if config.model_type == "base" else "instruct" if config.takes_instruct else "text"
+            kind = "voice" if config.type.clones else "instruct" if config.takes_instruct else "text"
     build = _builder(checkpoint)
-    base = {"voice": _voice(checkpoint, 0)} if config.model_type == "base" else {}
+    base = {"voice": _voice(checkpoint, 0)} if config.type.clones else {}
     guard_off = StreamOptions(guard=Guard.off(), max_chars_per_segment=_ONE_SEGMENT)
     if kind == "natural":
         if rows is not None:
@@ -95,14 +95,14 @@ def said(checkpoint: Checkpoint, rows: int | None, kind: ContextKind = "auto") -
     text = whole(SHORT_ROWS)
     if kind == "instruct":
         if not config.takes_instruct:
-            raise MetricsError(f"this {config.model_type} checkpoint takes no instruction: choose another context")
+            raise MetricsError(f"this {config.type.name} checkpoint takes no instruction: choose another context")
         constant = build(Request(text, layout="whole", instruct=WORDS, **base)) - len(encode(WORDS))
         instruct = _words_of(rows - constant, lambda text: len(encode(text)))
         found = build(Request(text, layout="whole", instruct=instruct, **base))
         settings = {"instruct": instruct, "layout": "whole", "options": guard_off}
         return Said(kind, found, lambda index, frames: text, settings)
-    if config.model_type != "base":
-        raise MetricsError(f"only Base clones a voice in context, this is {config.model_type}: choose another context")
+    if not config.type.clones:
+        raise MetricsError(f"only Base clones a voice in context, this is {config.type.name}: choose another context")
     head = build(Request(text, layout="streaming", voice=_voice(checkpoint, 1))) - 1
     if rows <= head:
         raise MetricsError(f"an in-context prompt has more than {head} rows, got {rows}")
