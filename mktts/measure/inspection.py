@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_tensors
+from mktts.checkpoint.random.make import small_files
+from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
 from mktts.errors import CheckpointError
 from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
 

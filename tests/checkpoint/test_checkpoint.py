@@ -16,12 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from weight_bytes import file_bytes
 
-from mktts.checkpoint import Checkpoint, hub, open_checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.random import make as random_checkpoint
-from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.tensors import expected_tensors
+from mktts.checkpoint.random.make import small_files
+from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
 from mktts.errors import CheckpointError
 from mktts.spec import ModelConfig
 from mktts.speech.text import SEGMENT_CHARS, segment_chars
@@ -347,7 +346,7 @@ def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny: Checkpoint, monkeypatch:
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     name = "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
     opened = open_checkpoint(name)
-    assert asked["repo_id"] == name and asked["revision"] == opened.revision == hub.PINNED[name]
+    assert asked["repo_id"] == name and asked["revision"] == opened.revision == checkpoint_module.PINNED[name]
     assert len(opened.revision) == 40
     assert {"vocab.json", "merges.txt", "model*.safetensors"} < set(asked["allow_patterns"])
     assert open_checkpoint(name, revision="abc").revision == "abc"

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
-from mktts.checkpoint.random.configs import small_files
+from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import CodecError
 from mktts.measure.parity.codec import decode_chunked

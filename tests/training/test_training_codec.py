@@ -13,7 +13,7 @@ import torch
 from commands import run
 from torch import Tensor
 
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
+from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import AudioError, CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME

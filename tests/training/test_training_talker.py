@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from commands import run
 
 from mktts.checkpoint import open_checkpoint
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
-from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.random.make import write_weights
+from mktts.checkpoint.random.make import small_files, write_weights
 from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.common import write_json
 from mktts.errors import CheckpointError
 from mktts.kernel.grid import choose_shape

@@ -1,6 +1,7 @@
 """Makes random checkpoints in exactly the Hub layout, so that everything can run where no weights are.
 
-Random weights: for timing and parity only.
+Random weights: for timing and parity only. `released/` holds the small files of Qwen3-TTS-12Hz-0.6B-CustomVoice
+(Apache-2.0), with Base's speaker encoder; `sizes.json` what the other sizes change in them.
 """
 
 from __future__ import annotations
@@ -13,23 +14,62 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mktts.checkpoint.codec_tensors import expected_codec_tensors
 from mktts.checkpoint.files import MARKER
-from mktts.checkpoint.random.configs import SIZES, small_files
-from mktts.checkpoint.random.tokenizer import merges, tokenizer_config, vocabulary
+from mktts.checkpoint.random.tokenizer import TOKENIZER_CONFIG, merges, tokenizer_config, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
-from mktts.checkpoint.tensors import expected_tensors
-from mktts.common import cache_folder, write_json
+from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
+from mktts.common import cache_folder, read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import MODEL_TYPES, ModelConfig
 
 RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
 FLAGS = ("full-codec", "margin")
+SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
+_FOLDER = Path(__file__).resolve().parent
+_RELEASED = _FOLDER / "released"
+
+Json = dict[str, Any]
+
+
+def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]:
+    """Relative path -> content of every JSON file but the tokenizer's.
+
+    Raises CheckpointError listing the allowed words for an unknown `size` or `model_type`.
+    """
+    if size not in SIZES:
+        raise CheckpointError(f"size must be one of {', '.join(SIZES)}, found {size!r}")
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(f"type must be one of {', '.join(MODEL_TYPES)}, found {model_type!r}")
+    names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
+    files = {name: read_object(_RELEASED / name) for name in names if name != TOKENIZER_CONFIG}
+    changes, kind = read_object(_FOLDER / "sizes.json"), MODEL_TYPES[model_type]
+    config = _changed(files["config.json"], changes[size])
+    config["tts_model_type"] = model_type
+    talker = config["talker_config"]
+    predictor = talker["code_predictor_config"]
+    predictor["layer_types"] = predictor["layer_types"][: predictor["num_hidden_layers"]]
+    if kind.clones:
+        config["speaker_encoder_config"]["enc_dim"] = talker["hidden_size"]
+    else:
+        del config["speaker_encoder_config"]
+    if not kind.speakers:
+        languages = {name: id_ for name, id_ in talker["codec_language_id"].items() if "dialect" not in name}
+        talker |= {"codec_language_id": languages, "spk_id": {}, "spk_is_dialect": {}}
+    codec = files["speech_tokenizer/config.json"]
+    codec = codec if full_codec else _changed(codec, changes["tiny-codec"])
+    return {**files, "config.json": config, "speech_tokenizer/config.json": codec}
+
+
+def _changed(content: Json, changes: Json) -> Json:
+    """`content` with the values of `changes` in their place, in the objects inside it too."""
+    nested = {key: _changed(content[key], value) for key, value in changes.items() if isinstance(value, dict)}
+    return {**content, **changes, **nested}
 
 
 def make(
@@ -91,23 +131,13 @@ def ensure(
     Raises CheckpointError for unknown words, or where the cache cannot be written.
     """
     full = not size.startswith("tiny") if full_codec is None else full_codec
-    words = [size, model_type, f"seed{seed}", str(dtype).removeprefix("torch.")]
-    words += ["full-codec"] if full else ["tiny-codec"]
+    words = [size, model_type, f"seed{seed}", str(dtype).removeprefix("torch."), f"{'full' if full else 'tiny'}-codec"]
     words += ["margin"] if margin else []
     words += [f"eos{eos_after}"] if eos_after is not None else []
     folder = cache_folder(cache) / f"random-r{RECIPE}-{'-'.join(words)}"
     if not (folder / MARKER).is_file():
         try:
-            make(
-                folder,
-                size,
-                model_type,
-                seed=seed,
-                margin=margin,
-                eos_after=eos_after,
-                full_codec=full,
-                dtype=dtype,
-            )
+            make(folder, size, model_type, seed=seed, margin=margin, eos_after=eos_after, full_codec=full, dtype=dtype)
         except CheckpointError:
             if not (folder / MARKER).is_file():  # otherwise another process made the same one first
                 raise

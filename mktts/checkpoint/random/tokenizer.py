@@ -8,47 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+from mktts.common import read_object
 from mktts.model.tokenizer import byte_symbols
 
 SPECIAL_START = 151_643  # first special id = number of entries in the released vocab.json
 
-SPECIALS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-    "<|audio_start|>",
-    "<|audio_end|>",
-    "<tts_pad>",
-    "<tts_text_bos>",
-    "<tts_text_eod>",
-    "<tts_text_bos_single>",
-    "<|audio_pad|>",
-)
-PLAIN_ADDED = range(151_657, 151_669)  # tool, fim and think markers: added tokens that are not "special"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
+    return read_object(Path(__file__).resolve().parent / "released" / TOKENIZER_CONFIG)
+
+
+SPECIALS = tuple(added["content"] for added in tokenizer_config()["added_tokens_decoder"].values())
 
 # the ids upstream's prompt layout depends on: roles must be one token each, a blank line is one token
 FIXED_IDS = {"user": 872, "assistant": 77_091, "\n\n": 271}
@@ -94,37 +70,6 @@ def vocabulary() -> dict[str, int]:
             vocab[token] = fixed[token] if token in fixed else next(free)
     vocab |= {f"<|unused_{i}|>": i for i in free}
     return dict(sorted(vocab.items(), key=lambda item: item[1]))
-
-
-def tokenizer_config() -> dict[str, object]:
-    """The content of tokenizer_config.json."""
-    ids = {text: SPECIAL_START + i for i, text in enumerate(SPECIALS)}
-    special = [text for text, i in ids.items() if i not in PLAIN_ADDED]
-    return {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": {
-            str(i): {
-                "content": text,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": text in special,
-            }
-            for text, i in ids.items()
-        },
-        "additional_special_tokens": [t for t in special if t not in ("<|endoftext|>", "<tts_text_eod>")],
-        "bos_token": None,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "model_max_length": 131072,
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }
 
 
 def _merge(word: list[str], pair: tuple[str, str]) -> list[str]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mktts.checkpoint.open import CODEC_FOLDER
-from mktts.checkpoint.random.configs import small_files
-from mktts.checkpoint.random.make import write_weights
+from mktts.checkpoint.random.make import small_files, write_weights
 from mktts.common import write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS

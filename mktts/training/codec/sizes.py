@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mktts.checkpoint.random.codec_config import Json, codec_config
+from mktts.checkpoint.random.make import Json, small_files
 from mktts.spec import NUM_CODEBOOKS, CodecConfig
 
 
@@ -48,7 +48,7 @@ def config_json(sizes: CodecSizes) -> Json:
     Codes are made by the analysis (`mktts.training.codec.analysis`), so that there is no encoder; upstream's class
     needs the sizes of one, and builds it. They are as small as they can be beside the decoder's.
     """
-    released = codec_config(full=True)
+    released = small_files("0.6b", "custom_voice", full_codec=True)["speech_tokenizer/config.json"]
     released["decoder_config"] |= {
         "codebook_size": sizes.codebook_size,
         "codebook_dim": sizes.encoded,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mktts.checkpoint.random.codec_config import Json
-from mktts.checkpoint.random.configs import LANGUAGES, small_files
+from mktts.checkpoint.random.make import Json, small_files
 from mktts.spec import CODEBOOK_SIZE, SUPPRESSED_TAIL
 
 SPEAKERS = ("slt", "rms", "awb")  # their ids count down from the vocabulary's end
@@ -92,7 +91,7 @@ def config_files(sizes: TalkerSizes, text_ids: dict[str, int], speakers: Sequenc
         "vocab_size": vocabulary,
         "text_hidden_size": sizes.text_hidden,
         "text_vocab_size": text_ids[""],
-        "codec_language_id": {LANGUAGE: LANGUAGES[LANGUAGE] - sizes.shift},
+        "codec_language_id": {LANGUAGE: talker["codec_language_id"][LANGUAGE] - sizes.shift},
         "spk_id": (ids := speaker_ids(vocabulary, speakers)),
         "spk_is_dialect": dict.fromkeys(ids, False),
         "rope_scaling": talker["rope_scaling"] | {"mrope_section": sections},
