@@ -18,7 +18,7 @@ from mktts.batch.executor import Together
 from mktts.batch.model import LaneModel
 from mktts.codec.pending import Pending
 from mktts.errors import PromptError
-from mktts.model.backend import Frame, StartPrompt
+from mktts.model.backend import Frame, PromptRows
 from mktts.model.prompt import Request
 from mktts.spec import CODEBOOK_SIZE, MODEL_TYPES, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
@@ -78,7 +78,7 @@ class FakeBackend:
                 f"{self.entered} steps after {WAIT_S} s"
             )
 
-    def start(self, prompt: StartPrompt, sampling: object, seed: int, max_frames: int) -> FakeState:
+    def start(self, prompt: PromptRows, sampling: object, seed: int, max_frames: int) -> FakeState:
         state = FakeState(prompt=int(prompt.embeds.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
         self.states.append(state)
         return state

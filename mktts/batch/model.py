@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mktts.batch.lanes import Lanes
 from mktts.batch.utterance import LaneUtterance
-from mktts.model.prompt import Prompt, Request, RowsOfTexts, is_of_voice
+from mktts.model.prompt import Prompt, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
 from mktts.speech.options import Plan
 from mktts.speech.script import Script
@@ -21,7 +21,7 @@ class LaneModel(Speaker):
     """
 
     lanes: Lanes
-    spoken: RowsOfTexts | None = None
+    spoken: SpokenRows | None = None
 
     @property
     def name(self) -> str:

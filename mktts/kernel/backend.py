@@ -35,7 +35,7 @@ from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape_rows import TapeRows
 from mktts.kernel.tape_stack import TapeStack
 from mktts.kernel.weights import codec_embeddings, model_weights
-from mktts.model.backend import Frame, StartPrompt, check_start, no_number
+from mktts.model.backend import Frame, PromptRows, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
@@ -116,7 +116,7 @@ class MegakernelBackend:
         return self._launcher.kernel.shared_bytes
 
     @torch.inference_mode()
-    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
         """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
         talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
         check_start(embeds, talker.hidden_size, max_frames)

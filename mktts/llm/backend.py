@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
 from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
-from mktts.model.philox import gumbel
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import Choice, checked_seed, choose
+from mktts.model.sampling import Choice, checked_seed, choose, gumbel
 from mktts.spec import StackConfig
 
 TextState = Any  # backend-specific dataclass: KV cache, position, newest token, seed
@@ -49,7 +48,7 @@ class TextBackend(Protocol):
 
         An end id ends the call, not the state: another call goes on after it. The new tokens of one text depend on
         prompt, choice and seed only, never on how they are divided into calls: token i is drawn with Philox's
-        counters for frame i (0 for the first new token) and codebook 0, see mktts.model.philox and
+        counters for frame i (0 for the first new token) and codebook 0, see mktts.model.sampling and
         mktts.model.sampling.choose. Raises CapacityError when all `max_tokens` have been made.
         """
 

@@ -30,29 +30,14 @@ class Frame:
     predictor_ms: float
 
 
-class StartPrompt(Protocol):
-    """What a backend needs of a prompt: `mktts.model.prompt.Prompt`, a FedPrompt that is ready, or PromptRows."""
-
-    @property
-    def embeds(self) -> Tensor:
-        """The talker's inputs, (L, H)."""
-
-    @property
-    def prefix_rows(self) -> int:
-        """Leading rows of `embeds` that no text changes, fewer than L."""
-
-    @property
-    def prefix_key(self) -> Hashable | None:
-        """Equal keys of one checkpoint, device and dtype: equal prefix rows. None: not to be kept."""
-
-
 @dataclass(frozen=True)
 class PromptRows:
-    """Bare rows (L, H) as a prompt, for measurements and tests."""
+    """Rows as a prompt, for measurements and tests; and what a backend reads of a Prompt, or of a FedPrompt that is
+    ready."""
 
-    embeds: Tensor
-    prefix_rows: int = 0
-    prefix_key: Hashable | None = None
+    embeds: Tensor  # the talker's inputs, (L, H)
+    prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L
+    prefix_key: Hashable | None = None  # equal keys of one checkpoint, device and dtype: equal prefix rows
 
 
 def no_number() -> EngineError:
@@ -81,7 +66,7 @@ class Backend(Protocol):
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice."""
 
-    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
         """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames.
 
         A backend may keep what it computed for the prompt's prefix and use it again under the same key.

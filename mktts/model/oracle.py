@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError
-from mktts.model.backend import Frame, StartPrompt, check_start, no_number
-from mktts.model.philox import gumbel
+from mktts.model.backend import Frame, PromptRows, check_start, no_number
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import Choice, Sampling, checked_seed, choose, restrict
+from mktts.model.sampling import Choice, Sampling, checked_seed, choose, gumbel, restrict
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -88,7 +87,7 @@ class TorchBackend:
         """See Backend: nothing is kept here."""
 
     @torch.inference_mode()
-    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
         """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
         embeds = prompt.embeds
         check_start(embeds, self.config.talker.hidden_size, max_frames)

@@ -7,7 +7,7 @@ and then the text in one of two layouts:
 * streaming: the prompt ends with the first text token (or the reference frames); token t + 1 is added after frame t.
 
 Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is
-`mktts.model.fed_prompt`: in the streaming layout the text may arrive later, piece by piece.
+`FedPrompt`: in the streaming layout the text may arrive later, piece by piece.
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
 in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
@@ -22,30 +22,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
-from mktts.model.text_table import TextTable
-from mktts.model.tokenizer import TextTokenizer
+from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
 
-class RowsOfTexts(Protocol):
-    """Rows that a text's ids have in whole prompts, made before: see `PromptBuilder.spoken_rows`."""
-
-    def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> Any:
-        """What stands for the prompt (L, H): rows `head`, those of `ids`, rows `end`."""
-
-
 Layout = Literal["whole", "streaming"]
 _ROWS_AT_ONCE = 4_096  # of the text table
+_PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers of so many bytes, which numpy has
 _HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
 
 
@@ -75,7 +70,7 @@ class Prompt:
         prefix_rows: int = 0,
         prefix_key: Hashable | None = None,
     ) -> None:
-        self.embeds = embeds  # Tensor (L, H), or what RowsOfTexts gives
+        self.embeds = embeds  # Tensor (L, H), or what `SpokenRows` gives
         self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
         self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
         self._trailing = trailing
@@ -170,7 +165,7 @@ class PromptBuilder:
         """`of_checked(check(request))`."""
         return self.of_checked(self.check(request))
 
-    def of_checked(self, request: Request, spoken: RowsOfTexts | None = None) -> Prompt:
+    def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
         """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
 
         spoken: text rows of whole prompts are taken from it instead of being computed; those were projected in products
@@ -353,6 +348,185 @@ class PromptBuilder:
                 )
         elif voice is not None:
             raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
+
+
+class FedPrompt:
+    """Talker input of one utterance whose text arrives piece by piece. Streaming layout; not thread-safe.
+
+    `embeds` exists once `ready`; `row` returns None while its token has not arrived and the text is open.
+    """
+
+    def __init__(self, builder: PromptBuilder, request: Request) -> None:
+        """`request` comes from `PromptBuilder.check`, in the streaming layout; its text is the first piece, or empty.
+
+        Raises PromptError for another layout.
+        """
+        if request.layout != "streaming":
+            raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
+        self._builder = builder
+        self._request = request
+        self._tokens = IncrementalTokenizer(builder.tokenizer)
+        self.text_tokens = 0
+        self.text_ended = False
+        self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
+        self._reference_rows = len(self._rows)
+        self._in_prompt = builder.text_rows_in_prompt(request)
+        self._prompt: tuple[Tensor, int, Hashable] | None = None  # with its prefix rows and key
+        self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
+        self.push(request.text)
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough text has arrived to prefill."""
+        return self.text_ended or len(self._rows) >= self._in_prompt
+
+    @property
+    def embeds(self) -> Tensor:
+        """The prompt (L, H). Raises PromptError before `ready`."""
+        return self._made()[0]
+
+    @property
+    def prefix_rows(self) -> int:
+        """As `Prompt.prefix_rows`. Raises PromptError before `ready`."""
+        return self._made()[1]
+
+    @property
+    def prefix_key(self) -> Hashable | None:
+        """As `Prompt.prefix_key`. Raises PromptError before `ready`."""
+        return self._made()[2]
+
+    def push(self, text: str) -> None:
+        """Adds text. Raises TextError after `close`, or when `text` is not a string."""
+        if not isinstance(text, str):
+            raise TextError(f"text must be a str, got {type(text).__name__}")
+        if self.text_ended:
+            raise TextError("the text was closed: start another utterance")
+        self._take(self._tokens.push(text))
+
+    def close(self) -> None:
+        """Says that no more text comes. Raises TextError when there was none."""
+        if self.text_ended:
+            return
+        self._take(self._tokens.finish())
+        if not self.text_tokens:
+            raise TextError("expected some text before the end of the feed, got none")
+        self._rows.append(self._builder.special_rows(self._builder.config.text_ids.tts_eos)[0])
+        self.text_ended = True
+
+    def row(self, frame: int) -> Tensor | None:
+        """As `Prompt.row`, or None: wait for text."""
+        index = self._in_prompt + frame
+        if index < len(self._rows):
+            return self._rows[index]
+        return self.pad if self.text_ended else None
+
+    def _made(self) -> tuple[Tensor, int, Hashable]:
+        if self._prompt is None:
+            if not self.ready:
+                raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")
+            self._prompt = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
+        return self._prompt
+
+    def _take(self, ids: Sequence[int]) -> None:
+        self.text_tokens += len(ids)
+        # One token at a time: the rows do not depend on how the text was cut into pieces.
+        self._rows.extend(self._builder.text_rows([i])[0] for i in ids)
+
+
+class TextTable:
+    """The table (V, E) stays where and as it is, normally in the mapped file: on a GPU it would take 0.6 GB, of which a
+    prompt reads a few rows of 4 KB."""
+
+    def __init__(self, table: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        """device, dtype: of the rows that `rows` gives."""
+        self._table, self._device, self._dtype = table, device, dtype
+        self._uploads = table.device.type == "cpu" and device.type == "cuda"
+        if self._uploads:
+            _read_pages(table)
+            self._numbers = numbers(table)
+
+    def __len__(self) -> int:
+        """V."""
+        return len(self._table)
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """(N, E), N > 0. Raises IndexError for an id that is not in the table."""
+        table = self._table
+        if not self._uploads:
+            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
+            return x.to(self._device).to(self._dtype)
+        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
+        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
+        gather(self._numbers, ids, numbers(pinned))
+        return pinned.to(self._device, non_blocking=True).to(self._dtype)
+
+
+def numbers(table: Tensor) -> np.ndarray:
+    """The memory of a table on the CPU, each value as a whole number of the same bits: numpy has no bfloat16."""
+    return table.view(_WHOLE[table.itemsize]).numpy()
+
+
+def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
+    """Writes rows of a table (V, E) to `out` (N, E), N > 0. Raises IndexError for an id that is not in the table.
+
+    In the calling thread alone: torch's own operator wakes all its threads for 16 rows and more, which takes longer
+    than the copy, and very long where they find no core.
+    """
+    if min(ids) < 0 or max(ids) >= len(table):
+        raise IndexError(f"ids must be 0 to {len(table) - 1}, got {min(ids)} to {max(ids)}")
+    np.take(table, np.array(ids, np.int64), axis=0, out=out, mode="clip")  # "raise" would copy twice
+
+
+def _read_pages(table: Tensor) -> None:
+    """Reads a value of every page of a mapped table, so that a word's first use does not wait for the disk."""
+    table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
+
+
+@dataclass(frozen=True, eq=False)
+class AddressedRows:
+    """A prompt (L, H) whose rows are read where they lie.
+
+    addresses (L,) int64. like: a tensor of the rows' width, dtype and device. kept: what they lie in.
+    """
+
+    addresses: np.ndarray
+    like: Tensor
+    kept: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.addresses), self.like.shape[-1]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> AddressedRows:
+        """The rows of a tensor (L, H), each of which is contiguous."""
+        return cls(addresses_of(rows), rows, (rows,))
+
+
+class SpokenRows:
+    """Every text id's row as whole prompts have it, (V, H): 0.3 GB at 0.6B in bfloat16."""
+
+    def __init__(self, prompts: PromptBuilder) -> None:
+        self._table = prompts.spoken_rows()
+        self._first, self._stride = self._table.data_ptr(), _stride_bytes(self._table)
+
+    def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> AddressedRows:
+        """Rows `head`, those of the text `ids`, rows `end`."""
+        text = self._first + self._stride * np.array(ids, np.int64)
+        addresses = np.concatenate((addresses_of(head), text, addresses_of(end)))
+        return AddressedRows(addresses, head, (head, self._table, end))
+
+
+def addresses_of(rows: Tensor) -> np.ndarray:
+    """Of rows (N, H), each of which is contiguous: (N,) int64."""
+    return rows.data_ptr() + _stride_bytes(rows) * np.arange(len(rows), dtype=np.int64)
+
+
+def _stride_bytes(rows: Tensor) -> int:
+    return rows.stride(0) * rows.element_size()
 
 
 @dataclass(frozen=True)

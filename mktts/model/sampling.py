@@ -2,17 +2,23 @@
 
 Order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition penalty, minimum length,
 suppressed ids, temperature, top-k, top-p, draw. Two random number generators can draw: see `Sampling`.
+
+The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
+Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
+follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +31,25 @@ MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment afte
 _FLAT_PREFIX = {"talker": "", "predictor": "predictor_"}  # of the names in `Sampling.flat`
 _UPSTREAM_PREFIX = {"talker": "", "predictor": "subtalker_"}  # of the names in `Sampling.upstream`
 _DRAWN_SEED_BITS = 32  # short enough to read and type again
+
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # fractions of the golden ratio and of the square root of 3
+STREAM = 0  # the fourth counter: draws for another purpose would take another value
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF_BITS = np.uint64(32)
+
+# Polynomial and split ln 2 of logf in the Cephes library (S. Moshier): (log(1 + m) - m + m^2 / 2) / m^3.
+_LOG = np.array(
+    [
+        7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+        -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    ],
+    dtype=np.float32,
+)  # fmt: skip
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_SQRT_HALF, _HALF, _ONE = np.float32(0.707106781186547524), np.float32(0.5), np.float32(1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class Choice:
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
 
-    rng: "philox" draws by counters (`mktts.model.philox`): a draw follows from seed, frame, codebook and logits
+    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
         alone, the same on every device and in every backend of ours. "torch" takes the draws that
         `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
         it. backend="upstream" is qwen-tts itself and always draws that way.
@@ -169,14 +194,13 @@ def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tenso
 def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator | None) -> Tensor:
     """Chooses one id from `logits` (V,) fp32, -inf marking forbidden ids. Returns () int64 on the same device.
 
-    randomness: Gumbel noise (V,) fp32 on that device (`mktts.model.philox.gumbel`): the id with the largest score +
-    noise wins, the lowest of equals, which is a draw from softmax(kept scores). Or the generator of rng="torch". Greedy
-    needs neither.
+    randomness: Gumbel noise (V,) fp32 on that device (`gumbel`): the id with the largest score + noise wins, the lowest
+    of equals, which is a draw from softmax(kept scores). Or the generator of rng="torch". Greedy needs neither.
     """
     if not choice.do_sample:
         return logits.argmax()
     if isinstance(randomness, Tensor):
-        return (kept(logits, choice) + randomness).argmax()
+        return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
     return torch.multinomial(distribution(logits, choice)[None], 1, generator=randomness)[0, 0]
 
 
@@ -186,23 +210,154 @@ def distribution(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def kept(logits: Tensor, choice: Choice, stable: bool = True) -> Tensor:
-    """Scores (V,) fp32: logits / temperature, and -inf for what top-k and top-p leave out. Ties with the k-th stay.
+    """`ChoiceRows.kept` of one row (V,)."""
+    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable)[0]
 
-    Of equal scores at top-p's border a stable sort leaves out the lower ids first. An unstable one, which upstream
-    has, leaves out whichever the processor's sorting network put first: nothing another device could repeat.
-    """
-    scores = _divide(logits, choice.temperature)
-    if choice.top_k:
-        kth = torch.topk(scores, min(choice.top_k, scores.numel())).values[-1]
-        scores = scores.masked_fill(scores < kth, -torch.inf)
-    if choice.top_p < 1:
-        ascending, order = torch.sort(scores, descending=False, stable=stable)
-        drop = ascending.softmax(-1).cumsum(-1) <= 1 - choice.top_p
-        drop[-1] = False
-        scores = scores.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), -torch.inf)
-    return scores
+
+@dataclass(frozen=True)
+class ChoiceRows:
+    """The choices of B rows of logits; what none of them needs is None. Rows do not change each other's bits."""
+
+    draws: bool  # whether any row needs noise
+    greedy: Tensor | None  # (B,) bool; None where all rows draw
+    temperature: Tensor  # (B, 1) fp32
+    top_k: Tensor | int | None  # of every row that has one, or (B, 1) int64 where they differ; 0: off
+    most: int  # the largest top_k
+    nucleus: Tensor | None  # indices of the rows that have a top_p
+    drop: Tensor | None  # (lanes of `nucleus`, 1) fp32: 1 - top_p
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(choices: tuple[Choice, ...], device: torch.device) -> ChoiceRows:
+        """Of one choice a row."""
+
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        greedy = [not choice.do_sample for choice in choices]
+        top_k = [choice.top_k for choice in choices]
+        nucleus = [lane for lane, choice in enumerate(choices) if choice.top_p < 1 and choice.do_sample]
+        return ChoiceRows(
+            draws=not all(greedy),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            temperature=column([choice.temperature for choice in choices]),
+            top_k=None if not any(top_k) else top_k[0] if len(set(top_k)) == 1 else column(top_k, torch.int64),
+            most=max(top_k),
+            nucleus=torch.tensor(nucleus, device=device) if nucleus else None,
+            drop=column([1 - choices[lane].top_p for lane in nucleus]) if nucleus else None,
+        )
+
+    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64."""
+        if not self.draws:
+            return _best(logits)
+        drawn = _best(self.kept(logits).add_(noise))
+        return drawn if self.greedy is None else torch.where(self.greedy, _best(logits), drawn)
+
+    def kept(self, logits: Tensor, stable: bool = True) -> Tensor:
+        """Scores (B, V) fp32: logits / temperature, and -inf for what top-k and top-p leave out; rows of greedy choices
+        mean nothing. Ties with the k-th stay.
+
+        Of equal scores at top-p's border a stable sort leaves out the lower ids first. An unstable one, which upstream
+        has, leaves out whichever the processor's sorting network put first: nothing another device could repeat.
+        """
+        scores = logits / self.temperature
+        if self.top_k is not None:
+            alike = isinstance(self.top_k, int)  # then nothing need be sorted, a quarter of the time
+            best = torch.topk(scores, min(self.most, scores.shape[1]), sorted=not alike).values
+            if alike:
+                kth = best.amin(-1, keepdim=True)
+            else:  # a row without one keeps what is at least its lowest score
+                at = self.top_k.clamp(1, best.shape[1]) - 1
+                kth = best.gather(1, at).masked_fill_(self.top_k == 0, -torch.inf)
+            scores.masked_fill_(scores < kth, -torch.inf)
+        if self.nucleus is not None:
+            some = scores[self.nucleus]
+            ascending, order = torch.sort(some, descending=False, stable=stable)
+            drop = ascending.softmax(-1).cumsum(-1) <= self.drop
+            drop[:, -1] = False
+            scores[self.nucleus] = some.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+        return scores
+
+
+def _best(scores: Tensor) -> Tensor:
+    """argmax of rows: the lowest of equals, as that is, in half its time on the CPU."""
+    return scores.max(-1).indices
+
+
+class RestrictedRows:
+    """What code 0 is chosen from: `restrict` for many streams."""
+
+    def __init__(self, vocab_size: int, eos: int, device: torch.device) -> None:
+        forbidden = torch.zeros(2, vocab_size, dtype=torch.bool)  # in the first frames, and later
+        forbidden[:, -SUPPRESSED_TAIL:] = True
+        forbidden[:, eos] = torch.tensor([True, False])
+        self._forbidden = forbidden.to(device)
+
+    def restrict(self, logits: Tensor, seen: Tensor, penalties: Sequence[float], frames: Sequence[int]) -> Tensor:
+        """`logits` (B, V) fp32, overwritten; `seen` (B, V) bool: code 0 of any frame so far. frames: made so far."""
+        if any(penalty != 1 for penalty in penalties):
+            penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)[:, None]
+            penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(seen, penalised, logits)
+        later = torch.tensor([int(made >= MIN_NEW_FRAMES) for made in frames], device=logits.device)
+        return logits.masked_fill_(self._forbidden[later], -torch.inf)
 
 
 def _divide(numbers: Tensor, by: float) -> Tensor:
     """Rounded once on every device: by a Python number, torch on CUDA multiplies by the rounded reciprocal instead."""
     return numbers / torch.full((), by, dtype=numbers.dtype, device=numbers.device)
+
+
+def philox(counters: Sequence[np.ndarray | int], key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10: four counters that broadcast to one shape S, 32 bits each, and a key -> (*S, 4) uint32."""
+    c0, c1, c2, c3 = (np.asarray(counter, dtype=np.uint64) for counter in counters)
+    for turn in range(ROUNDS):
+        k0, k1 = (np.uint64((word + turn * step) & 0xFFFFFFFF) for word, step in zip(key, KEY_STEPS, strict=True))
+        first, second = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        c0, c2 = (second >> _HALF_BITS) ^ (c1 ^ k0), (first >> _HALF_BITS) ^ (c3 ^ k1)
+        c1, c3 = second & _WORD, first & _WORD
+    words = np.empty((*np.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape), 4), dtype=np.uint32)
+    for place, word in enumerate((c0, c1, c2, c3)):
+        words[..., place] = word
+    return words
+
+
+def exact_log(x: np.ndarray) -> np.ndarray:
+    """Natural logarithm of positive normal float32, of additions and multiplications that are each rounded once.
+
+    A library's logarithm, or a fused multiply-add, would give other last bits on another machine; these come out
+    the same everywhere. The error is below 1e-7, or 1e-7 of the logarithm where that is above 1.
+    """
+    bits = x.view(np.uint32)
+    m = ((bits & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)).view(np.float32)  # x = m * 2^exponent, m in [1/2, 1)
+    small = m < _SQRT_HALF
+    exponent = ((bits >> np.uint32(23)).astype(np.int32) - np.int32(126) - small).astype(np.float32)
+    m += m * small  # exact, as is the next line: m in [sqrt(1/2) - 1, sqrt(2) - 1)
+    m -= _ONE
+    square = m * m
+    y = np.full_like(m, _LOG[0])
+    for coefficient in _LOG[1:]:
+        y *= m
+        y += coefficient
+    y *= m
+    y *= square
+    y += exponent * _LN2_LOW
+    square *= -_HALF
+    y += square
+    m += y
+    m += exponent * _LN2_HIGH
+    return m
+
+
+def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
+    """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
+
+    `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
+    23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u)).
+    """
+    blocks = np.arange(-(-size // 4))
+    words = philox((blocks, np.array(books)[:, None], frame, STREAM), (seed & 0xFFFFFFFF, seed >> 32))
+    k = words.reshape(len(books), -1)[:, :size] >> np.uint32(9)
+    u = (k.astype(np.float32) + _HALF) * np.float32(2**-23)
+    return -exact_log(-exact_log(u))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mktts.model.fed_prompt import FedPrompt
-from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.voice import Voice
 from mktts.speech.options import Plan
 from mktts.speech.script import FedScript, Script, WholeScript

@@ -13,7 +13,6 @@ import torch
 from mktts.batch.admission import AdmissionSettings
 from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
-from mktts.batch.prompt_rows import SpokenRows
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
@@ -21,7 +20,7 @@ from mktts.codec.graphs import codec_for
 from mktts.errors import BackendUnavailable, OptionsError
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.oracle import TorchBackend
-from mktts.model.prompt import PromptBuilder
+from mktts.model.prompt import PromptBuilder, SpokenRows
 from mktts.synth.generation import StepModel
 
 if TYPE_CHECKING:

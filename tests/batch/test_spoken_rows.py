@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mktts.batch.prompt_rows import PromptRows, SpokenRows, addresses_of
 from mktts.checkpoint import open_checkpoint
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.prompt import AddressedRows, PromptBuilder, Request, SpokenRows, addresses_of
 
 REQUESTS = {
     "random:tiny": [Request("Hello there, you."), Request("Yes", language="english"), Request("No " * 40)],
@@ -18,7 +17,7 @@ REQUESTS = {
 }
 
 
-def read(rows: PromptRows) -> torch.Tensor:
+def read(rows: AddressedRows) -> torch.Tensor:
     """What stands at the addresses, as float32."""
     width = rows.shape[1]
     return torch.tensor(np.array([(ctypes.c_float * width).from_address(at) for at in rows.addresses.tolist()]))
@@ -36,7 +35,7 @@ def test_they_are_those_of_the_prompt_that_is_computed(builder):
     spoken = SpokenRows(prompts)
     for request in map(prompts.check, requests):
         computed, found = prompts.of_checked(request), prompts.of_checked(request, spoken)
-        assert isinstance(found.embeds, PromptRows) and found.embeds.shape == tuple(computed.embeds.shape)
+        assert isinstance(found.embeds, AddressedRows) and found.embeds.shape == tuple(computed.embeds.shape)
         torch.testing.assert_close(read(found.embeds), computed.embeds, rtol=1e-5, atol=1e-6)
         same = ("prefix_rows", "prefix_key", "text_tokens")
         assert all(getattr(found, name) == getattr(computed, name) for name in same)
@@ -52,5 +51,5 @@ def test_a_streaming_prompt_is_computed_all_the_same(builder):
 
 def test_addresses_are_those_of_the_rows():
     rows = torch.arange(60.0).view(6, 10)[::2]
-    assert torch.equal(read(PromptRows.of(rows)), rows)
+    assert torch.equal(read(AddressedRows.of(rows)), rows)
     assert addresses_of(rows).tolist() == [rows[i].data_ptr() for i in range(3)]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.plain.draws import LaneChoices, LaneLimits
 from mktts.batch.plain.keys_values import CHUNK_POSITIONS
 from mktts.batch.plain.noise import LaneNoise
 from mktts.batch.plain.talker import TorchTalker
@@ -17,9 +16,8 @@ from mktts.checkpoint import open_checkpoint
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
-from mktts.model.philox import gumbel
 from mktts.model.prompt import PromptBuilder, Request
-from mktts.model.sampling import Choice, Sampling, choose, restrict
+from mktts.model.sampling import Choice, ChoiceRows, RestrictedRows, Sampling, choose, gumbel, restrict
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL
 
 GREEDY = Choice(do_sample=False)
@@ -131,13 +129,13 @@ def test_bfloat16_gives_the_oracles_greedy_codes(tiny_margin):
 def test_neighbours_change_no_bit(name, monkeypatch):
     """All sixteen rows of logits of every frame are the same alone and in any company, to the last bit."""
     seen: list[Tensor] = []
-    choose_of = LaneChoices.choose
+    choose_of = ChoiceRows.choose
 
-    def watched(rows: LaneChoices, logits: Tensor, noise: Tensor | None) -> Tensor:
+    def watched(rows: ChoiceRows, logits: Tensor, noise: Tensor | None) -> Tensor:
         seen.append(logits.clone())
         return choose_of(rows, logits, noise)
 
-    monkeypatch.setattr(LaneChoices, "choose", watched)
+    monkeypatch.setattr(ChoiceRows, "choose", watched)
     streams = Streams(open_checkpoint(name if name == "small" else f"random:{name}"), count=9, frames=4)
     alone, company = streams.lanes(max_slots=1), streams.lanes(max_slots=9)
     slots, frames = [streams.start(company, i) for i in range(9)], [0] * 9
@@ -201,7 +199,7 @@ def test_given_logits_every_lane_chooses_as_the_oracle(mixed):
     if not mixed:
         choices = [Choice(top_k=5)] * 4
     torch.manual_seed(1)
-    rows = LaneChoices.of(tuple(choices), CPU)
+    rows = ChoiceRows.of(tuple(choices), CPU)
     for step in (1.0, 0.25, 1e-3):
         logits = (3 * torch.randn(len(choices), 300) / step).round() * step
         logits[:, 200:290] = -torch.inf
@@ -220,7 +218,7 @@ def test_code_0_is_restricted_as_by_the_oracle():
     for row, history in zip(seen, histories, strict=True):
         row[history] = True
     frames = [len(history) for history in histories]
-    found = LaneLimits(vocabulary, eos, CPU).restrict(logits.clone(), seen, penalties, frames)
+    found = RestrictedRows(vocabulary, eos, CPU).restrict(logits.clone(), seen, penalties, frames)
     for lane, history in enumerate(histories):
         assert torch.equal(found[lane], restrict(logits[lane], history, penalties[lane], eos)), lane
 

@@ -18,7 +18,7 @@ from mktts.kernel.grid import choose_shape
 from mktts.kernel.params import ChoiceParams, Params, StreamParams
 from mktts.measure.inspection import config_at
 from mktts.measure.parity.upstream import our_codes
-from mktts.model.backend import PromptRows, StartPrompt
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling
@@ -83,7 +83,7 @@ def test_row_by_row_at_once_and_after_a_prefix_prompts_give_the_same_codes(tiny_
     backend, prompt = kernel_of(tiny_margin), prompt_of(tiny_margin)
     assert 0 < prompt.prefix_rows < len(prompt.embeds)
 
-    def codes(kernel_rows: int, start: StartPrompt) -> torch.Tensor:
+    def codes(kernel_rows: int, start: PromptRows) -> torch.Tensor:
         monkeypatch.setattr("mktts.kernel.backend._KERNEL_ROWS", kernel_rows)
         state = backend.start(start, GREEDY, 0, 30)
         return frames_of(backend, prompt, state, 30)

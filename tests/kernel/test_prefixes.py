@@ -13,8 +13,7 @@ from mktts.errors import CapacityError, PromptError
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import PrefixCache
 from mktts.measure.parity.upstream import made_up_voice
-from mktts.model.fed_prompt import FedPrompt
-from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.voice import Voice
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from mktts.checkpoint import open_checkpoint
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.oracle import TorchBackend
-from mktts.model.philox import gumbel
 from mktts.model.prompt import PromptBuilder, Request
-from mktts.model.sampling import Choice, Sampling, choose, restrict
+from mktts.model.sampling import Choice, Sampling, choose, gumbel, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -26,8 +26,7 @@ from mktts.errors import (
 from mktts.llm.backend import TorchTextBackend
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.decoder import TextDecoder
-from mktts.model.philox import gumbel
-from mktts.model.sampling import Choice, distribution
+from mktts.model.sampling import Choice, distribution, gumbel
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GREEDY = Choice(do_sample=False)

@@ -9,8 +9,7 @@ from mktts.kernel.grid import Shape, choose_text_shape
 from mktts.kernel.tape import pack_wide_head
 from mktts.llm.backend import TorchTextBackend
 from mktts.llm.checkpoint import open_text_checkpoint
-from mktts.model.philox import gumbel
-from mktts.model.sampling import Choice, choose
+from mktts.model.sampling import Choice, choose, gumbel
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GREEDY = Choice(do_sample=False)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint
-from mktts.model.fed_prompt import FedPrompt
-from mktts.model.prompt import PromptBuilder, Request
-from mktts.model.text_table import gather, numbers
+from mktts.model.prompt import FedPrompt, PromptBuilder, Request, gather, numbers
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 REQUESTS = [

@@ -16,8 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from mktts.errors import SamplingError
-from mktts.model.philox import gumbel
-from mktts.model.sampling import Choice, Sampling, checked_seed, choose, distribution, kept, penalise, restrict
+from mktts.model.sampling import Choice, Sampling, checked_seed, choose, distribution, gumbel, kept, penalise, restrict
 from mktts.spec import CODEBOOK_SIZE, MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
 SIZE = 300

@@ -28,7 +28,6 @@ from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
 from mktts.batch.cuda.workspace import Workspace
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
-from mktts.batch.prompt_rows import PromptRows
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
@@ -37,6 +36,7 @@ from mktts.codec.primed import Primed
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
+from mktts.model.prompt import AddressedRows
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.spec import ModelConfig
 
@@ -116,7 +116,7 @@ class CudaLanes:
         self._pool = torch.cuda.graph_pool_handle() if cuda and graphs else None
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._settings = np.zeros((slots, SETTINGS), np.int32)
-        self._prompts: dict[int, PromptRows] = {}
+        self._prompts: dict[int, AddressedRows] = {}
         self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
@@ -181,7 +181,7 @@ class CudaLanes:
             self._primed.forget(reference)
 
     def begin(
-        self, slot: int, prompt: Tensor | PromptRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
+        self, slot: int, prompt: Tensor | AddressedRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
     ) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         width, most = self.config.talker.hidden_size, self._memory.positions
@@ -191,7 +191,7 @@ class CudaLanes:
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(seed))
         if isinstance(prompt, Tensor):
-            prompt = PromptRows.of(prompt.to(self.device, self.dtype).contiguous())
+            prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
         self._prompts[slot] = prompt
         self._memory.copy(copies)
 
@@ -243,7 +243,7 @@ class CudaLanes:
         self._stages.append(self._waiting.popleft())
         return made
 
-    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[PromptRows]]:
+    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[AddressedRows]]:
         """Where the rows of the tick's pieces lie, and the prompts that they are of."""
         entering, prompts = [], []
         for piece in tick.pieces:

@@ -1,4 +1,4 @@
-"""Gumbel noise of one frame of many streams: the bits of `mktts.model.philox.gumbel`, all lanes and books at once."""
+"""Gumbel noise of one frame of many streams: the bits of `mktts.model.sampling.gumbel`, all lanes and books at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, STREAM, exact_log
+from mktts.model.sampling import KEY_STEPS, MULTIPLIERS, ROUNDS, STREAM, exact_log
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 _WORD, _HALF_BITS, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(9)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.draws import LaneChoices, LaneLimits
 from mktts.batch.plain.keys_values import KeysValues, advance
 from mktts.batch.plain.lane_stack import LaneStack
 from mktts.batch.plain.noise import LaneNoise
@@ -28,7 +27,7 @@ from mktts.codec.layers import LEAST_ROWS, filled_up
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import check_start
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.model.sampling import Sampling, checked_seed
+from mktts.model.sampling import ChoiceRows, RestrictedRows, Sampling, checked_seed
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 _PREFIXES = {"talker": "talker.", "predictor": "talker.code_predictor."}
@@ -100,7 +99,7 @@ class TorchTalker:
             else None,
         )
         self._noise = LaneNoise(config)
-        self._limits = LaneLimits(config.talker.vocab_size, config.codec_ids.eos, self.device)
+        self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
         self._slots: list[_Slot | None] = [None] * max_slots
         self._free = list(range(max_slots))  # a heap: the lowest first
         self._codes = torch.zeros(max_slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
@@ -187,8 +186,8 @@ class TorchTalker:
             slots = [*slots, *[slots[0]] * missing]
             lanes, hidden = torch.cat((lanes, lanes[:1].expand(missing))), filled_up(hidden)
         frames = [slot.frames for slot in slots]
-        talker = LaneChoices.of(tuple(slot.sampling.talker for slot in slots), self.device)
-        predictor = LaneChoices.of(tuple(slot.sampling.predictor for slot in slots), self.device)
+        talker = ChoiceRows.of(tuple(slot.sampling.talker for slot in slots), self.device)
+        predictor = ChoiceRows.of(tuple(slot.sampling.predictor for slot in slots), self.device)
         noise, later_noise = None, None
         if talker.draws or predictor.draws:
             noise, later_noise = self._noise.draw([slot.seed for slot in slots], frames, self.device)

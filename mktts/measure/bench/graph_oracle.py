@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, EngineError, PromptError
-from mktts.model.backend import Frame, StartPrompt, check_start
+from mktts.model.backend import Frame, PromptRows, check_start
 from mktts.model.cuda_graph import record
 from mktts.model.oracle import TorchBackend
 from mktts.model.qwen3 import LayerWeights, rms_norm, rotate
@@ -74,7 +74,7 @@ class GraphOracle:
         self._stream: GraphStream | None = None
 
     @torch.inference_mode()
-    def start(self, prompt: StartPrompt, sampling: Sampling, seed: int | None, max_frames: int) -> GraphStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> GraphStream:
         """See `Backend.start`. Ends the stream before; other sampling settings capture new graphs (seconds)."""
         embeds = prompt.embeds
         check_start(embeds, self.config.talker.hidden_size, max_frames)

@@ -1,5 +1,5 @@
-"""Triton kernels of a frame's sixteen draws. Random numbers are those of `mktts.model.philox`, bit for bit: launch with
-enable_fp_fusion=False, so that every operation is rounded once, as there."""
+"""Triton kernels of a frame's sixteen draws. Random numbers are those of `mktts.model.sampling.gumbel`, bit for bit:
+launch with enable_fp_fusion=False, so that every operation is rounded once, as there."""
 
 import triton
 import triton.language as tl
@@ -7,15 +7,15 @@ import triton.language as tl
 from mktts.kernel.rows import rms
 
 _NEVER = tl.constexpr(-3.0e38)  # the score of an id that may not be drawn
-_MULTIPLIER_0 = tl.constexpr(0xD2511F53)  # mktts.model.philox.MULTIPLIERS
+_MULTIPLIER_0 = tl.constexpr(0xD2511F53)  # mktts.model.sampling.MULTIPLIERS
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
-_KEY_STEP_0 = tl.constexpr(0x9E3779B9)  # mktts.model.philox.KEY_STEPS
+_KEY_STEP_0 = tl.constexpr(0x9E3779B9)  # mktts.model.sampling.KEY_STEPS
 _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
 def _exact_log(x):
-    """As mktts.model.philox.exact_log."""
+    """As mktts.model.sampling.exact_log."""
     bits = x.to(tl.uint32, bitcast=True)
     exponent = (bits >> 23).to(tl.int32) - 126
     m = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
@@ -47,7 +47,7 @@ def _gumbel(words):
 
 @triton.jit
 def _noise(seed_low, seed_high, frame, book, SIZE: tl.constexpr):
-    """Gumbel noise (SIZE,) of ids 0..SIZE - 1: mktts.model.philox.gumbel."""
+    """Gumbel noise (SIZE,) of ids 0..SIZE - 1: mktts.model.sampling.gumbel."""
     c0 = tl.arange(0, SIZE // 4).to(tl.uint32)
     c1 = tl.zeros((SIZE // 4,), tl.uint32) + book.to(tl.uint32)
     c2 = tl.zeros((SIZE // 4,), tl.uint32) + frame.to(tl.uint32)
