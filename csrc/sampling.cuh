@@ -39,6 +39,13 @@ DEV float gumbel(u32 r) {
 }
 DEV u32 ordered(float f) { const u32 b = __float_as_uint(f); return (b & 0x80000000u) ? ~b : (b | 0x80000000u); }
 
+// The settings of one choice, and of the ids that it may take.
+struct Choice { int greedy; u32 top_k; float temperature, top_p; };
+DEV Choice choice_of(const Ctx& c, bool first) {
+  const Stream& u = *c.u;
+  if (first) return {u.greedy0, (u32)u.top_k0, u.temperature0, u.top_p0};
+  return {u.greedy, (u32)u.top_k, u.temperature, u.top_p};
+}
 // Repetition penalty, minimum length and suppressed ids: code 0 only.
 DEV float admit(const Ctx& c, float l, int id, int frame) {
   const Params& p = *c.p; const float penalty = c.u->penalty;
@@ -92,9 +99,9 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   constexpr int N = ceil_div(V, 4 * THREADS);
   static_assert(WARPS % 2 == 0 && V < 1 << 16, "two 16-bit counts a word");
   Shared& s = *c.s; const Params& p = *c.p;
-  const Choice choice = book == 0 ? c.u->talker : c.u->predictor;
+  const Choice choice = choice_of(c, book == 0);
   float l[N][4], score[N][4];
-  if (choice.do_sample) UNROLL for (int g = 0; g < N; g++) { // noise does not depend on the logits: before the wait
+  if (!choice.greedy) UNROLL for (int g = 0; g < N; g++) { // noise does not depend on the logits: before the wait
     u32 r[4]; philox(g * THREADS + c.tid, book, frame, 0, c.u->seed_lo, c.u->seed_hi, r);
     UNROLL for (int i = 0; i < 4; i++) score[g][i] = gumbel(r[i]);
   }
@@ -113,13 +120,13 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     UNROLL for (int i = 0; i < 4; i++) {
       if (book == 0 && mine) l[g][i] = admit(c, l[g][i], id + i, frame);
       if (!mine) l[g][i] = NEVER;
-      if (choice.do_sample && l[g][i] > NEVER) l[g][i] = __fdiv_rn(l[g][i], choice.temperature);
-      score[g][i] = !choice.do_sample ? l[g][i] : __fadd_rn(l[g][i], score[g][i]);
+      if (!choice.greedy && l[g][i] > NEVER) l[g][i] = __fdiv_rn(l[g][i], choice.temperature);
+      score[g][i] = choice.greedy ? l[g][i] : __fadd_rn(l[g][i], score[g][i]);
       most = fmaxf(most, l[g][i]);
     }
   }
   float limit = 0.f;
-  const bool nucleus = choice.do_sample && choice.top_p < 1.f;
+  const bool nucleus = !choice.greedy && choice.top_p < 1.f;
   if (nucleus) {
     UNROLL for (int m = 16; m; m >>= 1) most = fmaxf(most, shuffle_xor(most, m));
     block_sync();
@@ -151,7 +158,7 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
     const int win = key ? (int)~(u32)key : NO_NUMBER;
     float won = NEVER;
     UNROLL for (int w = 0; w < WARPS; w++) if (w == winner) won = offered[w];
-    if (!key || !choice.do_sample || (choice.top_k == 0 && !nucleus)) { block_sync(); return win; }
+    if (!key || choice.greedy || (choice.top_k == 0 && !nucleus)) { block_sync(); return win; }
     if (choice.top_k) {
       u32 above[WARPS / 2];
       UNROLL for (int w = 0; w < WARPS / 2; w++) above[w] = 0;
@@ -165,7 +172,7 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
       bool refused = false;
       UNROLL for (int w = 0; w < WARPS; w++) {
         u32 n = 0; UNROLL for (int v = 0; v < WARPS; v++) n += s.above[v][w / 2] >> (w % 2 * 16) & 0xffffu;
-        if (n < (u32)choice.top_k) continue;
+        if (n < choice.top_k) continue;
         if (offered[w] >= floor) { floor = offered[w]; floor_id = 0x7fffffff; }
         refused |= w == winner;
       }

@@ -29,11 +29,6 @@ struct Exchange {
   u32 go;                                    // block 0's word on whether another frame is wanted
 };
 
-// How one code is chosen: mktts/model/sampling.py, class Choice, in the order of its fields.
-struct Choice {
-  int do_sample; float temperature; int top_k; float top_p;
-};
-
 // One utterance as a launch takes it. `out` is the host's pinned memory: STATUS_WORDS, then FRAME_WORDS a frame.
 constexpr int STATUS_WORDS = 16;
 constexpr int MADE = 0;            // status word: frames made so far
@@ -48,9 +43,8 @@ struct Stream {
   u8* kv;                                    // [T_L][NKV][GROUP][slots][2][HD] bf16
   u32* seen;                                 // [VT / 32] code-0 history bitmap
   int* out;
-  int slots, position, frame;
-  float penalty;
-  Choice talker, predictor;                  // of code 0 and of a text's tokens; of codes 1 to 15
+  int slots, position, frame, top_k0, top_k, greedy0, greedy;
+  float temperature0, temperature, top_p0, top_p, penalty;
   u32 seed_lo, seed_hi, token;               // token: the newest one of a text
 };
 

@@ -82,18 +82,18 @@ DEV float sum_all(Ctx& c, float v) {
 
 // As `sample` of sampling.cuh, over blocks: an offer wins unless its rank forbids it, and then all below it are out.
 DEV int choose(Ctx& c, Logits& x, int index) {
-  const Choice choice = c.u->talker;
+  const Choice choice = choice_of(c, true);
   float score[HEAD_CHUNKS], most = NEVER;
   u32 raw[HEAD_CHUNKS];
   UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
     score[k] = x.l[k]; raw[k] = ordered(x.l[k]) >> 16;
-    if (!choice.do_sample || x.id[k] < 0) continue;
+    if (choice.greedy || x.id[k] < 0) continue;
     x.l[k] = __fdiv_rn(x.l[k], choice.temperature);
     u32 r[4]; philox(x.id[k] / 4, 0, index, 0, c.u->seed_lo, c.u->seed_hi, r);
     const u32 at = x.id[k] % 4;
     score[k] = __fadd_rn(x.l[k], gumbel(at & 2 ? (at & 1 ? r[3] : r[2]) : (at & 1 ? r[1] : r[0])));
   }
-  const bool nucleus = choice.do_sample && choice.top_p < 1.f;
+  const bool nucleus = !choice.greedy && choice.top_p < 1.f;
   float limit = 0.f, floor = NEVER; int floor_id = 0x7fffffff;            // candidates: (l, id) > (floor, floor_id)
   if (nucleus) {
     Offer top = {0, 0x7fffffff, NEVER};
@@ -119,7 +119,7 @@ DEV int choose(Ctx& c, Logits& x, int index) {
       if (x.l[k] > floor || (x.l[k] == floor && x.id[k] > floor_id))
         mine = better(mine, {ordered(score[k]), x.id[k], x.l[k]});
     const Offer won = agree(c, mine);
-    if (!choice.do_sample || (choice.top_k == 0 && !nucleus) || *(volatile u32*)&c.s->dead) return won.id;
+    if (choice.greedy || (choice.top_k == 0 && !nucleus) || *(volatile u32*)&c.s->dead) return won.id;
     float above = 0.f;                                                    // how many, or how much of the distribution
     UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
       const bool higher = x.l[k] > won.l;

@@ -25,11 +25,11 @@ from mktts.kernel.params import (
     MADE,
     STATUS_WORDS,
     STOP,
-    ChoiceParams,
     Params,
     StreamParams,
     pinned_words,
     point,
+    set_choice,
 )
 from mktts.kernel.prompts import KernelPrefill
 from mktts.kernel.tape_rows import TapeRows
@@ -286,7 +286,8 @@ def _put_stream(stream: StreamParams, state: MegakernelStream) -> None:
     point(stream, own)
     stream.slots, stream.penalty = state.kv.shape[3], sampling.repetition_penalty
     stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
-    stream.talker, stream.predictor = ChoiceParams.of(sampling.talker), ChoiceParams.of(sampling.predictor)
+    set_choice(stream, sampling.talker, True)
+    set_choice(stream, sampling.predictor, False)
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:

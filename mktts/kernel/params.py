@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -36,16 +36,18 @@ _POINTERS = """
 """.split()
 
 
-class ChoiceParams(ctypes.Structure):
-    """csrc/state.cuh, struct Choice: the fields of `Choice`, in their order."""
+def _words(choice: Choice) -> dict[str, float]:
+    """The fields of a choice by csrc's names: `greedy` in the place of `do_sample`."""
+    given = asdict(choice)
+    return {"greedy": int(not given.pop("do_sample")), **given}
 
-    _fields_ = [
-        (name, ctypes.c_float if isinstance(value, float) else ctypes.c_int) for name, value in asdict(Choice()).items()
-    ]
 
-    @classmethod
-    def of(cls, choice: Choice) -> ChoiceParams:
-        return cls(*astuple(choice))
+def _twice(kind: type) -> list[str]:
+    """csrc's names of the fields of `kind`, each of code 0 (and of a text's tokens) and of codes 1 to 15."""
+    names = [name for name, value in _words(Choice()).items() if isinstance(value, kind)]
+    if kind is int:  # csrc has the newest whole number first
+        names.reverse()
+    return [name + book for name in names for book in ("0", "")]
 
 
 class StreamParams(ctypes.Structure):
@@ -53,8 +55,8 @@ class StreamParams(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("rows", "hidden", "sum", "kv", "seen", "out")]
-        + [(name, ctypes.c_int) for name in ("slots", "position", "frame")]
-        + [("penalty", ctypes.c_float), ("talker", ChoiceParams), ("predictor", ChoiceParams)]
+        + [(name, ctypes.c_int) for name in ("slots", "position", "frame", *_twice(int))]
+        + [(name, ctypes.c_float) for name in (*_twice(float), "penalty")]
         + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]
     )
 
@@ -74,6 +76,12 @@ def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> Non
     """Sets the pointers named by `tensors`; None leaves one null."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
+
+
+def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
+    """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
+    for name, value in _words(choice).items():
+        setattr(stream, name + "0" * book0, value)
 
 
 def pinned_words(frames: int) -> Tensor:

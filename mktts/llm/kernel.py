@@ -13,7 +13,7 @@ from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.card import card_of
 from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import Launcher, check_device
-from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, ChoiceParams, Params, pinned_words, point
+from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, pinned_words, point, set_choice
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head
 from mktts.kernel.weights import stack_weights
@@ -52,7 +52,7 @@ class TextKernelState:
         point(stream, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
         stream.slots = self.kv.shape[3]
         stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
-        stream.talker = ChoiceParams.of(self.choice)
+        set_choice(stream, self.choice, True)
 
 
 class TextKernelBackend:

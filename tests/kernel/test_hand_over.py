@@ -96,7 +96,7 @@ def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(
         assert (own.kv, own.seen, own.out) == (state.kv.data_ptr(), state.seen.data_ptr(), state.out.data_ptr())
         assert (own.hidden, own.sum, own.slots) == (state.hidden.data_ptr(), state.sum.data_ptr(), 4)
         assert (own.frame, own.position) == (turn // 2, state.prompt_rows + turn // 2 - 1)
-        assert (own.talker.top_k, own.predictor.top_k) == (4, Sampling().predictor.top_k)
+        assert (own.top_k0, own.top_k) == (4, Sampling().predictor.top_k)
         assert params.talker_tape == backend._weights["talker_tape"].data_ptr()
         assert params.ends[0] == backend.config.codec_ids.eos and params.min_frames == backend._fixed.min_frames
         assert params.tag == driver.params[0].tag + 5 * backend.config.talker.num_hidden_layers + turn * TAGS

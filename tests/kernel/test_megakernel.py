@@ -15,7 +15,7 @@ from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptE
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import SHARED, compile_kernel, source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.params import ChoiceParams, Params, StreamParams
+from mktts.kernel.params import Params, StreamParams
 from mktts.measure.inspection import config_at
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
@@ -49,9 +49,7 @@ def test_without_a_device_it_says_so(tiny):
         MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "structure"), [("Params", Params), ("Stream", StreamParams), ("Choice", ChoiceParams)]
-)
+@pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
 def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, structure):
     struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
     declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
