@@ -19,6 +19,7 @@ from mktts.common import write_json
 from mktts.llm.tokens import TextVocabulary
 from mktts.measure.environment import environment
 from mktts.model.tokenizer import TextTokenizer
+from mktts.synth import loading
 
 pytest_plugins = ["time_limits"]
 
@@ -104,12 +105,20 @@ def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def patient_admission() -> Iterator[None]:
     """Streams on the batch engine of this CPU wait for their place for a minute: how many it carries at the moment
-    depends on what else runs here."""
+    depends on what else runs here. A test of admission brings its own settings."""
     waits = AdmissionSettings(margin=1.0, lead_s=0.0, first_pcm_s=60.0, max_wait_s=60.0)
-    monkeypatch.setattr(AdmissionSettings, "cpu", classmethod(lambda cls: waits))
+
+    class Patient(AdmissionSettings):
+        @classmethod
+        def cpu(cls) -> AdmissionSettings:
+            return waits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "AdmissionSettings", Patient)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_first_pcm_is_told_of_each_engine_where_it_serves_beside_the_other():
     assert set(mixed.told(seen, settings, 64)[0]) == {"mixed_underruns", "mixed_single_ttfc_p99_ms"}
 
 
-def test_the_section_runs_both_engines_and_tells_of_their_memory(tiny, monkeypatch, roomy):
+def test_the_section_runs_both_engines_and_tells_of_their_memory(tiny, monkeypatch):
     monkeypatch.setattr(mixed, "_FEW_FRAMES", (4, 8))  # what each engine says before it is measured, and the short ones
     subject = Subject(LoadSettings("random:tiny", device="cpu", seconds=2.0, warm_s=1.0, tail_s=0.2))
     (result,) = SECTIONS["mixed"](subject, Numbers((4,)))
