@@ -14,7 +14,7 @@
 
 // By value: a variable whose address is taken lives in local memory, and every poll would go there.
 constexpr u64 GAVE_UP = ~0ull;
-// What waits, by the number that a launch which gave up leaves in its status: mktts/kernel/params.py names them.
+// What waits, by the number that a launch which gave up leaves in its status: mktts/kernel/launch.py names them.
 enum { WORDS = 1, PARTS = 3, WEIGHTS = 5, HEAD_WORDS, ANSWER, EARLIER_COPY, LAST_COPIES };
 DEV void lose(const Params* p, Shared* s, u32 block, u32 tid, u32 tag, int what) {
   s->dead = 1;

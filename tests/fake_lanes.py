@@ -17,7 +17,7 @@ from mktts.batch.pages import NOBODY, Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
-from mktts.codec.primed import PrimedStates
+from mktts.codec.decoder import PrimedStates
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mktts.batch.admission import AdmissionSettings
 from mktts.batch.executor import Together
 from mktts.batch.model import LaneModel
-from mktts.codec.pending import Pending
+from mktts.codec.decoder import PendingPcm
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, PromptRows
 from mktts.model.prompt import Request
@@ -142,8 +142,8 @@ class FakeCodec:
             state.frames += 1
         return torch.cat(pieces).float()
 
-    def submit(self, codes: Tensor, state: FakeCodecState) -> Pending:
-        return Pending(self.decode(codes, state))
+    def submit(self, codes: Tensor, state: FakeCodecState) -> PendingPcm:
+        return PendingPcm(self.decode(codes, state))
 
 
 class FakeFedPrompt:

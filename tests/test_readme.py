@@ -15,7 +15,7 @@ from readme_figures import CARDS, ENGINES, FIGURE, ROWS, SPEED, renew, renew_car
 from test_rooms import ALLOWED
 
 from mktts.cli import parse
-from mktts.kernel.card import TARGETS
+from mktts.kernel.build import TARGETS
 from mktts.measure.cards import CASES
 
 ROOT = Path(__file__).resolve().parents[1]

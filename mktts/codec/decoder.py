@@ -4,22 +4,244 @@ Every layer of the decoder is causal, so keeping what each one still needs (the 
 last window - 1 keys and values) makes decoding frame by frame the same computation as decoding the utterance in one
 pass: any schedule of chunks gives the same samples up to fp32 rounding. Upstream instead decodes chunks of 300
 frames and repeats 25 frames of context, which is shorter than the attention window (`decode_chunked` of
-mktts.measure.parity.codec does the same, to compare with).
-"""
+mktts.measure.parity.codec does the same, to compare with)."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec.layers import CausalConv, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
-from mktts.codec.state import CodecState, StateLayout
-from mktts.codec.streaming import StreamingCodec
-from mktts.codec.transformer import CodecTransformer
-from mktts.spec import NUM_CODEBOOKS, CodecConfig
+from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
+from mktts.errors import CodecError
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
+
+_ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
+
+
+@dataclass
+class CodecState:
+    """Everything one stream carries from chunk to chunk. Tensors are updated in place and never replaced.
+
+    They are made when they are first asked for: captured graphs copy `flat` as a whole, and a hundred views cost their
+    streams 0.16 ms of the time to first PCM.
+    """
+
+    flat: Tensor  # (bytes,) uint8: the memory that all tensors are views of
+    layout: StateLayout
+    frames: int = 0  # the same number as `position`, on the host
+
+    @property
+    def keys(self) -> Tensor:
+        """(layers, heads, window - 1, head_dim), rotated, oldest first."""
+        return self._views[0]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self._views[1]
+
+    @property
+    def history(self) -> tuple[Tensor, ...]:
+        """(P, C) rows before each layer that looks back, in the order of the pass."""
+        return self._views[2:-1]
+
+    @property
+    def position(self) -> Tensor:
+        """() int64: frames decoded, on the device."""
+        return self._views[-1]
+
+    @cached_property
+    def _views(self) -> tuple[Tensor, ...]:
+        return self.layout.views(self.flat)
+
+    def copy(self) -> CodecState:
+        """A second stream that continues from here."""
+        return CodecState(self.flat.clone(), self.layout, self.frames)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._views)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the tensors of a decoder's states lie in their buffer; equal for decoders whose states are exchangeable."""
+
+    cache: tuple[int, ...]  # shape of the keys, and of the values
+    history: tuple[tuple[int, int], ...]
+    dtype: torch.dtype  # of all but the position
+
+    def zeros(self, device: torch.device) -> CodecState:
+        """The state before the first frame."""
+        start, count, dtype = self.places[-1]
+        return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Keys, values, every history and the position in `flat` (bytes,) uint8."""
+        shapes = (self.cache, self.cache, *self.history, ())
+        return tuple(
+            flat[start : start + count * dtype.itemsize].view(dtype).view(shape)
+            for (start, count, dtype), shape in zip(self.places, shapes, strict=True)
+        )
+
+    def words(self) -> list[int]:
+        """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
+        return [start // self.dtype.itemsize for start, *_ in self.places[:-1]]
+
+    @cached_property
+    def places(self) -> list[tuple[int, int, torch.dtype]]:
+        """(first byte, values, dtype) of keys, values, every history and the position."""
+        places, start = [], 0
+        tensors = [(math.prod(shape), self.dtype) for shape in (self.cache, self.cache, *self.history)]
+        for count, dtype in (*tensors, (1, torch.int64)):
+            places.append((start, count, dtype))
+            start += -(-count * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return places
+
+
+class PendingPcm:
+    """PCM that is on its way to the host. pcm16: the same in 16 bits, where that is made with it."""
+
+    pcm16: bytes | None = None
+
+    def __init__(self, pcm: Tensor, arrived: torch.cuda.Event | None = None) -> None:
+        """`pcm` (S,) float32 of the host, pinned if `arrived` says when it is written, else written already."""
+        self._pcm = pcm
+        self._arrived = arrived
+        self._result: np.ndarray | None = None
+
+    def ready(self) -> bool:
+        """True once `result` does not wait."""
+        return self._arrived is None or self._arrived.query()
+
+    def result(self) -> np.ndarray:
+        """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
+        if self._result is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._result = self._pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self._pcm = torch.empty(0)
+        return self._result
+
+
+class DecoderStream:
+    """A CUDA stream for one decoder alone; nothing on the CPU, so that the code around it is the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_caller(self, *used: Tensor) -> Iterator[None]:
+        """Queues what runs inside behind what the caller's stream holds. `used`: tensors that the work touches."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in used:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)  # freed by the caller, its memory still waits for this work
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def caller_waits(self) -> None:
+        """Whatever the caller's stream is given from now on runs after the work queued so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def host_memory(self, samples: int) -> Tensor:
+        """(samples,) float32 that the device can write: pinned. torch keeps such memory: cheap after the first."""
+        return torch.empty(samples, dtype=torch.float32, pin_memory=self._stream is not None)
+
+    def staged(self, codes: Tensor) -> Tensor:
+        """`codes` as int64 that can be copied without waiting: pinned, or on the device as they are."""
+        if self._stream is None or codes.is_cuda:
+            return codes
+        return torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
+
+    def pending(self, pcm: Tensor) -> PendingPcm:
+        """The result of the work queued so far, which writes `pcm`."""
+        if self._stream is None:
+            return PendingPcm(pcm)
+        return PendingPcm(pcm, self._stream.record_event())
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class StreamingCodec(ABC):
+    """Codes to PCM. Holds weights only, so any number of streams can share one decoder (one thread at a time).
+
+    Decoders whose `layout` is equal can take turns on one state.
+    """
+
+    name: str  # how it computes, as reports call it
+
+    def __init__(self, config: CodecConfig, books: Tensor, layout: StateLayout, device: torch.device) -> None:
+        """`books` (16 * 2048, codebook_dim / 2): all codebooks, one behind the other, on the device."""
+        self.config = config
+        self.books = books
+        self.layout = layout
+        self.device = device
+        self.dtype = books.dtype
+
+    @abstractmethod
+    def advance(self, codes: Tensor, state: CodecState) -> Tensor:
+        """`decode` without checks: tensor operations only, no host synchronisation, so a CUDA graph can hold it.
+
+        `codes` (T, 16) int64 on the device. `state.frames` is left to the caller.
+        """
+
+    @torch.inference_mode()
+    def start(self) -> CodecState:
+        """The state before the first frame: silence, and nothing to attend to."""
+        return self.layout.zeros(self.device)
+
+    @torch.inference_mode()
+    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
+        """The next T frames of a stream: codes (T, 16) integer -> PCM (T * 1920,) float32 in [-1, 1] on the device.
+
+        Codes may lie on the host (checked there, without waiting for the device) or on the device.
+        Raises CodecError for codes of another shape, dtype, device or range, and for a state of another decoder.
+        """
+        self.check(codes, state)
+        pcm = self.advance(codes.to(self.device, torch.int64), state)
+        state.frames += len(codes)
+        return pcm
+
+    def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
+        """`decode` to the host; here, unlike with graphs, it is there when this returns. Errors as of `decode`."""
+        return PendingPcm(self.decode(codes, state).cpu())
+
+    def decode_all(self, codes: Tensor) -> Tensor:
+        """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
+        return self.decode(codes, self.start())
+
+    def check(self, codes: Tensor, state: CodecState) -> None:
+        """Raises what `decode` raises, before anything is changed. Waits for the device only if `codes` lie there."""
+        if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
+            found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+            raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
+        if codes.dim() != 2 or codes.shape[1] != NUM_CODEBOOKS or not len(codes):
+            raise CodecError(f"codes must be (T >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
+        if codes.device.type not in ("cpu", self.device.type):
+            raise CodecError(f"codes must be on cpu or {self.device}, got {codes.device}")
+        low, high = torch.stack(codes.aminmax()).tolist()
+        if low < 0 or high >= CODEBOOK_SIZE:
+            raise CodecError(f"codes must be in 0..{CODEBOOK_SIZE - 1}, found {low}..{high}: control ids are not audio")
+        if state.flat.device != self.books.device or state.layout != self.layout:
+            raise CodecError("the state belongs to another decoder: use the one that start() of this decoder returned")
+
 
 _MIN_USAGE = 1e-5  # upstream's EuclideanCodebook: embedding = embedding_sum / max(cluster_usage, 1e-5)
 
@@ -98,3 +320,34 @@ def _codebook(tensors: Mapping[str, Tensor], book: str, dtype: torch.dtype) -> T
     name = f"quantizer.{book}._codebook"
     usage = tensors[f"{name}.cluster_usage"].to(dtype).clamp(min=_MIN_USAGE)
     return tensors[f"{name}.embedding_sum"].to(dtype) / usage[:, None]
+
+
+_VOICES = 8
+_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
+
+
+class PrimedStates:
+    """Keeps the states of the voices used last. One thread at a time."""
+
+    def __init__(self, codec: StreamingCodec) -> None:
+        self._codec = codec
+        self._states: OrderedDict[int, tuple[Tensor, CodecState]] = OrderedDict()
+
+    def forget(self, reference: Tensor) -> None:
+        """Lets go of the state after `reference`. No effect on one that is not kept."""
+        self._states.pop(id(reference), None)
+
+    def of(self, reference: Tensor | None) -> CodecState:
+        """The state after the codes `reference` (R, 16), to be copied; None: the state of silence."""
+        if reference is None:
+            return self._codec.start()
+        key = id(reference)
+        if key not in self._states:
+            state = self._codec.start()
+            for codes in reference.split(_FRAMES):
+                self._codec.decode(codes, state)
+            self._states[key] = (reference, state)  # holding the tensor keeps its id from being reused
+            if len(self._states) > _VOICES:
+                self._states.popitem(last=False)
+        self._states.move_to_end(key)
+        return self._states[key][1]

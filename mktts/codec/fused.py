@@ -16,12 +16,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.codec.decoder import CodecDecoder
-from mktts.codec.fused_pack import Packed, copies
+from mktts.codec.decoder import CodecDecoder, CodecState, StreamingCodec
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed_weights import CodecWeights, PackedBlock, rows_per_frame
-from mktts.codec.state import CodecState
-from mktts.codec.streaming import StreamingCodec
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, copies, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
 
 _ALIGNMENT_WORDS = 4  # 16 bytes: the widest load

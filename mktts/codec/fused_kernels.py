@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mktts.codec.fused_pack import LOW_SCALE, MOVE_WORDS, Packed, tile
 from mktts.codec.layers import SnakeBeta
+from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, Packed, tile
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
 _LOW_SCALE = tl.constexpr(float(LOW_SCALE))

@@ -11,10 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from mktts.codec.decoder import CodecDecoder
-from mktts.codec.pending import Lane, Pending
-from mktts.codec.state import CodecState
-from mktts.codec.streaming import StreamingCodec
+from mktts.codec.decoder import CodecDecoder, CodecState, DecoderStream, PendingPcm, StreamingCodec
 from mktts.common import announced
 from mktts.errors import BackendUnavailable
 from mktts.model.cuda_graph import Recorded, record
@@ -45,7 +42,7 @@ class GraphedCodec:
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
-        self._lane = Lane(decoder.device)
+        self._lane = DecoderStream(decoder.device)
 
     def start(self) -> CodecState:
         """As `StreamingCodec.start`; states of the wrapped decoder and of this one are exchangeable."""
@@ -65,7 +62,7 @@ class GraphedCodec:
         return pcm
 
     @torch.inference_mode()
-    def submit(self, codes: Tensor, state: CodecState) -> Pending:
+    def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
         """`decode` to the host, without waiting: `result()` of what is returned is the PCM (T * 1920,) float32.
 
         The work runs after what the caller's stream holds now and at the same time as what it is given later: to
@@ -79,7 +76,7 @@ class GraphedCodec:
             return self._lane.pending(pcm)
 
     @torch.inference_mode()
-    def submit_unmade(self, codes: Tensor, state: CodecState) -> Pending:
+    def submit_unmade(self, codes: Tensor, state: CodecState) -> PendingPcm:
         """As `submit`, of `codes` (T, 16) int32 in pinned memory, which work that the caller's stream holds now is yet
         to write: they are read behind it, and must stay until the result is there. What they are is not checked."""
         pcm = self._lane.host_memory(len(codes) * SAMPLES_PER_FRAME)

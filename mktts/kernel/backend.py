@@ -16,25 +16,26 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError, SamplingError
-from mktts.kernel.card import Card, card_of
+from mktts.kernel.build import Card, card_of
 from mktts.kernel.grid import Shape, choose_shape
-from mktts.kernel.launch import Launcher, check_device, wait_for_frame
-from mktts.kernel.params import (
+from mktts.kernel.launch import (
     ENDED,
     FRAME_WORDS,
     MADE,
     STATUS_WORDS,
     STOP,
+    Launcher,
     Params,
     StreamParams,
+    check_device,
     pinned_words,
     point,
     set_choice,
+    wait_for_frame,
 )
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape_rows import TapeRows
-from mktts.kernel.tape_stack import TapeStack
-from mktts.kernel.weights import codec_embeddings, model_weights
+from mktts.kernel.tape import codec_embeddings, model_weights
+from mktts.kernel.tape_stack import TapeRows, TapeStack
 from mktts.model.backend import Frame, PromptRows, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice

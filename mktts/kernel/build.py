@@ -1,23 +1,172 @@
-"""Compiling csrc/ for one card.
+"""Compiling csrc/ for one card with NVRTC, NVIDIA's run-time compiler, from its Python package.
 
-A build is cached by source, definitions, architecture and compiler version. It needs no GPU.
+No CUDA toolkit is needed, and no GPU. A build is cached by source, definitions, architecture and compiler version.
+Reference: NVRTC documentation, CUDA 13.0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.util
 import json
 import re
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from mktts.common import cache_folder, write_whole
 from mktts.errors import BackendUnavailable
-from mktts.kernel.card import Card
-from mktts.kernel.nvrtc import compile_source, nvrtc
+
+PACKAGE = "nvidia-cuda-nvrtc"
+
+
+@cache
+def nvrtc() -> tuple[ctypes.CDLL, tuple[int, int]]:
+    """The library and its version. Raises BackendUnavailable where there is none."""
+    for candidate in _candidates():
+        try:
+            if isinstance(candidate, Path):
+                for builtins in candidate.parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which works once it is loaded
+            library = ctypes.CDLL(str(candidate))
+        except OSError:
+            continue
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return library, (major.value, minor.value)
+    raise BackendUnavailable(f"NVRTC was not found, so the megakernel cannot be compiled: pip install {PACKAGE}")
+
+
+@cache
+def known_architectures() -> frozenset[int]:
+    """The compute capabilities that this NVRTC compiles for, ten times each: 86 is 8.6. Raises BackendUnavailable."""
+    library, _ = nvrtc()
+    count = ctypes.c_int()
+    _check(library, library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    found = (ctypes.c_int * count.value)()
+    _check(library, library.nvrtcGetSupportedArchs(found))
+    return frozenset(found)
+
+
+def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> tuple[bytes, str]:
+    """Machine code for `arch` sm_..., PTX for compute_..., and the compiler's words. `unit` names the source in them.
+
+    Raises BackendUnavailable without NVRTC, and where it refuses the source.
+    """
+    library, _ = nvrtc()
+    program = ctypes.c_void_p()
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), unit.encode(), 0, None, None))
+    try:
+        flags = [f"--gpu-architecture={arch}", *flags]
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        status = library.nvrtcCompileProgram(program, len(flags), options)
+        log = _bytes(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+        if status:
+            raise BackendUnavailable(f"NVRTC refused the kernel's source ({' '.join(flags)}):\n{log[:4000]}")
+        return _bytes(library, program, "PTX" if arch.startswith("compute_") else "CUBIN"), log
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _candidates() -> list[Path | str]:
+    spec = importlib.util.find_spec("nvidia")
+    found: list[Path | str] = []
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for pattern in ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*"):
+            found += sorted((p for p in Path(folder).glob(pattern) if "alt" not in p.name), reverse=True)
+    return [*found, "libnvrtc.so.13", "libnvrtc.so.12"]
+
+
+def _bytes(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(library, getattr(library, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(library: ctypes.CDLL, status: int) -> None:
+    if status:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise BackendUnavailable(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
+
+
+# Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
+TARGETS = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_87": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
+    "sm_110": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "sm_121": 99 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What decides how a kernel is built.
+
+    arch: of TARGETS, compiled to machine code; or compute_86, say: PTX, which the driver translates for any card of
+    that compute capability or a later one. shared_bytes: that one block may have.
+    """
+
+    arch: str
+    multiprocessors: int
+    shared_bytes: int
+
+    @classmethod
+    def like(cls, arch: str, multiprocessors: int) -> Card:
+        """Any card of one architecture, by its name in TARGETS or as compute_..."""
+        return cls(arch, multiprocessors, TARGETS[arch.replace("compute_", "sm_")])
+
+
+def card_of(device: torch.device) -> Card:
+    """The CUDA device's. Raises BackendUnavailable as `target_of`."""
+    properties = torch.cuda.get_device_properties(device)
+    card = Card.like(target_of((properties.major, properties.minor)), properties.multi_processor_count)
+    own_bytes = getattr(properties, "shared_memory_per_block_optin", card.shared_bytes)
+    return replace(card, shared_bytes=min(card.shared_bytes, own_bytes))
+
+
+def target_of(capability: tuple[int, int], known: Collection[int] | None = None) -> str:
+    """What to compile for: the capability itself, or PTX of the newest earlier one, where it or NVRTC's is not known.
+
+    known: what NVRTC compiles for, as `known_architectures` has it, which is the default.
+    Raises BackendUnavailable for a GPU before 8.0, and without NVRTC.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    if wanted < min(map(_number, TARGETS)):
+        raise BackendUnavailable(
+            f"the megakernel is built for compute capability 8.0 and later, this GPU's is "
+            f"{capability[0]}.{capability[1]}: pass backend='torch'"
+        )
+    known = known_architectures() if known is None else known
+    usable = {_number(name): name for name in TARGETS if _number(name) in known}
+    if wanted in usable:
+        return usable[wanted]
+    # sm_90a's code is for that architecture alone
+    earlier = [number for number, name in usable.items() if number < wanted and not name.endswith("a")]
+    if not earlier:
+        raise BackendUnavailable(
+            f"this NVRTC compiles for none of {', '.join(TARGETS)}: install nvidia-cuda-nvrtc 12.8 or newer"
+        )
+    return f"compute_{max(earlier)}"
+
+
+def _number(name: str) -> int:
+    return int("".join(filter(str.isdigit, name)))
+
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants that they export

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
 from mktts.kernel.prefill import Kept, Prefill
-from mktts.kernel.tape_rows import TapeRows
+from mktts.kernel.tape_stack import TapeRows
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack
 from mktts.model.voice import Voice

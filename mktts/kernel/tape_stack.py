@@ -1,25 +1,114 @@
-"""A decoder stack whose matrices are on the frame kernel's tape only: products over many rows take them from there."""
+"""A decoder stack on the frame kernel's tape: a few prompt rows go through the tape as it is (csrc/rows.cu), for more
+rows a layer at a time is unpacked into matrices (csrc/unpack.cu)."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable
-from mktts.kernel.build import compile_kernel
-from mktts.kernel.card import card_of
+from mktts.kernel.build import card_of, compile_kernel
 from mktts.kernel.driver import PlainKernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.params import point
+from mktts.kernel.launch import point
 from mktts.kernel.tape import unpack_layer
 from mktts.model.qwen3 import LayerWeights, Stack
 
+ROWS = 16  # that one pass takes; compared with the kernels' own, as is what follows
+MOST_POSITIONS = 512  # that a row can attend to
+KERNELS = tuple(f"mktts_rows_{phase}" for phase in ("qkv", "attend", "out", "gate_up", "down"))
+_ROWS_THREADS = 256
+_TILE = 16  # rows of a matrix that a block multiplies at a time
+
+Launch = Callable[[str, tuple[int, int], "RowsParams"], None]
+
+
+class RowsParams(ctypes.Structure):
+    """csrc/rows.cu, struct RowsParams."""
+
+    _fields_ = [
+        ("tape", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_ulonglong),
+        *(
+            (name, ctypes.c_void_p)
+            for name in """input_norm post_norm q_norm k_norm rotary x heads attended active keys values past
+            end""".split()
+        ),
+        ("positions", ctypes.c_ulonglong),
+    ]
+
+
+class TapeRows:
+    """Passes of up to ROWS rows through all layers of a tape. One thread and one CUDA stream at a time."""
+
+    def __init__(
+        self, shape: Shape, weights: Mapping[str, Tensor], kind: str = "talker", launch: Launch | None = None
+    ) -> None:
+        """shape, weights, kind: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests.
+
+        Raises BackendUnavailable where csrc/rows.cu cannot be used.
+        """
+        c = shape.talker
+        self._shape, self._tape = shape, weights[f"{kind}_tape"]  # (blocks, layers, elements)
+        self._norms, self._heads = weights[f"{kind}_norms"], weights[f"{kind}_qk"]  # (layers, 2, H), (layers, 2, D)
+        self._launch = launch or _launches(shape, self._tape)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
+        self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of what lies between the kernels."""
+        return sum(tensor.nbytes for tensor in self._work.values())
+
+    def run(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
+        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the
+        last norm. Queued on torch's current stream.
+
+        past, end () int64. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the rows' keys and values.
+        rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
+        """
+        block_bytes = self._tape.stride(0) * self._tape.itemsize
+        p = RowsParams(block_bytes=block_bytes, positions=kv.shape[3])
+        point(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
+        c, blocks = self._shape.talker, self._shape.blocks
+        tiles = (self._shape.group, -(-c.hidden_size // (self._shape.group * _TILE)))
+        for i in range(c.num_hidden_layers):
+            norms, heads = self._norms[i], self._heads[i]
+            named = {"input_norm": norms[0], "post_norm": norms[1], "q_norm": heads[0], "k_norm": heads[1]}
+            point(p, {"tape": self._tape[0, i], "keys": kv[0, i], "values": kv[1, i], **named})
+            self._launch("mktts_rows_qkv", (blocks, 1), p)
+            self._launch("mktts_rows_attend", (c.num_attention_heads, ROWS), p)
+            self._launch("mktts_rows_out", tiles, p)
+            self._launch("mktts_rows_gate_up", (blocks, 1), p)
+            self._launch("mktts_rows_down", tiles, p)
+
+
+def _launches(shape: Shape, tape: Tensor) -> Launch:
+    with torch.cuda.device(tape.device):
+        build = compile_kernel(shape.defines, card_of(tape.device).arch, "rows.cu")
+        kernels = {name: PlainKernel(build.image, name) for name in KERNELS}
+    names = ("layer_bytes", "params_bytes", "rows", "most_keys")
+    sizes = tuple(build.constants[name] for name in names)
+    expected = (tape.stride(1) * tape.itemsize, ctypes.sizeof(RowsParams), ROWS, MOST_POSITIONS)
+    if sizes != expected:
+        raise BackendUnavailable(f"csrc/rows.cu and mktts disagree about {', '.join(names)}: {sizes} and {expected}")
+    early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
+
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        kernel = kernels[name]
+        with torch.cuda.device(tape.device):
+            (kernel.launch_early if early else kernel.launch_grid)(grid, _ROWS_THREADS, parameters)
+
+    return launch
+
+
 # Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
 # to keep its memory busy.
-_THREADS, _SHARES = 512, 2
+_UNPACK_THREADS, _SHARES = 512, 2
 
 
 class UnpackParams(ctypes.Structure):
@@ -33,7 +122,7 @@ class UnpackParams(ctypes.Structure):
 
 
 class TapeStack(Stack):
-    """The stack whose tape, norms and head norms `mktts.kernel.weights.stack_weights` made, with room for one layer.
+    """The stack whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer.
 
     `layer_weights` writes a layer's matrices into that room, in the work queued on the current CUDA stream (on the CPU
     at once), so that a CUDA graph holds it too. Writing the next layer ahead, on a second stream into a second room,
@@ -97,7 +186,7 @@ class _UnpackKernel:
         named = {"out" if name == "o" else name: matrix for name, matrix in room.items()}
         point(parameters, {"tape": self._tape[0, index], **named})
         with torch.cuda.device(self._tape.device):
-            self._kernel.launch_grid((len(self._tape), _SHARES), _THREADS, parameters)
+            self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
 
 
 def _layer(

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mktts.errors import EngineError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
-from mktts.kernel.card import card_of
-from mktts.kernel.launch import Launcher
-from mktts.kernel.params import point
+from mktts.kernel.build import card_of
+from mktts.kernel.launch import Launcher, point
 from mktts.model.backend import Frame
 from mktts.spec import ModelConfig
 

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError
-from mktts.kernel.card import card_of
+from mktts.kernel.build import card_of
 from mktts.kernel.grid import choose_text_shape
-from mktts.kernel.launch import Launcher, check_device
-from mktts.kernel.params import FRAME_WORDS, MADE, STATUS_WORDS, Params, pinned_words, point, set_choice
+from mktts.kernel.launch import (
+    FRAME_WORDS,
+    MADE,
+    STATUS_WORDS,
+    Launcher,
+    Params,
+    check_device,
+    pinned_words,
+    point,
+    set_choice,
+)
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
-from mktts.kernel.tape import pack_wide_head
-from mktts.kernel.weights import stack_weights
+from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.backend import check_start
 from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack

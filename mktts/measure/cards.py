@@ -37,8 +37,7 @@ from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.kernel.build import build_for, fingerprint
-from mktts.kernel.card import TARGETS, Card, card_of
+from mktts.kernel.build import TARGETS, Card, build_for, card_of, fingerprint
 from mktts.kernel.grid import choose_shape
 from mktts.measure.environment import head
 from mktts.measure.inspection import config_at

@@ -98,8 +98,7 @@ def _gpu_row(facts: dict[str, Any]) -> dict[str, str]:
 
 def kernel_missing() -> str | None:
     """Why the megakernel cannot run here; None where it can. Nothing is compiled for this."""
-    from mktts.kernel.card import target_of
-    from mktts.kernel.nvrtc import nvrtc
+    from mktts.kernel.build import nvrtc, target_of
 
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -121,8 +120,7 @@ def batch_missing() -> str | None:
 def _kernel_row() -> dict[str, str]:
     if why := kernel_missing():
         return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
-    from mktts.kernel.card import target_of
-    from mktts.kernel.nvrtc import nvrtc
+    from mktts.kernel.build import nvrtc, target_of
 
     (major, minor), target = nvrtc()[1], target_of(torch.cuda.get_device_capability())
     return _row("megakernel", f"for {target}, compiled by NVRTC {major}.{minor}", 'backend="auto" takes it')

@@ -1,4 +1,4 @@
-"""What `09_megakernel` shows: which rows a block has, an exchange in many orders of blocks, and a trace's tables."""
+"""What `09_megakernel` shows: which rows a block has, and a trace's tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mktts.errors import MetricsError, OptionsError
-from mktts.kernel import exchange
-from mktts.kernel.build import source
-from mktts.kernel.exchange import Grid
+from mktts.errors import OptionsError
 from mktts.kernel.grid import Shape
 from mktts.kernel.tape import pack, pack_layer, unpack
 from mktts.measure.trace.document import BUILDS
@@ -68,52 +65,6 @@ def ranges(numbers: np.ndarray) -> str:
         found_pairs = np.unique(numbers)
         return ranges(found_pairs) if len(found_pairs) < len(numbers) else f"{len(found)} ranges"
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
-
-
-def csrc_lines() -> list[dict[str, str]]:
-    """The lines of csrc that fix an exchange, and the file each stands in. Raises MetricsError for one that is gone."""
-    rows = []
-    for what, line in exchange.LINES.items():
-        for file in ("exchange.cuh", "layer.cuh"):
-            if line in " ".join(source(file).split()):
-                rows.append({"what": what, "file": file, "csrc": line})
-                break
-        else:
-            raise MetricsError(f"csrc has no line {line!r} any more: mktts/kernel/exchange.py reads another exchange")
-    return rows
-
-
-def exchanged(
-    grid: Grid,
-    residual: np.ndarray,
-    shares: np.ndarray,
-    seed: int,
-    sums: int = 1,
-    area: exchange.Area | None = None,
-) -> tuple[np.ndarray, list[tuple[float, float]]]:
-    """One sum, blocks in an order drawn by `seed`: the new residual (width,), the same for all blocks, and after each
-    step how much of its shares is added, and how many of the blocks have taken it.
-
-    shares (heads, width): each group's. area: what sums before it left, `sums` with this one; None: a new one.
-    Raises MetricsError where two blocks end with different residuals, EngineError where the sum never becomes whole.
-    """
-    rng = np.random.default_rng(seed)
-    area = grid.new_area() if area is None else area
-    ranks = [grid.rows_of_rank(block) for block in range(grid.blocks)]
-    blocks = [
-        exchange.add_residual(grid, area, block, sums, residual, shares[block // grid.group][ranks[block]])
-        for block in range(grid.blocks)
-    ]
-    seen: list[tuple[float, float]] = []
-
-    def look(ended: int) -> None:
-        added = exchange.counts_of(area.words) - (sums - 1) * grid.heads & 255
-        seen.append((float(added.mean()) / grid.heads, ended / grid.blocks))
-
-    results = exchange.run(blocks, lambda left: int(rng.integers(left)), look)
-    if not all(np.array_equal(result, results[0]) for result in results):
-        raise MetricsError("expected all blocks to end with the same residual")
-    return results[0], seen
 
 
 # ---- the trace

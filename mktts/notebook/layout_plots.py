@@ -1,8 +1,7 @@
-"""Pictures of how the frame kernel lays things out: where a matrix lies on the tape, how an exchange fills."""
+"""A picture of how the frame kernel lays things out: where a matrix lies on the tape."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import torch
 
 from mktts.kernel.grid import WARPS
 from mktts.kernel.tape import pack
-from mktts.notebook.figure import SERIES, new, save, styled, titled
+from mktts.notebook.figure import new, save, styled, titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,17 +37,4 @@ def places(rows: int, k: int, folder: Path, name: str = "places") -> Figure:
     for axes in (top, bottom):
         axes.grid(visible=False)
     titled(top, f"{rows} rows of {k} on one block's tape", f"{WARPS} warps in turns, each two rows a tile")
-    return save(figure, folder, name)
-
-
-@styled
-def filling(fresh: Sequence[Sequence[float]], labels: Sequence[str], folder: Path, name: str = "filling") -> Figure:
-    """How far an exchange has come over the steps of the blocks: (steps,) tuples of a part of 1 a label."""
-    values = np.asarray(fresh, dtype=float)
-    figure, (axes,) = new(3.2)
-    for index, label in enumerate(labels):
-        axes.plot(100 * values[:, index], color=SERIES[index % len(SERIES)], label=label)
-    axes.set(xlabel="step of any one block", ylabel="of all (%)", xlim=(0, len(values) - 1))
-    titled(axes, "How an exchange fills", "blocks in random order; a step ends where a block polls in vain")
-    axes.legend(loc="lower right")
     return save(figure, folder, name)

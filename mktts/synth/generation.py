@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mktts.codec.decoder import CodecDecoder, CodecState
+from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStates
 from mktts.codec.graphs import GraphedCodec
-from mktts.codec.pending import Pending
-from mktts.codec.primed import PrimedStates
 from mktts.model.backend import Backend, Frame
 from mktts.model.voice import Voice
 from mktts.speech.options import Chunk, Plan
@@ -77,7 +75,7 @@ class Generation(Utterance):
         self._state: Any = None  # the backend's, of the segment
         self._ahead: Iterator[Frame] | None = None  # frames of one launch, of which some are to come
         self._ahead_frames = 0
-        self._queued: Pending | None = None  # the first chunk, decoded behind its frame's launch
+        self._queued: PendingPcm | None = None  # the first chunk, decoded behind its frame's launch
 
     def input_known(self) -> bool:
         """As `Utterance.input_known`; frames of a launch have their input already."""
@@ -125,7 +123,7 @@ class Generation(Utterance):
         self._codec_state = model.codec_state(self._reference)
         self._queued = model.codec.submit_unmade(model.backend.codes_to_come(self._state)[None], self._codec_state)
 
-    def _decode(self, frames: list[Tensor]) -> Pending:
+    def _decode(self, frames: list[Tensor]) -> PendingPcm:
         if self._queued is not None:
             queued, self._queued = self._queued, None
             return queued

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.codec.pending import Pending
+from mktts.codec.decoder import PendingPcm
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLES_PER_FRAME
@@ -134,7 +134,7 @@ class UpstreamGeneration:
         self._chunker.codec_ms += 1e3 * (time.perf_counter() - generated_s)
         self._frames.extend(codes)
 
-    def _decode(self, frames: list[Tensor]) -> Pending:
+    def _decode(self, frames: list[Tensor]) -> PendingPcm:
         samples = len(frames) * SAMPLES_PER_FRAME
         pcm, self._pcm = self._pcm[:samples], self._pcm[samples:]
-        return Pending(torch.from_numpy(pcm))
+        return PendingPcm(torch.from_numpy(pcm))

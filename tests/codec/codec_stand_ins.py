@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec.fused_pack import LOW_SCALE, Packed
+from mktts.codec.packed import LOW_SCALE, Packed
 
 
 def weight(packed: Packed) -> Tensor:

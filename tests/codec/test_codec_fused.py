@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.checkpoint import Checkpoint
-from mktts.codec.decoder import CodecDecoder
+from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.fused_pack import LOW_SCALE, MOVE_WORDS, copies, pack, tile
 from mktts.codec.layers import Linear
-from mktts.codec.state import CodecState
+from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, copies, pack, tile
 from mktts.errors import BackendUnavailable
 from mktts.measure.parity.codec import random_codes, snr_db
 

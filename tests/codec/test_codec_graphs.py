@@ -95,7 +95,7 @@ def test_submitted_work_is_decode_on_the_host(codec, graphed):
 
 
 def test_a_late_result_waits_for_its_own_event_only():
-    from mktts.codec.pending import Pending
+    from mktts.codec.decoder import PendingPcm
 
     class Event:
         waited = 0
@@ -108,7 +108,7 @@ def test_a_late_result_waits_for_its_own_event_only():
 
     event = Event()
     pcm = torch.tensor([0.5, -1.0])
-    work = Pending(pcm, event)
+    work = PendingPcm(pcm, event)
     assert not work.ready() and event.waited == 0
     samples = work.result()
     pcm.zero_()  # pinned memory that is used again

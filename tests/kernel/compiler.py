@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mktts.errors import BackendUnavailable
-from mktts.kernel.nvrtc import nvrtc
+from mktts.kernel.build import nvrtc
 
 
 def _is_there() -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mktts.kernel import driver, launch
-from mktts.kernel.params import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
+from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
 

@@ -11,11 +11,11 @@ from frame_on_cpu import HOST, compiled
 
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import Shape
-from mktts.kernel.tape_rows import Launch, RowsParams
+from mktts.kernel.tape_stack import Launch, RowsParams
 
 
 def launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
-    """As `mktts.kernel.tape_rows` wants it; compiles in `folder`. most_rows: as for `frame_on_cpu.build`."""
+    """As `mktts.kernel.tape_stack` wants it; compiles in `folder`. most_rows: as for `frame_on_cpu.build`."""
     shutil.copytree(CSRC, folder / "csrc")
     shutil.copy(HOST / "ptx.cuh", folder / "csrc")
     code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()

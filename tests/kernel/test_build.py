@@ -17,13 +17,10 @@ from mktts.checkpoint.open import SMALL
 from mktts.checkpoint.random.tokenizer import SPECIALS
 from mktts.errors import BackendUnavailable
 from mktts.kernel import build as kernel_build
-from mktts.kernel import nvrtc as kernel_nvrtc
-from mktts.kernel.build import SHARED, Build, build_for, compile_kernel, ring_stages
-from mktts.kernel.card import TARGETS, Card, target_of
+from mktts.kernel.build import SHARED, TARGETS, Build, Card, build_for, compile_kernel, ring_stages, target_of
 from mktts.kernel.grid import choose_shape, choose_text_shape
 from mktts.kernel.launch import check_constants
-from mktts.kernel.tape_rows import RowsParams
-from mktts.kernel.tape_stack import UnpackParams
+from mktts.kernel.tape_stack import RowsParams, UnpackParams
 from mktts.measure.inspection import config_at
 from mktts.spec import ModelConfig
 from mktts.training.talker import sizes
@@ -241,7 +238,7 @@ def test_local_memory_is_found_in_machine_code(arch):
     loops = {True: "u32 n[16] = {}; while (v = *word) n[v & 15]++; v = n[word[1] & 15];", False: "while (*word) v++;"}
     for local, loop in loops.items():
         source = f"typedef unsigned u32; __global__ void poll(volatile u32* word) {{ u32 v = 0; {loop} word[2] = v; }}"
-        code = code_of(kernel_nvrtc.compile_source(source, "poll.cu", arch, [])[0])
+        code = code_of(kernel_build.compile_source(source, "poll.cu", arch, [])[0])
         assert tight_loops(code, arch)
         opcodes = {code[at] & 0xFFF for at in local_in_tight_loops(code, arch)}
         assert bool(opcodes & LOADS) == bool(opcodes & STORES) == local
@@ -282,9 +279,9 @@ def test_a_missing_source_folder_is_named(tmp_path):
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(kernel_nvrtc, "_candidates", lambda: ["libnothing.so.0"])
+    monkeypatch.setattr(kernel_build, "_candidates", lambda: ["libnothing.so.0"])
     with pytest.raises(BackendUnavailable, match="pip install nvidia-cuda-nvrtc"):
-        kernel_nvrtc.nvrtc.__wrapped__()
+        kernel_build.nvrtc.__wrapped__()
 
 
 # Compute capability; what NVRTC knows, ten times each; what is compiled for.

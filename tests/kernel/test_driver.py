@@ -13,8 +13,7 @@ from driver_on_cpu import ELSEWHERE, HERE, kernel_without_a_card, launcher_witho
 
 from mktts.errors import EngineError
 from mktts.kernel import driver
-from mktts.kernel.launch import _TAG_LIMIT
-from mktts.kernel.params import Params
+from mktts.kernel.launch import _TAG_LIMIT, Params
 
 STREAM = SimpleNamespace(cuda_stream=5)
 

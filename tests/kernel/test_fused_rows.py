@@ -17,8 +17,7 @@ from seeded_stack import SMALL, prompt, stack
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.fused_rows import FusedRows, row_kernels
-from mktts.kernel.prefill import Prefill
+from mktts.kernel.prefill import FusedRows, Prefill, row_kernels
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import StackConfig
 

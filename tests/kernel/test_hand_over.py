@@ -10,7 +10,7 @@ from driver_on_cpu import StandIn, launcher_without_a_card, put_stand_in
 
 from mktts.errors import EngineError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
-from mktts.kernel.params import FRAME_WORDS, STATUS_WORDS, STOP, Params, point
+from mktts.kernel.launch import FRAME_WORDS, STATUS_WORDS, STOP, Params, point
 from mktts.kernel.trace import TracedBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.llm.kernel import TextKernelBackend, TextKernelState

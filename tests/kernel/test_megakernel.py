@@ -15,7 +15,7 @@ from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptE
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import SHARED, compile_kernel, source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.params import Params, StreamParams
+from mktts.kernel.launch import Params, StreamParams
 from mktts.measure.inspection import config_at
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows

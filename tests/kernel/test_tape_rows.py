@@ -15,8 +15,8 @@ from torch import Tensor
 from mktts.kernel import grid
 from mktts.kernel.grid import Shape
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape_rows import KERNELS, MOST_POSITIONS, ROWS, TapeRows
-from mktts.kernel.weights import stack_weights
+from mktts.kernel.tape import stack_weights
+from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.qwen3 import Qwen3Stack
 
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")

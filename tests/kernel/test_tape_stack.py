@@ -12,9 +12,8 @@ from mktts.errors import CapacityError
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import pack_layer, unpack_layer
+from mktts.kernel.tape import pack_layer, stack_weights, unpack_layer
 from mktts.kernel.tape_stack import TapeStack
-from mktts.kernel.weights import stack_weights
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 

@@ -15,10 +15,8 @@ from mktts.checkpoint import open_checkpoint
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel import build as kernel_build
 from mktts.kernel import trace
-from mktts.kernel.build import CSRC, SHARED, compile_kernel, source
-from mktts.kernel.card import TARGETS
+from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.nvrtc import compile_source
 from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, encode, frame_points, room_of, steady
 from mktts.measure.inspection import config_at
 from mktts.model.prompt import PromptBuilder, Request

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mktts.kernel.build import CSRC, fingerprint
-from mktts.kernel.card import Card
+from mktts.kernel.build import CSRC, Card, fingerprint
 from mktts.measure import cards
 from mktts.measure.cards import CASES, Model, run
 from mktts.model.oracle import TorchBackend

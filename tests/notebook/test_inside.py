@@ -6,11 +6,9 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from traces import document_of
 
 from mktts.errors import OptionsError
-from mktts.kernel.exchange import Grid, from_bf16, to_bf16
 from mktts.kernel.grid import choose_shape
 from mktts.measure.inspection import config_at
 from mktts.notebook import evidence, inside, layout_plots, trace_plots
@@ -23,7 +21,6 @@ DRAW = {
     "blocks_predictor": lambda trace, folder: trace_plots.blocks(trace, "predictor", folder, "somewhere"),
     "hops": lambda trace, folder: trace_plots.hops(trace, folder, "somewhere"),
     "places": lambda trace, folder: layout_plots.places(16, 128, folder),
-    "filling": lambda trace, folder: layout_plots.filling([(0, 0), (0.5, 0), (1, 1)], ("a", "b"), folder),
 }
 
 
@@ -37,7 +34,7 @@ def test_a_figure_is_drawn_with_labelled_axes(name, trace, tmp_path):
     drawn = DRAW[name](trace, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
     assert drawn.axes[0].get_title(loc="left") and drawn.axes[-1].get_ylabel() + drawn.axes[-1].get_xlabel()
-    if name not in ("places", "filling"):
+    if name != "places":
         assert "somewhere" in [note.get_text() for note in drawn.axes[0].texts]
 
 
@@ -71,9 +68,8 @@ def test_without_a_trace_its_file_and_the_command_are_named(monkeypatch, tmp_pat
 def test_a_blocks_rows_are_those_that_the_tape_gives_it():
     shape = choose_shape(config_at("tiny"), 132)  # 64 wide, 2 key-value heads, 16 blocks; group 1, rank 5
     found = {row["matrix"]: row for row in inside.rows_of_block(shape, 13)}
-    owner = Grid(16, 2, 64)
     assert found["output projection"]["of the matrix"] == found["down projection"]["of the matrix"] == "40–47"
-    assert owner.rows_of_rank(13) == slice(40, 48) and found["output projection"]["inputs"] == "64–127"
+    assert found["output projection"]["inputs"] == "64–127"
     shares = [inside.rows_of_block(shape, block)[0]["of the matrix"] for block in range(16)]
     numbers = [n for share in shares for run in share.split(", ") for n in range(*ends(run))]
     t = shape.talker
@@ -90,18 +86,3 @@ def ends(run):
 def test_ranges_are_written_short():
     assert inside.ranges(np.array([4, 5, 6, 9])) == "4–6, 9"
     assert inside.ranges(np.array([3, 3, 4, 4, 5, 5])) == "3–5" and inside.ranges(np.arange(0, 20, 2)) == "10 ranges"
-
-
-def test_an_exchange_is_seen_to_fill_up():
-    grid, rng = Grid(16, 2, 64), np.random.default_rng(0)
-    residual, shares = from_bf16(to_bf16(rng.standard_normal(64))), rng.standard_normal((2, 64)).astype(np.float32)
-    result, seen = inside.exchanged(grid, residual, shares, seed=1)
-    assert seen[0][0] > 0 and seen[-1] == (1.0, 1.0)
-    assert all(a <= b for column in zip(*seen, strict=True) for a, b in zip(column, column[1:], strict=False))
-    sums = torch.from_numpy(shares.sum(0)).bfloat16().float().numpy()
-    assert np.array_equal(result, from_bf16(to_bf16(residual + sums)))
-
-
-def test_every_line_of_csrc_is_shown_with_its_file():
-    rows = inside.csrc_lines()
-    assert {row["file"] for row in rows} == {"exchange.cuh", "layer.cuh"} and len(rows) >= 6

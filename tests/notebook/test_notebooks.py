@@ -226,8 +226,8 @@ SMALL = {
     ),
     "09_megakernel": (
         ["SIZE=tiny"],
-        ["blocks", "exchange_equal", "has_trace", "tape_by_hand"],
-        ["filling.png", "places.png"],
+        ["blocks", "has_trace", "tape_by_hand"],
+        ["places.png"],
     ),
 }
 

@@ -17,12 +17,10 @@ from torch import Tensor
 from mktts.batch.cuda.codec_states import PIECE_VALUES, RingStates
 from mktts.batch.cuda.codec_work import UNIT, Rows, RowsShape, Work
 from mktts.batch.cuda.kernels.launching import compiling, launch
-from mktts.codec.decoder import CodecDecoder
-from mktts.codec.fused_pack import Packed
+from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import Precision
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed_weights import CodecWeights, PackedBlock, PackedLayer, rows_per_frame
-from mktts.codec.state import CodecState
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec_work import UNIT, RowsShape
-from mktts.codec.fused_pack import LOW_SCALE
-from mktts.codec.state import CodecState, StateLayout
+from mktts.codec.decoder import CodecState, StateLayout
+from mktts.codec.packed import LOW_SCALE
 from mktts.errors import CodecError
 
 INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.cuda.kernels.codec_products`

@@ -22,7 +22,7 @@ from mktts.batch.cuda.slots import Slots
 from mktts.batch.cuda.weights import FrameWeights, StackWeights
 from mktts.batch.cuda.workspace import ATTENTION_PARTS, Workspace, space_shapes
 from mktts.batch.pages import PAGE_ROWS
-from mktts.codec.state import CodecState
+from mktts.codec.decoder import CodecState
 from mktts.kernel.rows import add_norm
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 

@@ -31,8 +31,8 @@ from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
+from mktts.codec.decoder import PrimedStates
 from mktts.codec.graphs import Precision
-from mktts.codec.primed import Primed
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
@@ -74,7 +74,7 @@ class CudaLanes:
         positions: int,
         pages: int,
         codec: SlotCodec | None = None,
-        primed: Primed | None = None,
+        primed: PrimedStates | None = None,
         embeddings: list[Tensor] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,

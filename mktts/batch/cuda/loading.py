@@ -17,10 +17,8 @@ from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
-from mktts.codec.decoder import CodecDecoder
+from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.codec.graphs import Precision
-from mktts.codec.primed import PrimedStates
-from mktts.codec.state import CodecState
 from mktts.errors import BackendUnavailable, CapacityError
 
 _STREAMS = 2_048

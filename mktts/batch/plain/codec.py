@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mktts.batch.plain.codec_lanes import Conv, Workspace, lane_layers
 from mktts.batch.plain.codec_transformer import LaneTransformer
-from mktts.codec.decoder import CodecDecoder
-from mktts.codec.state import CodecState
+from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import CapacityError, CodecError
 from mktts.spec import NUM_CODEBOOKS
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec.transformer import AttentionLayer, CodecTransformer
+from mktts.codec.layers import AttentionLayer, CodecTransformer
 from mktts.model.qwen3 import rms_norm, rotate
 
 

@@ -25,9 +25,7 @@ from mktts.batch.plain.talker import TorchTalker
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick
 from mktts.batch.tick_model import TickModel
-from mktts.codec.decoder import CodecDecoder
-from mktts.codec.primed import PrimedStates
-from mktts.codec.state import CodecState
+from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.model.backend import no_number
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig

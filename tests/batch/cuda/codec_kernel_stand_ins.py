@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.codec_states import INPUT_SCALE
 from mktts.batch.cuda.codec_work import UNIT, Rows
-from mktts.codec.fused_pack import LOW_SCALE, Packed
+from mktts.codec.packed import LOW_SCALE, Packed
 
 
 class Kernel:

@@ -12,8 +12,7 @@ from mktts.batch.cuda.codec_work import RowsShape, Work
 from mktts.batch.cuda.kernels.codec_tiles import MEASURED, product_tile, step_depth
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.fused_pack import LOW_SCALE
-from mktts.codec.packed_weights import rows_per_frame
+from mktts.codec.packed import LOW_SCALE, rows_per_frame
 from mktts.errors import CodecError
 from mktts.measure.parity.codec import random_codes
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from mktts.batch.cuda.codec_states import INPUT_SCALE
 from mktts.batch.cuda.codec_work import Rows, RowsShape
 from mktts.batch.cuda.kernels.codec_tiles import ProductTile
-from mktts.codec.fused_pack import LOW_SCALE, Packed, pack
 from mktts.codec.layers import Linear, SnakeBeta
+from mktts.codec.packed import LOW_SCALE, Packed, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"

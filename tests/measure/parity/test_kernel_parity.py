@@ -11,8 +11,7 @@ import torch
 from mktts.checkpoint import Checkpoint
 from mktts.errors import CapacityError
 from mktts.kernel.backend import MegakernelBackend
-from mktts.kernel.launch import _TAG_LIMIT
-from mktts.kernel.params import Params
+from mktts.kernel.launch import _TAG_LIMIT, Params
 from mktts.measure.parity.budget import Budget
 from mktts.measure.parity.kernel import Scope, Sides, exact_frames, first_divergence, forced_errors, parity_of
 from mktts.measure.parity.probe import (

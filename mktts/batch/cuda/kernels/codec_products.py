@@ -20,9 +20,9 @@ from torch import Tensor
 from mktts.batch.cuda.codec_work import Rows
 from mktts.batch.cuda.kernels.codec_tiles import ProductTile, product_tile
 from mktts.batch.cuda.kernels.launching import launch
-from mktts.codec.fused_pack import LOW_SCALE as _LOW
-from mktts.codec.fused_pack import Packed
 from mktts.codec.layers import SnakeBeta
+from mktts.codec.packed import LOW_SCALE as _LOW
+from mktts.codec.packed import Packed
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
 LOW_SCALE = tl.constexpr(float(_LOW))
