@@ -44,10 +44,6 @@ GROUPS: dict[str, Group] = {
         "bench speak-all": ("mktts.measure.speak_all", "measure how fast thousands of sentences become files"),
         "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
-        "agent bot": ("mktts.agent.bot", "run the agent under Pipecat's development runner"),
-        "agent evals": ("mktts.agent.evals", "run Pipecat's evals against a running bot"),
-        "agent measure": ("mktts.agent.measure", "measure how long the voice takes inside Pipecat"),
-        "agent record": ("mktts.agent.user_speech.record", "make the recorded user's speech again"),
     },
     "train the voice in the box": {
         "train voice": ("mktts.training.voice", "do all that follows up to the talker, within a time"),

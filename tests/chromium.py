@@ -50,20 +50,6 @@ class Chromium:
             await asyncio.to_thread(self._ask, f"close/{about['id']}")
 
     @contextlib.asynccontextmanager
-    async def frame(self, part_of_url: str) -> AsyncIterator[Tab]:
-        """The frame of another site whose address contains `part_of_url`."""
-        end_s = time.monotonic() + WAIT_S
-        while True:
-            targets = await asyncio.to_thread(self._ask, "list")
-            found = [t for t in targets if t["type"] == "iframe" and part_of_url in t["url"]]
-            if found:
-                break
-            assert time.monotonic() < end_s, f"no frame {part_of_url} among {targets}"
-            await asyncio.sleep(0.05)
-        async with self.attach(found[0]) as tab:
-            yield tab
-
-    @contextlib.asynccontextmanager
     async def attach(self, target: dict[str, Any]) -> AsyncIterator[Tab]:
         async with websockets.connect(target["webSocketDebuggerUrl"], max_size=None, close_timeout=0.1) as socket:
             tab = Tab(socket)

@@ -35,8 +35,7 @@ def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
 @contextlib.contextmanager
 def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
     """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
-    from mktts.agent.serve import PageServer
-    from mktts.agent.web import create_app
+    from mktts.agent.web import PageServer, create_app
 
     with listen("127.0.0.1", 0, Limits()) as bound, running(PageServer(create_app(settings, api_key)), bound) as url:
         yield url

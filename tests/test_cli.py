@@ -165,7 +165,6 @@ def test_what_would_be_nonsense_without_a_checkpoint_wants_one(words, capsys):
         (["sing"], "`python -m mktts --help` lists all"),
         (["sya", "Hello."], "did you mean say?"),
         (["train", "tlaker", "--help"], "did you mean talker?"),
-        (["agent", "sing"], "`python -m mktts agent --help` lists all"),
     ],
     ids=str,
 )
@@ -185,13 +184,6 @@ def test_without_a_command_all_that_there_are_are_listed(words, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
     assert capsys.readouterr().out == listed
-
-
-def test_the_first_word_of_two_may_be_a_command_and_its_help_names_the_others(capsys):
-    assert parse(["agent", "--tokens"]).tokens
-    with pytest.raises(SystemExit, match="0"):
-        main(["agent", "--help"])
-    assert "  agent measure " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [[], *(name.split() for name in COMMANDS)], ids=" ".join)

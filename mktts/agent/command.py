@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   python -m mktts agent
   python -m mktts agent --checkpoint path/to/checkpoint --voice vivian
-  python -m mktts agent --ears whisper --ears-model base.en --mind qwen3 --mind-checkpoint path/to/Qwen3-0.6B
-  python -m mktts agent --mind openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
+  python -m mktts agent --stt whisper --stt-model base.en --llm qwen3 --llm-checkpoint path/to/Qwen3-0.6B
+  python -m mktts agent --llm openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
   python -m mktts agent --scripted conversation.wav
 
 It prints the address of a page; open it, and speak. A browser gives the microphone to localhost and https only: from
 another machine, forward the port (ssh -L 8000:localhost:8000 HOST).
 
 environment:
-  DEEPGRAM_API_KEY               ears: Deepgram; without it pocketsphinx, which knows a dozen phrases
-  OPENAI_API_KEY                 mind: OpenAI; without it and without a URL, a script
-  OPENAI_BASE_URL, OPENAI_MODEL  mind: any server of OpenAI's shape, such as Ollama or vLLM; a key is then optional
+  DEEPGRAM_API_KEY               speech to text by Deepgram; without it pocketsphinx, which knows a dozen phrases
+  OPENAI_API_KEY                 OpenAI's model; without it and without a URL, a script
+  OPENAI_BASE_URL, OPENAI_MODEL  any server of OpenAI's shape, such as Ollama or vLLM; a key is then optional
   MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
   MKTTS_API_KEY                  asked of whoever uses the page; needed where other machines reach it"""
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     talk.add_argument(
         "--tokens",
         action=argparse.BooleanOptionalAction,
-        help="speak words as they are written, not sentence by sentence (default: with --mind qwen3)",
+        help="speak words as they are written, not sentence by sentence (default: with --llm qwen3)",
     )
     talk.add_argument(
         "--layout",
@@ -63,16 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a sentence's prompt: beside the speech, which begins sooner (default), or before it",
     )
     talk.add_argument(
-        "--ears", choices=("pocketsphinx", "whisper", "deepgram"), help="default: what the environment has a key for"
+        "--stt",
+        choices=("pocketsphinx", "whisper", "deepgram"),
+        help="speech to text (default: what the environment has a key for)",
     )
     talk.add_argument(
-        "--ears-model", metavar="NAME_OR_FOLDER", help="of --ears whisper: tiny, base, ..., a Hub id, or a folder"
+        "--stt-model", metavar="NAME_OR_FOLDER", help="of --stt whisper: tiny, base, ..., a Hub id, or a folder"
     )
     talk.add_argument(
-        "--mind", choices=("scripted", "qwen3", "openai"), help="default: what the environment has a key for"
+        "--llm",
+        choices=("scripted", "qwen3", "openai"),
+        help="language model (default: what the environment has a key for)",
     )
     talk.add_argument(
-        "--mind-checkpoint", metavar="NAME", help="of --mind qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE"
+        "--llm-checkpoint", metavar="NAME", help="of --llm qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE"
     )
     talk.add_argument("--openai-url", metavar="URL", help="default: $OPENAI_BASE_URL")
     talk.add_argument("--openai-model", metavar="NAME", help="default: $OPENAI_MODEL")
@@ -89,11 +93,11 @@ def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
     _need_packages(page=arguments.scripted is None and arguments.transport != "local")
     for name, value, part in (
-        ("--ears-model", arguments.ears_model, ("--ears whisper", arguments.ears == "whisper")),
-        ("--mind-checkpoint", arguments.mind_checkpoint, ("--mind qwen3", arguments.mind == "qwen3")),
+        ("--stt-model", arguments.stt_model, ("--stt", "whisper", arguments.stt)),
+        ("--llm-checkpoint", arguments.llm_checkpoint, ("--llm", "qwen3", arguments.llm)),
     ):
-        if value and not part[1]:
-            raise AgentError(f"{name} {value}: it belongs to {part[0]}, which was not asked for")
+        if value and part[1] != part[2]:
+            raise AgentError(f"{name} {value}: it belongs to {part[0]} {part[1]}, which was not asked for")
     from mktts.agent.settings import from_environment
 
     settings = from_environment(
@@ -104,10 +108,10 @@ def main(arguments: argparse.Namespace) -> int:
         instruct=arguments.instruct,
         tokens=arguments.tokens,
         layout=arguments.layout,
-        ears=arguments.ears,
-        ears_model=arguments.ears_model,
-        mind=arguments.mind,
-        mind_checkpoint=arguments.mind_checkpoint,
+        stt=arguments.stt,
+        stt_model=arguments.stt_model,
+        llm=arguments.llm,
+        llm_checkpoint=arguments.llm_checkpoint,
         openai_url=arguments.openai_url,
         openai_model=arguments.openai_model,
         turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
@@ -129,7 +133,6 @@ def _need_packages(*, page: bool) -> None:
         import mktts.agent.conversation  # noqa: F401
 
         if page:
-            import mktts.agent.serve
             import mktts.agent.web  # noqa: F401
     except ModuleNotFoundError as error:
         name = (error.name or "mktts").split(".")[0]
@@ -140,8 +143,7 @@ def _need_packages(*, page: bool) -> None:
 
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
-    from mktts.agent.serve import PageServer, bind
-    from mktts.agent.web import create_app
+    from mktts.agent.web import PageServer, bind, create_app
 
     keys = read_keys(arguments.api_key_file)
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
@@ -164,10 +166,14 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
 
 
 def _scripted(settings: AgentSettings, wav: Path) -> int:
+    from mktts.agent.conversation import load_voice
     from mktts.agent.scripted import converse
+    from mktts.measure.environment import head
 
-    talk = asyncio.run(converse(settings, wav=wav))
-    print(json.dumps(talk.document()))
+    talk = asyncio.run(converse(settings, wav=wav, say=lambda line: print(line, file=sys.stderr)))
+    voice = load_voice(settings)
+    told = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
+    print(json.dumps(told | talk.document()))
     _close_models()
     return 0
 
@@ -201,10 +207,10 @@ def _end_with_stdin(server: Any) -> None:
 
 
 def _close_models() -> None:
-    from mktts.agent.mind import close_minds
+    from mktts.agent.llm import close_shared_models
     from mktts.pipecat import close_shared_synthesizers
 
-    close_minds()
+    close_shared_models()
     close_shared_synthesizers()
 
 

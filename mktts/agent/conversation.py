@@ -1,4 +1,4 @@
-"""The pipeline: ears, mind and voice between a transport's two ends. Built here and nowhere else."""
+"""The pipeline: speech to text, language model and voice between a transport's two ends."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from pipecat.processors.aggregators.llm_response_universal import (
     LLMContextAggregatorPair,
     LLMUserAggregatorParams,
 )
-from pipecat.services.llm_service import LLMService
-from pipecat.services.stt_service import STTService
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.transports.base_transport import BaseTransport
 from pipecat.turns.user_stop import SpeechTimeoutUserTurnStopStrategy, TurnAnalyzerUserTurnStopStrategy
 from pipecat.turns.user_turn_strategies import UserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
 
-from mktts.agent.ears import make_ears
 from mktts.agent.intents import STORY
-from mktts.agent.latency import LatencyObserver, TurnLatency
-from mktts.agent.mind import make_mind
+from mktts.agent.latency import LatencyObserver
+from mktts.agent.llm import create_llm
 from mktts.agent.settings import AgentSettings
+from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.pipecat import LocalSource, MkttsTTSService, SpeechSource, Style, shared_synthesizer
+from mktts.checkpoint import open_checkpoint
+from mktts.pipecat import LocalSource, MkttsTTSService, Style, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
@@ -55,21 +53,18 @@ _CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces
 
 @dataclass(frozen=True)
 class Conversation:
-    """One pipeline, from its building to its end. `context` holds what the user said and what was heard of the bot."""
+    """One pipeline, from its building to its end.
+
+    context: what the user said and what was heard of the bot.
+    breakdowns: Pipecat's own split of the wait, of every time the bot began to speak.
+    """
 
     settings: AgentSettings
     worker: PipelineWorker
     context: LLMContext
-    stt: STTService
-    llm: LLMService
     tts: MkttsTTSService
     latency: LatencyObserver
-    breakdowns: list[LatencyBreakdown]  # Pipecat's own, of every time the bot began to speak
-
-    @property
-    def turns(self) -> list[TurnLatency]:
-        """Of the turns that the bot has begun to answer."""
-        return self.latency.turns
+    breakdowns: list[LatencyBreakdown]
 
     async def run(self, *, handle_sigint: bool = False) -> None:
         """Runs to the end of the conversation. Signals are not taken by default: a notebook's kernel owns its own."""
@@ -83,7 +78,7 @@ class Conversation:
             await self.worker.queue_frame(TTSSpeakFrame(self.settings.greeting))
 
     async def answer(self, text: str) -> None:
-        """Takes `text` for what the user has said: it interrupts the bot, and the mind answers it."""
+        """Takes `text` for what the user has said: it interrupts the bot, and the language model answers it."""
         await self.worker.queue_frame(InterruptionFrame())
         await self.worker.flush_pipeline()  # what was heard of the interrupted reply enters the context before this
         await self.worker.queue_frame(
@@ -103,23 +98,33 @@ def load_voice(settings: AgentSettings) -> Synthesizer:
     return shared_synthesizer(checkpoint, backend=settings.backend, device=settings.device, dtype=settings.dtype)
 
 
+def check_voice(settings: AgentSettings) -> None:
+    """Raises what is wrong with the voice, language or instruction of the settings, as the conversation would."""
+    style = Style(voice=settings.voice, language=settings.language, instruct=settings.instruct, seed=settings.seed)
+    _source(settings).check(style)
+
+
 def build(
     transport: BaseTransport,
     settings: AgentSettings,
     *,
-    source: SpeechSource | None = None,
     observers: Sequence[BaseObserver] = (),
-    rtvi: bool = False,
     idle_timeout_s: float | None = None,
 ) -> Conversation:
-    """A conversation over `transport`, not yet running.
+    """A conversation over `transport`, not yet running. Loads what is not loaded.
 
-    Loads the voice where `load_voice` has not done so. source: of the voice, in place of the settings' checkpoint.
-    rtvi: Pipecat's protocol for clients beside the audio; its evals need it. idle_timeout_s: ends a conversation in
-    which nobody has said anything for so long.
+    idle_timeout_s: ends a conversation in which nobody has said anything for so long.
     Raises what loading raises, and AgentError for a package that is missing.
     """
-    stt, llm, tts = make_ears(settings), make_mind(settings), make_voice(settings, source)
+    stt, llm = create_stt(settings), create_llm(settings)
+    given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
+    tts = MkttsTTSService(
+        source=_source(settings),
+        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
+        settings=MkttsTTSService.Settings(
+            language=settings.language, **{name: value for name, value in given.items() if value is not None}
+        ),
+    )
     context = LLMContext()
     user, assistant = LLMContextAggregatorPair(
         context,
@@ -137,10 +142,10 @@ def build(
             enable_usage_metrics=True,
         ),
         observers=[latency, pipecats_latency, *observers],
-        enable_rtvi=rtvi,
+        enable_rtvi=False,
         idle_timeout_secs=idle_timeout_s,
     )
-    conversation = Conversation(settings, worker, context, stt, llm, tts, latency, [])
+    conversation = Conversation(settings, worker, context, tts, latency, [])
 
     @pipecats_latency.event_handler("on_latency_breakdown")
     async def keep(_: Any, breakdown: LatencyBreakdown) -> None:
@@ -153,45 +158,15 @@ def build(
     return conversation
 
 
-def check_voice(settings: AgentSettings) -> None:
-    """Raises what is wrong with the voice, language or instruction of the settings, as the conversation would.
-
-    Loads the voice where `load_voice` has not done so.
-    """
-    style = Style(voice=settings.voice, language=settings.language, instruct=settings.instruct, seed=settings.seed)
-    _local_source(settings).check(style)
-
-
-def make_voice(settings: AgentSettings, source: SpeechSource | None = None) -> MkttsTTSService:
-    """The service that speaks; `source` in place of the settings' checkpoint."""
-    given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
-    return MkttsTTSService(
-        source=source or _local_source(settings),
-        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
-        settings=MkttsTTSService.Settings(
-            language=settings.language, **{name: value for name, value in given.items() if value is not None}
-        ),
-    )
-
-
-def voice_options(settings: AgentSettings, synthesizer: Synthesizer) -> StreamOptions | None:
-    """Of every utterance; None for the usual ones."""
-    checkpoint = synthesizer.checkpoint
-    if settings.options is None and checkpoint is not None and checkpoint.is_random:
-        return _as_long_as_speech(checkpoint)
-    return settings.options
-
-
-def _local_source(settings: AgentSettings) -> LocalSource:
+def _source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
-    return LocalSource(synthesizer, settings.checkpoint, voice_options(settings, synthesizer), settings.layout)
-
-
-def _as_long_as_speech(checkpoint: Checkpoint) -> StreamOptions:
-    """Random weights never end by themselves: they are ended where speech of the same text would end."""
-    tokens = len(checkpoint.tokenizer().encode(STORY))
-    frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
-    return StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1))
+    checkpoint, options = synthesizer.checkpoint, settings.options
+    if options is None and checkpoint is not None and checkpoint.is_random:
+        # Random weights never end by themselves: they are ended where speech of the same text would end.
+        tokens = len(checkpoint.tokenizer().encode(STORY))
+        frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
+        options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1))
+    return LocalSource(synthesizer, settings.checkpoint, options, settings.layout)
 
 
 def _turn_strategies(settings: AgentSettings) -> UserTurnStrategies:

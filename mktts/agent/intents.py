@@ -1,4 +1,4 @@
-"""What the offline bot understands and answers: one table, from which the grammar of its ears is made too.
+"""What the offline bot understands and answers: one table, from which the grammar of its speech to text is made too.
 
 A phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice.
 """

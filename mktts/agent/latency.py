@@ -1,15 +1,19 @@
-"""How long the user waits, and what they hear: what Pipecat's frames say about each turn."""
+"""How long the user waits, and what they hear: the one observer that times the turns of a conversation."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipecat.frames.frames import (
     BotStartedSpeakingFrame,
     BotStoppedSpeakingFrame,
+    ErrorFrame,
     Frame,
+    InterruptionFrame,
     LLMFullResponseStartFrame,
     LLMTextFrame,
     TranscriptionFrame,
@@ -20,6 +24,9 @@ from pipecat.frames.frames import (
 from pipecat.observers.base_observer import BaseObserver, FramePushed
 from pipecat.processors.aggregators.llm_response_universal import AssistantTurnStoppedMessage
 from pipecat.processors.frame_processor import FrameDirection
+
+from mktts.errors import AgentError
+from mktts.pipecat import MkttsTTSService
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ TIMES = ("transcript_ms", "first_token_ms", "first_audio_ms", "speaking_ms", "si
 
 
 @dataclass
-class _Turn:
+class _OpenTurn:
     """Times in s as `time.time`, which Pipecat dates speech with."""
 
     number: int
@@ -98,64 +105,89 @@ class _Turn:
 
 
 class LatencyObserver(BaseObserver):
-    """Collects a `TurnLatency` for every turn of the user that the bot answers.
+    """Collects a `TurnLatency` for every turn of the user that the bot answers, and follows what the bot does.
 
-    As Pipecat's `UserBotLatencyObserver`, but with all four times of a turn and the time to silence. The way from the
-    output to the user's ear is not included.
+    The way from the output to the user's ear is not included.
+
+    started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to. error: the last one.
+    stale_frames: audio that left the voice after the interruption of its utterance.
+    on_turn: awaited as the bot begins to answer.
     """
 
-    def __init__(self, **kwargs: object) -> None:
-        """Initialize the observer.
-
-        Args:
-            **kwargs: Additional arguments passed to parent class.
-        """
-        super().__init__(observe_every_push=False, **kwargs)
-        self.on_turn: Callable[[TurnLatency], Awaitable[None]] | None = None  # awaited as the bot begins to answer
-        self._answered: list[_Turn] = []
-        self._turn: _Turn | None = None
-        self._bot_speaking = False
+    def __init__(self) -> None:
+        super().__init__(observe_every_push=False)
+        self.started = False
+        self.speaking = False
+        self.begun = 0
+        self.stale_frames = 0
+        self.error: str | None = None
+        self.on_turn: Callable[[TurnLatency], Awaitable[None]] | None = None
+        self._answered: list[_OpenTurn] = []
+        self._turn: _OpenTurn | None = None
+        self._spoken: set[str | None] = set()  # audio contexts since the last interruption
+        self._cut: set[str | None] = set()
+        self._changed = asyncio.Event()
 
     @property
     def turns(self) -> list[TurnLatency]:
         """Of the turns that the bot has begun to answer, as known by now."""
         return [turn.latency() for turn in self._answered]
 
-    def note_heard(self, message: AssistantTurnStoppedMessage) -> None:
-        """Take note of what the context received.
+    async def until(self, condition: Callable[[], Any], limit_s: float, what: str) -> None:
+        """Waits for `condition`, `what` in words. Raises AgentError after `limit_s`, or at an error of the pipeline."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    if self.error is not None:
+                        raise AgentError(f"while waiting for {what}: {self.error}")
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
 
-        Args:
-            message: Of the assistant's aggregator; the greeting's is no answer to a turn.
-        """
+    def note_heard(self, message: AssistantTurnStoppedMessage) -> None:
+        """Takes note of what the context received; the greeting's message belongs to no turn."""
         turn = next((turn for turn in self._answered if turn.heard is None), None)
         if turn is not None:
             turn.heard, turn.interrupted = message.content, message.interrupted
 
-    async def on_push_frame(self, data: FramePushed) -> None:
-        """Take note of a frame.
+    async def on_pipeline_started(self) -> None:
+        self.started = True
+        self._changed.set()
 
-        Args:
-            data: The frame, where it came from and where it goes.
-        """
+    async def on_push_frame(self, data: FramePushed) -> None:
         frame, now_s = data.frame, time.time()
-        if data.direction != FrameDirection.DOWNSTREAM:
+        if isinstance(frame, ErrorFrame):
+            self.error = frame.error
+        elif data.direction != FrameDirection.DOWNSTREAM:
             return
-        if isinstance(frame, VADUserStartedSpeakingFrame):
+        elif isinstance(frame, VADUserStartedSpeakingFrame):
             self._begin(frame.timestamp - frame.start_secs)
+        elif isinstance(frame, InterruptionFrame):
+            # Pushed on its way to the voice: what is on its way from there already is not stale.
+            self._cut |= self._spoken
+            self._spoken.clear()
         elif isinstance(frame, BotStartedSpeakingFrame):
-            self._bot_speaking = True
+            self.speaking = True
+            self.begun += 1
             await self._answer(now_s)
         elif isinstance(frame, BotStoppedSpeakingFrame):
-            self._bot_speaking = False
+            self.speaking = False
             if self._turn is not None and self._turn.interrupts and self._turn.silence_s is None:
                 self._turn.silence_s = now_s
-        elif self._turn is not None:
-            self._turn.take(frame, now_s)
+        else:
+            if isinstance(frame, TTSAudioRawFrame) and isinstance(data.source, MkttsTTSService):
+                self._spoken.add(frame.context_id)
+                self.stale_frames += frame.context_id in self._cut
+            if self._turn is not None:
+                self._turn.take(frame, now_s)
+            return
+        self._changed.set()
 
     def _begin(self, onset_s: float) -> None:
         """The user speaks: a new turn, unless the bot has not yet begun to answer the last one."""
         if self._turn is None or self._turn.speaking_s is not None:
-            self._turn = _Turn(len(self._answered) + 1, onset_s, self._bot_speaking)
+            self._turn = _OpenTurn(len(self._answered) + 1, onset_s, self.speaking)
         else:
             self._turn.asked = False
 

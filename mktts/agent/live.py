@@ -47,7 +47,7 @@ class LiveAgent:
         return self._process.poll() is None
 
     def config(self) -> dict[str, Any]:
-        """What the page is given: ears, mind, voice, rates. Raises AgentError where the agent does not answer."""
+        """What the page is given: stt, llm, voice, rates. Raises AgentError where the agent does not answer."""
         address = urllib.parse.urljoin(self.url, "agent/config?" + urllib.parse.urlsplit(self.url).query)
         try:
             with urllib.request.urlopen(address, timeout=_ASK_WAIT_S) as answer:

@@ -10,7 +10,6 @@ import io
 import time
 import wave
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pipecat.frames.frames import InputAudioRawFrame, OutputAudioRawFrame, StartFrame
@@ -26,29 +25,24 @@ from mktts.spec import SAMPLE_RATE_HZ
 _PIECE_S = 0.02  # what a microphone hands over at a time
 _LEAD_S = 0.04  # of audio in the loudspeaker's buffer
 _NOISE = 8  # of a quiet room, in steps of 16-bit samples
-_BYTES = 2
+_SAMPLE_BYTES = 2
+
+TimedPieces = list[tuple[float, np.ndarray, int]]  # time of the first sample in s as `time.time`, int16 samples, Hz
 
 
 class LoopbackTransport(BaseTransport):
     """The user side of a conversation without a user."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        """Initialize the transport.
-
-        Args:
-            **kwargs: Additional arguments passed to the parent ``BaseTransport``.
-        """
-        super().__init__(**kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
         self.microphone = Microphone(params)
-        self.loudspeaker = Loudspeaker(params)
+        self.loudspeaker = RecordingOutput(params)
 
     def input(self) -> Microphone:
-        """Get the microphone."""
         return self.microphone
 
-    def output(self) -> Loudspeaker:
-        """Get the loudspeaker."""
+    def output(self) -> RecordingOutput:
         return self.loudspeaker
 
     def tracks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -69,45 +63,27 @@ class LoopbackTransport(BaseTransport):
         both = np.stack([np.frombuffer(to_pcm16(track), "<i2") for track in self.tracks()], 1)
         file = io.BytesIO()
         with wave.open(file, "wb") as out:
-            out.setnchannels(2)
-            out.setsampwidth(_BYTES)
-            out.setframerate(SAMPLE_RATE_HZ)
+            out.setparams((2, _SAMPLE_BYTES, SAMPLE_RATE_HZ, 0, "NONE", ""))
             out.writeframes(both.tobytes())
         return write_whole(path, file.getvalue())
 
 
 class Microphone(BaseInputTransport):
-    """Hands over a quiet room's noise, and what is said into it.
+    """Hands over a quiet room's noise, and what is said into it. heard: all of it."""
 
-    heard: (time of its first sample in s, samples int16, rate in Hz) of each piece; times as `time.time`, which
-        Pipecat dates speech with.
-    """
-
-    def __init__(self, params: TransportParams, **kwargs: Any) -> None:
-        """Initialize the microphone.
-
-        Args:
-            params: Transport configuration parameters.
-            **kwargs: Additional arguments passed to parent class.
-        """
-        super().__init__(params, **kwargs)
-        self.heard: list[tuple[float, np.ndarray, int]] = []
+    def __init__(self, params: TransportParams) -> None:
+        super().__init__(params)
+        self.heard: TimedPieces = []
         self._waiting = np.zeros(0, "<i2")
         self._said = asyncio.Event()
         self._capturing: asyncio.Task | None = None
 
     async def start(self, frame: StartFrame) -> None:
-        """Begin to capture.
-
-        Args:
-            frame: The start frame.
-        """
         await super().start(frame)
         await self.set_transport_ready(frame)
         self._capturing = self.create_task(self._capture())
 
     async def cleanup(self) -> None:
-        """Stop capturing."""
         await super().cleanup()
         if self._capturing is not None:
             await self.cancel_task(self._capturing)
@@ -121,10 +97,10 @@ class Microphone(BaseInputTransport):
 
     async def _capture(self) -> None:
         samples = round(_PIECE_S * USER_RATE_HZ)
-        room = np.random.default_rng(0)
+        noise = np.random.default_rng(0)
         at_s = time.time()
         while True:
-            piece = room.integers(-_NOISE, _NOISE + 1, samples).astype("<i2")
+            piece = noise.integers(-_NOISE, _NOISE + 1, samples).astype("<i2")
             spoken, self._waiting = self._waiting[:samples], self._waiting[samples:]
             piece[: len(spoken)] += spoken
             await asyncio.sleep(max(0.0, at_s + _PIECE_S - time.time()))  # a piece exists once it has been captured
@@ -135,44 +111,22 @@ class Microphone(BaseInputTransport):
             at_s += _PIECE_S
 
 
-class Loudspeaker(BaseOutputTransport):
-    """Takes audio as fast as it is heard, and keeps it.
+class RecordingOutput(BaseOutputTransport):
+    """Takes audio as fast as it is heard, and keeps it. played: all of it."""
 
-    played: (time of its first sample in s, samples int16, rate in Hz) of each piece, times as the microphone's.
-    """
-
-    def __init__(self, params: TransportParams, **kwargs: Any) -> None:
-        """Initialize the loudspeaker.
-
-        Args:
-            params: Transport configuration parameters.
-            **kwargs: Additional arguments passed to parent class.
-        """
-        super().__init__(params, **kwargs)
-        self.played: list[tuple[float, np.ndarray, int]] = []
+    def __init__(self, params: TransportParams) -> None:
+        super().__init__(params)
+        self.played: TimedPieces = []
         self._until_s = 0.0
 
     async def start(self, frame: StartFrame) -> None:
-        """Begin to play.
-
-        Args:
-            frame: The start frame.
-        """
         await super().start(frame)
         await self.set_transport_ready(frame)
 
     async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
-        """Play a frame.
-
-        Args:
-            frame: The audio.
-
-        Returns:
-            True: it is played.
-        """
         begin_s = max(self._until_s, time.time())
         self.played.append((begin_s, np.frombuffer(frame.audio, "<i2"), frame.sample_rate))
-        self._until_s = begin_s + len(frame.audio) / _BYTES / frame.sample_rate
+        self._until_s = begin_s + len(frame.audio) / _SAMPLE_BYTES / frame.sample_rate
         await asyncio.sleep(max(0.0, self._until_s - _LEAD_S - time.time()))
         return True
 

@@ -1,4 +1,4 @@
-"""What an agent is made of, and how the environment chooses it."""
+"""What an agent consists of, and how the environment chooses it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from mktts.errors import AgentError
 from mktts.model.prompt import Layout
 from mktts.speech.options import StreamOptions
 
-Ears = Literal["pocketsphinx", "whisper", "deepgram"]
-Mind = Literal["scripted", "qwen3", "openai"]
+SttName = Literal["pocketsphinx", "whisper", "deepgram"]
+LlmName = Literal["scripted", "qwen3", "openai"]
 TurnEnd = Literal["smart", "timeout"]
 
-_OPENAI_MODEL = "gpt-4.1"
-_MIND_CHECKPOINT = "Qwen/Qwen3-0.6B"
-_EARS_MODEL = "base"
 _INSTRUCTIONS = (
     "You are a voice agent. Your answers are spoken: one to three short sentences of plain words, no lists, no markup, "
     "numbers written out."
@@ -32,13 +29,13 @@ class AgentSettings:
 
     checkpoint, revision, backend, device, dtype: of the voice, as `open_checkpoint` and `Synthesizer.load` take them.
     voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
-    options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, such
-        that an utterance is as long as speech of its text would be.
-    ears_model: of "whisper": a size or a Hub id that the package faster-whisper knows, or a folder.
-    mind_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
-    tokens: the mind's words go into one generation as they are written, not sentence by sentence.
+    options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, a limit
+        as long as speech of the text would be.
+    tokens: the language model's words go into one generation as they are written, not sentence by sentence.
     layout: of a sentence's prompt; "streaming" computes none of it before the first frame, "whole" all, None takes the
         checkpoint's.
+    stt_model: of "whisper": a size or a Hub id that the package faster-whisper knows, or a folder.
+    llm_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
     greeting: what the bot says first; "" for nothing.
@@ -56,14 +53,14 @@ class AgentSettings:
     options: StreamOptions | None = None
     tokens: bool = False
     layout: Layout | None = "streaming"
-    ears: Ears = "pocketsphinx"
-    ears_model: str = _EARS_MODEL
-    mind: Mind = "scripted"
-    mind_checkpoint: str = _MIND_CHECKPOINT
+    stt: SttName = "pocketsphinx"
+    stt_model: str = "base"
+    llm: LlmName = "scripted"
+    llm_checkpoint: str = "Qwen/Qwen3-0.6B"
     deepgram_key: str | None = None
     openai_key: str | None = None
     openai_url: str | None = None
-    openai_model: str = _OPENAI_MODEL
+    openai_model: str = "gpt-4.1"
     instructions: str = _INSTRUCTIONS
     turn_end: TurnEnd = "smart"
     turn_end_s: float = 0.2
@@ -71,40 +68,40 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         """Raises AgentError."""
-        if self.ears == "deepgram" and not self.deepgram_key:
-            raise AgentError("the ears are to be Deepgram and there is no key: set DEEPGRAM_API_KEY")
-        if self.mind == "openai" and not (self.openai_key or self.openai_url):
-            raise AgentError("the mind is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server")
+        if self.stt == "deepgram" and not self.deepgram_key:
+            raise AgentError("speech to text is to be Deepgram's and there is no key: set DEEPGRAM_API_KEY")
+        if self.llm == "openai" and not (self.openai_key or self.openai_url):
+            raise AgentError("the model is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server")
         for name, value, known in (
-            ("ears", self.ears, get_args(Ears)),
-            ("mind", self.mind, get_args(Mind)),
+            ("stt", self.stt, get_args(SttName)),
+            ("llm", self.llm, get_args(LlmName)),
             ("turn_end", self.turn_end, get_args(TurnEnd)),
             ("layout", self.layout, (None, *get_args(Layout))),
         ):
             if value not in known:
                 raise AgentError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
         if self.openai_url is not None and urlsplit(self.openai_url).scheme not in ("http", "https"):
-            raise AgentError(f"the mind's address must begin with http:// or https://, got {self.openai_url!r}")
+            raise AgentError(f"the model's address must begin with http:// or https://, got {self.openai_url!r}")
 
     def __repr__(self) -> str:
         return f"AgentSettings({', '.join(self.describe())})"
 
     def parts(self) -> dict[str, str]:
-        """Who hears ("ears"), thinks ("mind") and speaks ("voice"), in words without secrets."""
+        """What hears ("stt"), answers ("llm") and speaks ("voice"), in words without secrets."""
         turn_end = "Pipecat's turn model" if self.turn_end == "smart" else f"{self.turn_end_s:g} s of silence"
-        ears = {
+        stt = {
             "pocketsphinx": "pocketsphinx with a grammar",
-            "whisper": f"Whisper, {self.ears_model}",
+            "whisper": f"Whisper, {self.stt_model}",
             "deepgram": "Deepgram",
-        }[self.ears]
-        mind = {
+        }[self.stt]
+        llm = {
             "scripted": "a script, no model",
-            "qwen3": f"Qwen3 text in this process, {self.mind_checkpoint}",
+            "qwen3": f"Qwen3 text in this process, {self.llm_checkpoint}",
             "openai": f"{self.openai_model} at {self.openai_url or 'OpenAI'}",
-        }[self.mind]
+        }[self.llm]
         return {
-            "ears": f"{ears}, Silero VAD, end of turn by {turn_end}",
-            "mind": mind,
+            "stt": f"{stt}, Silero VAD, end of turn by {turn_end}",
+            "llm": llm,
             "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
         }
 
@@ -116,8 +113,8 @@ class AgentSettings:
 def from_environment(environment: Mapping[str, str] | None = None, **changes: Any) -> AgentSettings:
     """The settings that the environment's variables stand for; `changes` that are not None override them.
 
-    DEEPGRAM_API_KEY chooses the ears; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape, the
-    mind, and OPENAI_MODEL its model; MKTTS_CHECKPOINT and MKTTS_VOICE the voice.
+    DEEPGRAM_API_KEY chooses speech to text; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape,
+    the language model, and OPENAI_MODEL its name; MKTTS_CHECKPOINT and MKTTS_VOICE the voice.
     Raises AgentError for a choice whose key is missing.
     """
     found = os.environ if environment is None else environment
@@ -131,7 +128,7 @@ def from_environment(environment: Mapping[str, str] | None = None, **changes: An
     }
     chosen = {name: value for name, value in known.items() if value}
     chosen |= {name: value for name, value in changes.items() if value is not None}
-    chosen.setdefault("ears", "deepgram" if chosen.get("deepgram_key") else "pocketsphinx")
-    chosen.setdefault("mind", "openai" if chosen.get("openai_key") or chosen.get("openai_url") else "scripted")
-    chosen.setdefault("tokens", chosen["mind"] == "qwen3")  # what writes here may as well be spoken while it writes
+    chosen.setdefault("stt", "deepgram" if chosen.get("deepgram_key") else "pocketsphinx")
+    chosen.setdefault("llm", "openai" if chosen.get("openai_key") or chosen.get("openai_url") else "scripted")
+    chosen.setdefault("tokens", chosen["llm"] == "qwen3")  # its words can be spoken while it writes them
     return AgentSettings(**chosen)

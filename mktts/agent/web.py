@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Collection, Sequence
+import socket
+import uuid
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -13,23 +15,27 @@ from urllib.parse import parse_qsl
 from fastapi import FastAPI, HTTPException, Request, WebSocket
 from fastapi.staticfiles import StaticFiles
 from loguru import logger
+from pipecat.pipeline.worker import PipelineWorker
+from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent import intents
-from mktts.agent.conversation import check_voice, load_voice
-from mktts.agent.ears import load_ears
-from mktts.agent.mind import load_mind
-from mktts.agent.sessions import Sessions
+from mktts.agent.conversation import Conversation, build, check_voice, load_voice
+from mktts.agent.llm import load_llm
+from mktts.agent.page import PageObserver, PageTransport
 from mktts.agent.settings import AgentSettings
+from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.agent.websocket import PageTransport
 from mktts.errors import AgentError
-from mktts.server import Gate
+from mktts.server import Gate, Limits, OrderlyServer, listen, refuse_open_address
 from mktts.spec import SAMPLE_RATE_HZ
 
-Transport = Literal["websocket", "webrtc"]
 PAGE = Path(__file__).parent / "page"
 MAX_SESSIONS = 4
+CONNECT_S = 8.0  # for a peer that has sent an offer; behind a NAT without a relay none ever comes
+_IDLE_S = 600.0  # a page that was left open
+_CLOSE_S = 2.0
 _MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
+_MAX_MESSAGE_BYTES = 256 * 1024  # eight seconds of a microphone
 _MOST_REASON_CHARS = 200
 _TRY_AGAIN_LATER, _INTERNAL_ERROR = 1013, 1011  # RFC 6455 and its registry
 
@@ -44,21 +50,21 @@ def create_app(
     api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
-    transport: Transport = "websocket",
+    transport: Literal["websocket", "webrtc"] = "websocket",
 ) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    lets in anyone who reaches it: such an application must be bound to loopback (`mktts.agent.serve.bind` sees to it).
+    lets in anyone who reaches it: such an application must be bound to loopback (`bind` checks that).
     origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`). transport: what
     the page offers first.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
-    not take, and AgentError where a package of the ears or of "webrtc" is missing.
+    not take, and AgentError where a package of speech to text or of "webrtc" is missing.
     """
     if transport == "webrtc" and not has_webrtc():
         raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
-    load_ears(settings)  # a missing package shows before seconds of loading
-    mind_runs = load_mind(settings)
+    load_stt(settings)  # a missing package shows before seconds of loading
+    llm_runs = load_llm(settings)
     synthesizer = load_voice(settings)
     check_voice(settings)
     checkpoint = synthesizer.checkpoint
@@ -71,14 +77,14 @@ def create_app(
     async def config() -> dict[str, Any]:
         parts = settings.parts()
         parts["voice"] += f", {synthesizer.backend_name} on {synthesizer.device}"
-        parts["mind"] += mind_runs
+        parts["llm"] += llm_runs
         return {
             **parts,
             "input_rate_hz": USER_RATE_HZ,
             "output_rate_hz": SAMPLE_RATE_HZ,
             "random_weights": checkpoint is not None and checkpoint.is_random,
             "transports": transports,
-            "hints": intents.hints() if settings.ears == "pocketsphinx" else [],
+            "hints": intents.hints() if settings.stt == "pocketsphinx" else [],
         }
 
     @app.websocket("/agent")
@@ -100,8 +106,75 @@ def create_app(
     return app
 
 
+class Sessions:
+    """The conversations of one server, at most `limit` at once, each over its own transport."""
+
+    def __init__(self, settings: AgentSettings, limit: int) -> None:
+        self._settings = settings
+        self._limit = limit
+        self._running: set[asyncio.Task[None]] = set()
+        self._workers: set[PipelineWorker] = set()
+        self._closing = False
+
+    @property
+    def full(self) -> bool:
+        """Whether no other conversation may begin."""
+        return self._closing or len(self._running) >= self._limit
+
+    def begin(self, transport: BaseTransport, arrived: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
+        """Holds a conversation over `transport`; done when it has ended. arrived: whether the other side is there; if
+        it is not within CONNECT_S, the conversation ends, and its place is free."""
+        task = asyncio.create_task(self._hold(transport, arrived))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        """Ends every conversation, and begins no more."""
+        self._closing = True
+        for worker in [*self._workers]:
+            await worker.cancel()
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+
+    async def _hold(self, transport: BaseTransport, arrived: Callable[[], bool]) -> None:
+        session = uuid.uuid4().hex[:8]
+        page = PageObserver(transport.output())
+        # In a thread: it loads models, and the audio of other conversations is not to wait for them.
+        conversation = await asyncio.to_thread(
+            build, transport, self._settings, observers=[page], idle_timeout_s=_IDLE_S
+        )
+        page.conversation = conversation
+        conversation.latency.on_turn = page.send_latency
+
+        @transport.event_handler("on_client_connected")
+        async def connected(*_: Any) -> None:
+            await page.send("ready", session=session)
+
+        @transport.event_handler("on_client_disconnected")
+        async def disconnected(*_: Any) -> None:
+            await conversation.worker.cancel()
+
+        logger.info(f"conversation {session} begins")
+        self._workers.add(conversation.worker)
+        waiting = asyncio.create_task(self._wait_for(conversation, arrived, session))
+        try:
+            await conversation.run()
+        finally:
+            waiting.cancel()
+            self._workers.discard(conversation.worker)
+            logger.info(f"conversation {session} has ended after {len(conversation.latency.turns)} turns")
+
+    async def _wait_for(self, conversation: Conversation, arrived: Callable[[], bool], session: str) -> None:
+        await asyncio.sleep(CONNECT_S)
+        if not arrived():
+            logger.warning(f"conversation {session} ends: nobody connected within {CONNECT_S:g} s")
+            await conversation.worker.cancel()
+
+
 def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
-    from pipecat.transports.base_transport import TransportParams
     from pipecat.transports.smallwebrtc.request_handler import SmallWebRTCRequest, SmallWebRTCRequestHandler
     from pipecat.transports.smallwebrtc.transport import SmallWebRTCTransport
 
@@ -129,7 +202,7 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             return await handler.handle_web_request(asked, begin)
         except HTTPException:
             raise
-        except Exception as error:  # whatever aiortc makes of what a stranger sent
+        except Exception as error:  # whatever aiortc makes of an offer that anyone may have sent
             words = f"{type(error).__name__}: {error}".strip(": ")[:_MOST_REASON_CHARS]
             raise HTTPException(400, f"this offer cannot be answered: {words}") from None
 
@@ -175,3 +248,26 @@ class _AgentGate:
             given = (b"authorization", f"Bearer {key}".encode())
             scope = {**scope, "headers": [*(pair for pair in scope["headers"] if pair[0] != given[0]), given]}
         await self._gate(scope, receive, send)
+
+
+def bind(host: str, port: int, api_key: str | Sequence[str] | None) -> socket.socket:
+    """A bound socket. Raises ServerError for a taken port, or an address that others reach and no key."""
+    refuse_open_address(host, api_key)
+    return listen(host, port, Limits())
+
+
+class PageServer(OrderlyServer):
+    """Ends conversations before it ends connections. on_started: called once connections are accepted."""
+
+    def __init__(self, app: FastAPI, on_started: Callable[[], None] = lambda: None) -> None:
+        super().__init__(app, _MAX_MESSAGE_BYTES)
+        self._app = app
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._app.state.sessions.close()
+        await super().shutdown(sockets)

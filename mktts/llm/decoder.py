@@ -90,7 +90,7 @@ class TextDecoder:
         stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
         of them waits for the last, and cancelling takes effect after that many at most.
         after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
-        holds; those are not computed again (see `mktts.llm.conversation`).
+        holds; those are not computed again (see `mktts.agent.llm.TextConversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
         positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.

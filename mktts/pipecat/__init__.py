@@ -20,12 +20,17 @@ except ModuleNotFoundError:
         "mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0", name="pipecat"
     ) from None
 
-from mktts.pipecat.failure import SpeechFailedFrame
-from mktts.pipecat.registry import close_shared_synthesizers, shared_synthesizer
 from mktts.pipecat.remote import RemoteSource
-from mktts.pipecat.service import MkttsTTSService
-from mktts.pipecat.settings import MkttsTTSSettings
-from mktts.pipecat.source import FedSpeech, LocalSource, Speech, SpeechSource, Style
+from mktts.pipecat.service import MkttsTTSService, MkttsTTSSettings, SpeechFailedFrame
+from mktts.pipecat.source import (
+    FedSpeech,
+    LocalSource,
+    Speech,
+    SpeechSource,
+    Style,
+    close_shared_synthesizers,
+    shared_synthesizer,
+)
 
 __all__ = [
     "FedSpeech",

@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from loguru import logger
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.frames import CloseCode
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import BusyError, ConnectionLost, OptionsError, PromptError
-from mktts.pipecat.connection import Connection, dial
-from mktts.pipecat.health import ServerHealth, ask_health
-from mktts.pipecat.remote_speech import PATIENCE_S, RemoteFedSpeech, RemoteSpeech
+from mktts.errors import (
+    AccessError,
+    BusyError,
+    ConnectionLost,
+    EngineError,
+    MkttsError,
+    OptionsError,
+    PromptError,
+    SamplingError,
+    TextError,
+    VoiceError,
+)
 from mktts.pipecat.source import Style
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.speech.guard import FinishReason
+from mktts.speech.text import clean_piece
 
 T = TypeVar("T")
+PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
+KEPT_PIECES = 8  # read ahead of the consumer, 5 s of audio at most; the rest waits in the socket, then in the server
+_MOST_UNANSWERED = 4  # cancelled utterances whose end has not come; the server closes a connection with eight
+_KEPT_MESSAGES = 4  # by the socket, before it stops reading
+_CLOSE_S = 1.0
+_MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_ERRORS: dict[str, type[MkttsError]] = {
+    "busy": BusyError,
+    "stopping": ConnectionLost,
+    "bad_text": TextError,
+    "text_too_long": TextError,
+    "instruct_too_long": PromptError,
+    "idle": TextError,  # it stopped coming; the next utterance may do
+    "bad_prompt": PromptError,
+    "unknown_speaker": PromptError,
+    "bad_voice": VoiceError,
+    "bad_sampling": SamplingError,
+    "bad_option": OptionsError,
+    "duration_too_long": OptionsError,
+    "invalid_value": OptionsError,
+}  # codes of the server's errors; any other is a failure of the server
 
 
 class RemoteSource:
@@ -47,14 +86,13 @@ class RemoteSource:
         connect_s: float = 5.0,
         silence_s: float = 5.0,
     ) -> None:
-        """Connects to nothing yet.
+        """Connects to nothing yet. Raises OptionsError for a url or key that cannot be one.
 
         url: where the server listens, as it prints it; a path before /tts/ws is kept. Several take turns, one a
-        connection; who does not answer is passed over. They must serve the same checkpoint. max_frames, trim_lead: of
-        every utterance, as in a request. connect_s: for an answer to a handshake. silence_s: without a message until
-        the server is asked whether it is there, and again until it counts as gone.
-
-        Raises OptionsError for a url or key that cannot be one.
+        connection; one that does not answer is passed over. They must serve the same checkpoint.
+        max_frames, trim_lead: of every utterance, as in a request.
+        connect_s: for an answer to a handshake.
+        silence_s: without a message until the server is asked whether it is there, and again until it counts as gone.
         """
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
@@ -70,8 +108,10 @@ class RemoteSource:
         self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None}
         self._connect_s = connect_s
         self._silence_s = silence_s
-        self._health: ServerHealth | None = None
-        self._connections: list[Connection] = []
+        self._model_type = ""
+        self._speakers: list[str] = []
+        self._languages: list[str] = []  # empty until connected
+        self._connections: list[_Connection] = []
         self._users = 0
 
     async def connect(self) -> None:
@@ -95,13 +135,12 @@ class RemoteSource:
 
     def check(self, style: Style) -> None:
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
-        health = self._health
-        if health is None:
+        if not self._languages:
             return
-        if style.language.lower() not in health.languages:
-            raise PromptError(f"language must be one of {', '.join(health.languages)}; got {style.language!r}")
-        if style.voice is not None and style.voice.lower() not in health.speakers:
-            known = ", ".join(health.speakers) or f"none: a {health.model_type} checkpoint without saved voices"
+        if style.language.lower() not in self._languages:
+            raise PromptError(f"language must be one of {', '.join(self._languages)}; got {style.language!r}")
+        if style.voice is not None and style.voice.lower() not in self._speakers:
+            known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
             raise PromptError(
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
                 "--voice NAME=FILE, and asked for by that name)"
@@ -117,13 +156,13 @@ class RemoteSource:
         connection = await self._patient()
         return RemoteSpeech(connection, {"text": text, **self._start(style)}, self._free)
 
-    async def open(self, style: Style) -> RemoteFedSpeech:
+    async def open(self, style: Style) -> RemoteSpeech:
         """As `SpeechSource.open`; raises as `speak`."""
         connection = await self._patient()
-        return RemoteFedSpeech(connection, self._start(style), self._free)
+        return RemoteSpeech(connection, self._start(style), self._free)
 
     def _start(self, style: Style) -> dict[str, Any]:
-        """The keys of a start message (mktts.server.schemas.Start)."""
+        """The keys of a start message."""
         wishes = {
             "language": style.language,
             "speaker": style.voice,
@@ -136,22 +175,28 @@ class RemoteSource:
         return {key: value for key, value in wishes.items() if value is not None}
 
     async def _ask(self, http: str) -> None:
-        """Takes in what the server at `http` says about itself."""
-        health = await ask_health(http, self._connect_s)
-        if health.status == "stopping":
+        """Takes in what the server at `http` says about itself at GET /health."""
+        found = await asyncio.to_thread(_ask_health, f"{http}/health", self._connect_s)
+        try:
+            status, model = found["status"], found["model"]
+            name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
+            speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
+            rate_hz = int(found["sample_rate_hz"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise EngineError(f"{http} does not answer as an mktts server of this version does") from None
+        if status == "stopping":
             raise ConnectionLost(f"the server at {http} is stopping: start it again")
-        if health.status != "ok":
-            logger.warning(f"the server at {http} says about itself: {health.status}")
-        if health.random_weights and self.random_weights is None:
+        if status != "ok":
+            logger.warning(f"the server at {http} says about itself: {status}")
+        if random_weights and self.random_weights is None:
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
         if not self._named:
-            self.name = health.checkpoint
-        self._health = health
-        self.sample_rate_hz = health.sample_rate_hz
-        self.random_weights = health.random_weights
+            self.name = name
+        self._model_type, self._speakers, self._languages = kind, speakers, languages
+        self.sample_rate_hz, self.random_weights = rate_hz, random_weights
 
-    async def _patient(self) -> Connection:
-        """`_free`, tried again for a moment: nobody has heard anything yet."""
+    async def _patient(self) -> _Connection:
+        """`_free`, tried again for a moment: nothing was heard yet."""
         for wait_s in PATIENCE_S:
             try:
                 return await self._free()
@@ -160,14 +205,14 @@ class RemoteSource:
             await asyncio.sleep(wait_s)
         return await self._free()
 
-    async def _free(self) -> Connection:
+    async def _free(self) -> _Connection:
         """A connection for one utterance. Nothing may be awaited between this and the utterance's start."""
         free = next((connection for connection in self._connections if connection.free), None)
         return free or await self._dial()
 
-    async def _dial(self) -> Connection:
-        socket = await self._in_turn(lambda http, ws: dial(ws, self._api_key, self._connect_s))
-        connection = Connection(socket, self._silence_s, self._connections.remove)
+    async def _dial(self) -> _Connection:
+        socket = await self._in_turn(lambda http, ws: _open_socket(ws, self._api_key, self._connect_s))
+        connection = _Connection(socket, self._silence_s, self._connections.remove)
         self._connections.append(connection)
         return connection
 
@@ -183,6 +228,306 @@ class RemoteSource:
                     raise
                 logger.warning(f"{error}; asking the next server")
         raise AssertionError("there is a server")
+
+
+class RemoteSpeech:
+    """A `Speech`, and a `FedSpeech` where it was started without a text; that text is kept until something of it was
+    heard. The connection calls `take` and `end`; all methods belong to the event loop.
+
+    redial: finds a connection that is free, when this one is lost, or its server has no place free, before anything of
+    the utterance was heard. Then it begins again there; later, a loss is its end.
+    """
+
+    def __init__(
+        self, connection: _Connection, start: dict[str, Any], redial: Callable[[], Awaitable[_Connection]]
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self._connection = connection
+        self._start = start
+        self._redial = redial
+        self._fed: list[str] = []
+        self._finished = False
+        self._waits_s = iter(PATIENCE_S)
+        self._pieces: deque[bytes] = deque()
+        self._changed = asyncio.Event()  # for the consumer: a piece, or the end
+        self._room = asyncio.Event()  # for the connection
+        self._heard = False
+        self._ended = False
+        self._error: Exception | None = None
+        self._cancelled = False
+        connection.start(self, start)
+
+    def feed(self, text: str) -> None:
+        """Raises TextError when `text` is not a str, EngineError after `finish`."""
+        text = clean_piece(text)
+        if self._finished:
+            raise EngineError("feed after finish: open another utterance for more text")
+        if text:
+            self._fed.append(text)
+            self._connection.send(self, "text", text=text)
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        if any(text.strip() for text in self._fed):
+            self._connection.send(self, "finish")
+        else:  # nothing to say, and no failure in a conversation
+            self.cancel()
+
+    def cancel(self) -> None:
+        if self._cancelled:
+            return
+        self._cancelled = True
+        self._pieces.clear()
+        if self._error is not None:  # that was not raised yet: it waits for another try
+            self._error, self.finish_reason = None, "cancelled"
+        self._connection.cancel(self)
+        self.end("cancelled")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            while True:
+                while not self._pieces and not self._ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+                if self._pieces or not await self._again():
+                    break
+        except BaseException:  # cancelling the task that waits cancels the generation
+            self.cancel()
+            raise
+        if self._pieces:
+            self._heard = True
+            self._room.set()
+            return self._pieces.popleft()
+        error, self._error = self._error, None
+        raise error or StopAsyncIteration
+
+    async def take(self, pcm: bytes) -> None:
+        """Adds a piece; waits while the consumer is too far behind. Drops it when no piece is wanted."""
+        while len(self._pieces) >= KEPT_PIECES and not self._ended:
+            self._room.clear()
+            await self._room.wait()
+        if not self._ended:
+            self._pieces.append(pcm)
+            self._changed.set()
+
+    def end(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
+        """No piece comes any more. Idempotent: the first reason holds."""
+        if not self._ended:
+            self._ended = True
+            self.finish_reason, self._error = reason, error
+        self._changed.set()
+        self._room.set()
+
+    async def _again(self) -> bool:
+        """Begins the utterance anew where that may help and nothing of it was heard; False: it is over."""
+        while isinstance(self._error, (ConnectionLost, BusyError)) and not self._heard and not self._cancelled:
+            wait_s = next(self._waits_s, None)
+            if wait_s is None:
+                return False
+            logger.warning(f"{self._error}; nothing was heard yet: trying again in {wait_s:g} s")
+            await asyncio.sleep(wait_s)
+            if self._cancelled:
+                return False
+            try:
+                connection = await self._redial()
+            except (ConnectionLost, BusyError) as error:
+                self._error = error
+                continue
+            self._connection, self._ended, self._error = connection, False, None
+            connection.start(self, self._start)
+            for text in self._fed:
+                connection.send(self, "text", text=text)
+            if self._finished:
+                connection.send(self, "finish")
+            return True
+        return False
+
+
+class _Connection:
+    """One WebSocket. Belongs to one event loop. `on_end` is called once, when it can carry nothing more.
+
+    The server answers utterances in the order of their starts, each up to its `finished` or `error`. One that is
+    cancelled is still answered: the next may start, and what comes before its turn is dropped.
+    """
+
+    def __init__(self, socket: ClientConnection, silence_s: float, on_end: Callable[[_Connection], None]) -> None:
+        self._socket = socket
+        self._silence_s = silence_s
+        self._on_end = on_end
+        self._outbox: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits, and a cancel keeps its place
+        self._unanswered: deque[RemoteSpeech] = deque()
+        self._speaking: RemoteSpeech | None = None  # the last of them, unless it was cancelled
+        self._ended = False
+        self._refusal: MkttsError | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    @property
+    def free(self) -> bool:
+        """Whether an utterance may start."""
+        return not self._ended and self._speaking is None and len(self._unanswered) < _MOST_UNANSWERED
+
+    def start(self, speech: RemoteSpeech, fields: dict[str, Any]) -> None:
+        """Call only when `free`."""
+        self._speaking = speech
+        self._unanswered.append(speech)
+        self.send(speech, "start", **fields)
+
+    def send(self, speech: RemoteSpeech, type: str, **fields: Any) -> None:
+        """Sends once all before it is sent; drops what belongs to an utterance that is over."""
+        if speech is self._speaking:
+            self._outbox.put_nowait(json.dumps({"type": type, **fields}))
+
+    def cancel(self, speech: RemoteSpeech) -> None:
+        """Asks for the end of an utterance, if it has not come."""
+        self.send(speech, "cancel")
+        self._release(speech)
+
+    async def close(self) -> None:
+        """Ends what is being spoken with EngineError."""
+        self._end(EngineError("the source was disconnected in the middle of an utterance"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._socket.close()
+
+    async def _write(self) -> None:
+        with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and says so
+            while True:
+                await self._socket.send(await self._outbox.get())
+
+    async def _read(self) -> None:
+        loss: MkttsError
+        try:
+            while True:
+                await self._take(await self._receive())
+        except ConnectionClosed as error:
+            closed = error.rcvd
+            why = f"{closed.code} {closed.reason}".strip() if closed is not None else "without a word"
+            loss = ConnectionLost(f"the connection to the server was lost ({why}): what it was speaking ends here")
+            code = None if closed is None else closed.code
+            if code == CloseCode.POLICY_VIOLATION and self._refusal is not None:  # what made no sense to the server
+                loss = self._refusal
+            elif code == CloseCode.MESSAGE_TOO_BIG:
+                loss = TextError("the text is too long for one message to the server: speak it in parts")
+        except TimeoutError:
+            loss = ConnectionLost(f"the server has not answered for {2 * self._silence_s:g} s: it is gone or hangs")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            loss = EngineError("the server sends what is not of its protocol: is it of another version?")
+        self._end(loss)
+        self._tasks[1].cancel()
+        await self._socket.close()
+
+    async def _receive(self) -> str | bytes:
+        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered.
+
+        Pings are sent only while nothing comes and nothing waits to be read.
+        """
+        pong: asyncio.Future[float] | None = None
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    return await self._socket.recv()
+            except TimeoutError:
+                if pong is not None and not pong.done():
+                    raise
+            async with asyncio.timeout(self._silence_s):
+                pong = await self._socket.ping()
+
+    async def _take(self, message: str | bytes) -> None:
+        if isinstance(message, bytes):
+            if self._unanswered:
+                await self._unanswered[0].take(message)
+            return
+        said = json.loads(message)
+        error = None if said.get("error") is None else _error(said["error"])
+        if said["type"] == "finished":
+            reason = said["finish_reason"]
+            self._answered(reason if reason != "error" else None, error)
+        elif said["type"] == "error":
+            self._refusal = error
+            self._answered(None, error)
+
+    def _answered(self, reason: Any, error: MkttsError | None) -> None:
+        if not self._unanswered:
+            return
+        speech = self._unanswered.popleft()
+        if reason == "cancelled":  # by the server: what we cancel has ended here already
+            error = error or EngineError("the server ended the utterance")
+        speech.end(reason, error)
+        self._release(speech)
+
+    def _release(self, speech: RemoteSpeech) -> None:
+        if self._speaking is speech:
+            self._speaking = None
+
+    def _end(self, loss: MkttsError) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._speaking = None
+        for speech in self._unanswered:
+            speech.end(None, loss)
+        self._unanswered.clear()
+        self._on_end(self)
+
+
+async def _open_socket(url: str, api_key: str | None, timeout_s: float) -> ClientConnection:
+    """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for a
+    wrong key, BusyError."""
+    try:
+        return await connect(
+            url,
+            additional_headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            open_timeout=timeout_s,
+            close_timeout=_CLOSE_S,
+            max_queue=_KEPT_MESSAGES,
+            compression=None,  # noise-like PCM does not shrink
+            ping_interval=None,  # a pong waits behind audio that is not read: see _receive
+        )
+    except InvalidStatus as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            wanted = "it needs an api_key" if api_key is None else "it does not accept this api_key"
+            raise AccessError(f"the server at {url} answers {status}: {wanted}") from None
+        if status == 503:
+            raise ConnectionLost(f"the server at {url} answers 503: it is stopping") from None
+        if status == 429:
+            raise BusyError(f"the server at {url} answers {status}: ask again later") from None
+        raise EngineError(f"{url} answers {status}: expected an mktts server") from None
+    except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+        raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
+
+
+def _ask_health(url: str, timeout_s: float) -> Any:
+    """The JSON at `url`. Raises as `_open_socket`."""
+    try:
+        try:
+            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+                body = answer.read(_MAX_HEALTH_BYTES)
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
+            if error.code != 503:  # an unhealthy server's status, with the same body
+                raise
+            body = error.read(_MAX_HEALTH_BYTES)
+        return json.loads(body)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConnectionLost(
+            f"no answer from {url}: {reason}; start a server there with python -m mktts serve"
+        ) from None
+    except ValueError:
+        raise EngineError(f"{url} does not answer as an mktts server of this version does") from None
+
+
+def _error(found: dict[str, Any]) -> MkttsError:
+    """The error that a synthesizer in this process would have raised."""
+    return _ERRORS.get(found["code"], EngineError)(f"the server says: {found['message']} ({found['code']})")
 
 
 def _addresses(url: str) -> tuple[str, str]:

@@ -3,43 +3,208 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from loguru import logger
+from pipecat.audio.utils import create_stream_resampler
 from pipecat.frames.frames import (
+    AggregatedTextProgressFrame,
     CancelFrame,
     EndFrame,
+    ErrorFrame,
     Frame,
     InterruptionFrame,
     TTSAudioRawFrame,
+    TTSTextFrame,
 )
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessorSetup
+from pipecat.services.settings import TTSSettings
+from pipecat.services.tts_service import TTSService
 from pipecat.transcriptions.language import Language
+from pipecat.utils.errors import ErrorCategory
 from pipecat.utils.tracing.service_decorators import traced_tts
+from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
+from mktts.errors import (
+    AccessError,
+    BusyError,
+    CapacityError,
+    ConnectionLost,
+    OptionsError,
+    PromptError,
+    SamplingError,
+    TextError,
+    VoiceError,
+)
 from mktts.model.prompt import Layout
-from mktts.pipecat.failure import speech_failed
-from mktts.pipecat.heard import HeardWordsTTSService
-from mktts.pipecat.pcm import BYTES_PER_SAMPLE, PcmConverter, silence
-from mktts.pipecat.registry import shared_synthesizer
-from mktts.pipecat.settings import AUTO, MkttsTTSSettings, language_name
-from mktts.pipecat.source import LocalSource, Speech, SpeechSource
-from mktts.pipecat.utterance import Utterance
-from mktts.pipecat.words import Pace
+from mktts.model.sampling import Sampling
+from mktts.pipecat.source import FedSpeech, LocalSource, Speech, SpeechSource, Style, shared_synthesizer
+from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
+from mktts.spec import LANGUAGE_CODES
 from mktts.speech.options import StreamOptions
 from mktts.synth.synthesizer import BackendName
 
+AUTO = "auto"  # the model infers the language from the text
+_SAMPLE_BYTES = 2
 _GUARD_S = 0.02  # of silence, for text that makes no sound: an audio context without audio counts as a failure
 _QUIET_S = 10.0  # without audio until a context counts as over; a large model on a CPU may need more than Pipecat's 3
+_OF_THE_TEXT = (TextError, CapacityError)  # the next sentence may do
+_OF_THE_SETTINGS = (PromptError, VoiceError, SamplingError, OptionsError)  # until they are changed
 
 
-class MkttsTTSService(HeardWordsTTSService):
+@dataclass
+class MkttsTTSSettings(TTSSettings):
+    """Settings for MkttsTTSService. A change is heard from the next utterance on.
+
+    Parameters:
+        voice: A speaker's name (CustomVoice), or the path of a saved voice (Base). None takes the first speaker.
+        language: A ``Language``, one of the model's names ("english"), or "auto".
+        instruct: How to speak, in words, for checkpoints that take instructions.
+        sampling: How codes are drawn; None takes the checkpoint's own settings.
+        seed: Makes the same text the same audio; None draws a new one for every utterance.
+    """
+
+    instruct: str | None | NotGiven = field(default_factory=lambda: NOT_GIVEN)
+    sampling: Sampling | None | NotGiven = field(default_factory=lambda: NOT_GIVEN)
+    seed: int | None | NotGiven = field(default_factory=lambda: NOT_GIVEN)
+
+    _aliases: ClassVar[dict[str, str]] = {"speaker": "voice"}
+
+    @property
+    def style(self) -> Style:
+        """These settings, complete, as one utterance's style."""
+        return Style(
+            voice=assert_given(self.voice),
+            language=str(assert_given(self.language) or AUTO),
+            instruct=assert_given(self.instruct),
+            sampling=assert_given(self.sampling),
+            seed=assert_given(self.seed),
+        )
+
+
+@dataclass
+class SpeechFailedFrame(ErrorFrame):
+    """An utterance that ended before its text did.
+
+    It travels through the audio context after everything that was spoken; what follows it was not spoken.
+
+    Parameters:
+        context_id: The audio context whose text was not all spoken.
+        permanent: Whether the service can speak no more until its settings change.
+    """
+
+    context_id: str | None = None
+    permanent: bool = False
+
+
+def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
+    """The frame for what an utterance raised.
+
+    Text that cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the
+    next sentence may find it again. Settings that do not fit the checkpoint do not, and neither does a failed engine:
+    after a CUDA error every later call fails too.
+    """
+    if isinstance(error, BusyError):
+        category, permanent = ErrorCategory.RATE_LIMIT, False
+    elif isinstance(error, ConnectionLost):
+        category, permanent = ErrorCategory.SERVER, False
+    elif isinstance(error, _OF_THE_TEXT):
+        category, permanent = ErrorCategory.APPLICATION, False
+    elif isinstance(error, _OF_THE_SETTINGS):
+        category, permanent = ErrorCategory.INVALID_REQUEST, True
+    elif isinstance(error, AccessError):
+        category, permanent = ErrorCategory.AUTHENTICATION, True
+    else:
+        category, permanent = ErrorCategory.SERVER, True
+    return SpeechFailedFrame(
+        error=f"Speech failed: {type(error).__name__}: {error}",
+        exception=error,
+        category=category,
+        context_id=context_id,
+        permanent=permanent,
+    )
+
+
+class PcmConverter:
+    """Resamples one utterance, to the sample: `finish` gives what the filter still holds.
+
+    Pipecat's own resampler of a service forgets its state after 0.2 s without a call, which is shorter than an engine
+    may take for one chunk: samples would be lost in the middle of a word. This one never forgets, and ends with its
+    utterance.
+    """
+
+    def __init__(self, from_hz: int, to_hz: int) -> None:
+        self._from_hz = from_hz
+        self._to_hz = to_hz
+        self._filter = create_stream_resampler(clear_after_secs=None)
+
+    async def convert(self, pcm: bytes) -> bytes:
+        """PCM that is ready; it may be empty while the filter fills."""
+        return await self._filter.resample(pcm, self._from_hz, self._to_hz) if pcm else b""
+
+    async def finish(self) -> bytes:
+        """The rest."""
+        return await self._filter.flush()
+
+
+class SpokenText:
+    """What a service has in hand between the text of a sentence, or of a turn, and the last of its audio.
+
+    words, heard: when its words are heard. over: nothing more comes out of it; text that still arrives goes unspoken.
+    cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None where `run_tts` does.
+    """
+
+    def __init__(self, pace: Pace, spoken: Callable[[str], str]) -> None:
+        self.words = WordTimes(pace, spoken)
+        self.heard = AudioTimes()
+        self.speech: Speech | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.finished = False
+        self.over = False
+        self.cut_short = False
+        self._fed: FedSpeech | None = None
+        self._unsent: list[str] = []  # written before the speech was open
+
+    def feed(self, text: str) -> None:
+        """Adds text. Raises as the source's `feed`."""
+        self.words.feed(text, self.heard.made_s)
+        if self._fed is None:
+            self._unsent.append(text)
+        elif not self.over:
+            self._fed.feed(text)
+
+    def finish(self) -> None:
+        """No more text comes."""
+        self.words.finish()
+        self.finished = True
+        if self._fed is not None:
+            self._fed.finish()
+
+    def attach(self, speech: FedSpeech) -> None:
+        """From now on text goes straight into `speech`."""
+        self.speech = self._fed = speech
+        for text in self._unsent:
+            speech.feed(text)
+        self._unsent.clear()
+        if self.finished:
+            speech.finish()
+
+    def end(self) -> None:
+        """Stops the generation, if it runs, without waiting for it."""
+        self.over = True
+        if self.speech is not None:
+            self.speech.cancel()
+
+
+class MkttsTTSService(TTSService):
     """Qwen3-TTS, in this process or wherever a ``SpeechSource`` finds it.
 
     Sentences are spoken one by one (``TextAggregationMode.SENTENCE``, the default), or a turn's tokens go straight
@@ -109,39 +274,32 @@ class MkttsTTSService(HeardWordsTTSService):
         super().__init__(
             push_start_frame=True,
             push_stop_frames=True,
+            push_text_frames=False,  # words are pushed one by one instead
             settings=default_settings,
             **kwargs,
         )
         source.check(self._settings.style)
         self._source = source
         self._connected = False
-        self._speaking: dict[str, Utterance] = {}  # by audio context
+        self._pace = Pace()
+        self._playout = Playout()
+        self._origins_s: dict[str, float] = {}  # when the first audio of each open context is heard
+        self._cut_short: set[str] = set()  # contexts with text that was not spoken
+        self._speaking: dict[str, SpokenText] = {}  # by audio context
         self._generating = asyncio.Lock()  # turns play one after another, so they are generated one after another
 
     def can_generate_metrics(self) -> bool:
-        """Indicate that this service supports TTFB and usage metrics."""
         return True
 
     def language_to_service_language(self, language: Language) -> str:
-        """Convert a Language enum to the model's name of it.
-
-        Args:
-            language: The language to convert.
-
-        Returns:
-            The model's name, "auto" for a language it does not have.
-        """
-        return language_name(language)
+        """The model's name of a language, regional variants included; "auto" for one it was not trained on."""
+        name = LANGUAGE_CODES.get(str(language).split("-")[0].lower())
+        if name is None:
+            logger.warning(f"Qwen3-TTS has no language {language}: the model infers one from the text")
+        return name or AUTO
 
     async def setup(self, setup: FrameProcessorSetup) -> None:
-        """Connect to the source.
-
-        Args:
-            setup: Configuration object containing setup parameters.
-
-        Raises:
-            MkttsError: What is wrong with the source or the settings; Pipecat reports it as a permanent error.
-        """
+        """Connects to the source. Raises what is wrong with it or the settings: to Pipecat a permanent error."""
         await super().setup(setup)
         name = self._source.name
         await self._source.connect()
@@ -152,26 +310,18 @@ class MkttsTTSService(HeardWordsTTSService):
         self._source.check(self._settings.style)
 
     async def stop(self, frame: EndFrame) -> None:
-        """Let what has been written be spoken to its end.
-
-        Args:
-            frame: The end frame.
-        """
+        """Lets what has been written be spoken to its end."""
         for context_id in self.get_audio_contexts():
             await self.flush_audio(context_id)
         await super().stop(frame)
 
     async def cancel(self, frame: CancelFrame) -> None:
-        """Stop every generation of this service.
-
-        Args:
-            frame: The cancel frame.
-        """
+        """Stops every generation of this service."""
         await super().cancel(frame)
         await self._end_utterances([*self._speaking])
 
     async def cleanup(self) -> None:
-        """Stop every generation of this service and let go of the source; the shared model stays."""
+        """Stops every generation of this service and disconnects from the source; the shared model stays."""
         await super().cleanup()
         await self._end_utterances([*self._speaking])
         if self._connected:
@@ -179,19 +329,12 @@ class MkttsTTSService(HeardWordsTTSService):
             await self._source.disconnect()
 
     async def stop_all_metrics(self) -> None:
-        """Stop all active metrics; an interruption before the first audio is no time to first byte."""
+        """Stops all active metrics; an interruption before the first audio is no time to first byte."""
         await self.cancel_ttfb_metrics()
         await super().stop_all_metrics()
 
     async def _update_settings(self, delta: Settings) -> dict[str, Any]:
-        """Apply a settings delta, from the next utterance on.
-
-        Args:
-            delta: A settings delta.
-
-        Returns:
-            Dict mapping changed field names to their previous values.
-        """
+        """Applies a change of settings, from the next utterance on; returns the previous values by name."""
         changed = await super()._update_settings(delta)
         if changed.keys() & {"voice", "instruct", "language"}:
             self._pace = Pace()
@@ -204,19 +347,12 @@ class MkttsTTSService(HeardWordsTTSService):
 
     @traced_tts
     async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
-        """Speak a sentence; in token mode, hand a token to the turn's generation.
-
-        Args:
-            text: The text to synthesize.
-            context_id: Unique identifier for this TTS context.
-
-        Yields:
-            Frame: Audio frames as they are made, an error frame, or None for a token.
-        """
+        """Speaks a sentence: audio frames as they are made, or an error frame. In token mode, hands a token to the
+        turn's generation, and yields None or an error frame."""
         if self._is_streaming_tokens:
             yield self._write(text, context_id)
             return
-        utterance = self._speaking[context_id] = Utterance(self._pace, self._spoken_word())
+        utterance = self._speaking[context_id] = SpokenText(self._pace, self._spoken_word())
 
         async def speak() -> Speech | None:
             # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
@@ -237,13 +373,10 @@ class MkttsTTSService(HeardWordsTTSService):
                 del self._speaking[context_id]
 
     async def flush_audio(self, context_id: str | None = None) -> None:
-        """Take note that a turn's text is complete.
+        """A turn's text is complete.
 
         The context is closed here when all its audio is in it, whether or not there was any: Pipecat itself closes
         it only after audio, and waits for its time-out otherwise.
-
-        Args:
-            context_id: The turn's audio context.
         """
         if context_id is None:
             return
@@ -259,7 +392,7 @@ class MkttsTTSService(HeardWordsTTSService):
             await self.remove_audio_context(context_id)
 
     async def _voice(
-        self, utterance: Utterance, speak: Callable[[], Awaitable[Speech | None]], context_id: str
+        self, utterance: SpokenText, speak: Callable[[], Awaitable[Speech | None]], context_id: str
     ) -> AsyncGenerator[Frame, None]:
         """All frames of one utterance. The word times of a frame are queued once it has been taken."""
         rate_hz = self._source.sample_rate_hz
@@ -268,7 +401,7 @@ class MkttsTTSService(HeardWordsTTSService):
             utterance.speech = speech = await speak()
             if speech is not None:
                 async for pcm in speech:
-                    self._hear(utterance, len(pcm) / BYTES_PER_SAMPLE / rate_hz, context_id)
+                    self._hear(utterance, len(pcm) / _SAMPLE_BYTES / rate_hz, context_id)
                     audio = await converter.convert(pcm)
                     if audio:
                         await self.stop_ttfb_metrics()
@@ -282,7 +415,7 @@ class MkttsTTSService(HeardWordsTTSService):
             if utterance.heard.begin_s is None:
                 await self.cancel_ttfb_metrics()
                 self._hear(utterance, _GUARD_S, context_id)
-                yield self._frame(silence(_GUARD_S, self.sample_rate), context_id)
+                yield self._frame(bytes(_SAMPLE_BYTES * round(_GUARD_S * self.sample_rate)), context_id)
             utterance.over = True
             await self._push_words(utterance, context_id)
         except Exception as error:
@@ -303,7 +436,7 @@ class MkttsTTSService(HeardWordsTTSService):
     def _frame(self, audio: bytes, context_id: str) -> TTSAudioRawFrame:
         return TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
 
-    def _check_end(self, utterance: Utterance, speech: Speech, context_id: str) -> None:
+    def _check_end(self, utterance: SpokenText, speech: Speech, context_id: str) -> None:
         if speech.finish_reason not in ("eos", None):
             logger.warning(
                 f"{self}: an utterance was ended after {utterance.heard.made_s:.1f} s: {speech.finish_reason}"
@@ -313,13 +446,63 @@ class MkttsTTSService(HeardWordsTTSService):
             self._cut_short.add(context_id)
 
     #
+    # What was heard
+    #
+
+    def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
+        """Notes a piece of audio that is about to be pushed."""
+        begin_s = self._playout.push(duration_s, asyncio.get_running_loop().time())
+        utterance.heard.add(duration_s, begin_s)
+        if self.audio_context_available(context_id):
+            self._origins_s.setdefault(context_id, begin_s)
+
+    async def _push_words(self, utterance: SpokenText, context_id: str) -> None:
+        """Queues the words of `utterance` that may soon be heard; all of them when its audio is complete."""
+        heard = utterance.heard
+        if heard.begin_s is None:
+            due = []
+        elif not utterance.over:
+            due = utterance.words.due(heard.made_s, asyncio.get_running_loop().time() - heard.begin_s)
+        elif utterance.cut_short:
+            due = utterance.words.due(heard.made_s, math.inf)
+        else:
+            due = utterance.words.rest(heard.made_s)
+        origin_s = self._origins_s.get(context_id)
+        if origin_s is None:  # run without an audio context: nobody asks for words
+            return
+        for word, offset_s in due:  # Pipecat counts from the first audio of the context
+            await self.add_word_timestamps(
+                [(word.text, heard.at(offset_s) - origin_s)], context_id, includes_inter_frame_spaces=word.wide
+            )
+
+    async def _apply_force_complete(self, context_id: str) -> None:
+        """Pipecat takes words that got no time for spoken. Where something failed, they were not."""
+        if context_id not in self._cut_short and self.is_usable:
+            await super()._apply_force_complete(context_id)
+            return
+        frames = self._aggregated_frame_sequencer.force_complete(context_id, self._word_timestamp_tracker.last_pts)
+        unspoken = (TTSTextFrame, AggregatedTextProgressFrame)
+        await self._push_word_frames([frame for frame in frames if not isinstance(frame, unspoken)])
+
+    async def push_error_frame(self, error: ErrorFrame, force_treat_as_permanent: bool = False) -> None:
+        """Pushes an error frame upstream; after a failed utterance, drops the words it left unspoken."""
+        if isinstance(error, SpeechFailedFrame):
+            # All that was spoken is ahead of this frame: the first sentence with words left is the one that failed.
+            if error.context_id in self.get_audio_contexts():
+                self._cut_short.add(error.context_id)
+                for frame in self._aggregated_frame_sequencer.complete_spoken_slot():
+                    await self.push_frame(frame)
+            force_treat_as_permanent |= error.permanent
+        await super().push_error_frame(error, force_treat_as_permanent)
+
+    #
     # Tokens
     #
 
     def _write(self, text: str, context_id: str) -> Frame | None:
         utterance = self._speaking.get(context_id)
         if utterance is None:
-            utterance = self._speaking[context_id] = Utterance(self._pace, self._spoken_word())
+            utterance = self._speaking[context_id] = SpokenText(self._pace, self._spoken_word())
             utterance.task = self.create_task(self._speak_turn(utterance, context_id))
         try:
             utterance.feed(text)
@@ -329,7 +512,7 @@ class MkttsTTSService(HeardWordsTTSService):
             return speech_failed(error, context_id)
         return None
 
-    async def _speak_turn(self, utterance: Utterance, context_id: str) -> None:
+    async def _speak_turn(self, utterance: SpokenText, context_id: str) -> None:
         """Takes the audio of a turn whose text is still being written; closes its context when both are complete."""
 
         async def open_speech() -> Speech:
@@ -360,19 +543,9 @@ class MkttsTTSService(HeardWordsTTSService):
             self._playout.drop()
 
     async def on_audio_context_interrupted(self, context_id: str) -> None:
-        """Forget an interrupted context.
-
-        Args:
-            context_id: The audio context that was interrupted.
-        """
         self._forget(context_id)
 
     async def on_audio_context_completed(self, context_id: str) -> None:
-        """Forget a context that has played to its end.
-
-        Args:
-            context_id: The audio context that finished playing.
-        """
         self._forget(context_id)
 
     async def _end_utterances(self, context_ids: list[str]) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self
 
+import torch
+
+from mktts.checkpoint import Checkpoint
 from mktts.errors import EngineError, TextError
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
@@ -14,7 +21,7 @@ from mktts.speech.guard import FinishReason
 from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Session, Stream
 from mktts.synth import Synthesizer
-from mktts.synth.synthesizer import StreamSettings
+from mktts.synth.synthesizer import BackendName, StreamSettings
 
 _KEPT_VOICES = 8
 
@@ -207,3 +214,42 @@ class LocalFedSpeech(LocalSpeech):
             self._session.finish()
         except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
             self.cancel()
+
+
+_loaded: dict[Hashable, Synthesizer] = {}
+_loading = threading.Lock()  # held while loading: a second caller of the same model waits for the first
+
+
+def shared_synthesizer(
+    checkpoint: Checkpoint | str | Path,
+    *,
+    backend: BackendName = "auto",
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Synthesizer:
+    """The process's synthesizer for these arguments of `Synthesizer.load`, loaded and warmed up at the first call.
+
+    Blocks while it loads; from an event loop with other work, `await asyncio.to_thread(shared_synthesizer, ...)`.
+    A failed load is forgotten. A forked child loads its own, because the worker thread stays in the parent.
+    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`.
+    """
+    source = checkpoint.folder if isinstance(checkpoint, Checkpoint) else str(checkpoint)
+    key = (os.getpid(), source, backend, device, dtype)
+    with _loading:
+        if key not in _loaded:
+            synthesizer = Synthesizer.load(checkpoint, backend=backend, device=device, dtype=dtype)
+            try:
+                synthesizer.warm_up()
+            except BaseException:
+                synthesizer.close()
+                raise
+            _loaded[key] = synthesizer
+        return _loaded[key]
+
+
+def close_shared_synthesizers() -> None:
+    """Ends every utterance on the shared synthesizers and lets go of their models. The next call loads again."""
+    with _loading:
+        while _loaded:
+            _, synthesizer = _loaded.popitem()
+            synthesizer.close()

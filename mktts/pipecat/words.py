@@ -151,7 +151,7 @@ class Playout:
 
 
 @dataclass
-class Heard:
+class AudioTimes:
     """Where the audio of one utterance is on the listener's clock; pauses of a slow engine included."""
 
     made_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The agent's parts: what its ears know, what its mind answers, which of them are chosen, what is measured."""
+"""The agent's parts: what is recognised, what the script answers, which services are chosen, what is measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 import re
 import sys
 from datetime import datetime
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from absent import needs
+from absent import needs, python_without
 from pipecat.frames.frames import (
     BotStartedSpeakingFrame,
     BotStoppedSpeakingFrame,
@@ -29,18 +29,19 @@ from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.deepgram.stt import DeepgramSTTService
 from pipecat.services.openai.llm import OpenAILLMService
+from pipecat.transcriptions.language import Language
 from pipecat_fakes import Talk
 
 from mktts import cli
 from mktts.agent import intents, latency, user_speech
-from mktts.agent.ears import PocketsphinxSTTService, decode, make_decoder, make_ears
 from mktts.agent.intents import INTENTS, STORY, Turn
-from mktts.agent.mind import ScriptedLLMService, make_mind
+from mktts.agent.llm import ScriptedLLMService, create_llm
 from mktts.agent.settings import AgentSettings, from_environment
+from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, load_stt, make_decoder
 from mktts.errors import AgentError
 
 NOON = datetime(2026, 1, 1, 12, 0)
-OFFLINE_EARS = needs("pocketsphinx")
+OFFLINE_STT = needs("pocketsphinx")
 PAUSE = bytes(user_speech.USER_RATE_HZ)  # half a second
 
 
@@ -53,17 +54,13 @@ def decoder():
     return make_decoder(intents.grammar(), user_speech.USER_RATE_HZ)
 
 
-@OFFLINE_EARS
-@pytest.mark.parametrize("text", user_speech.TEXTS)
-def test_the_offline_ears_understand_every_recording(decoder, text):
-    assert decode(decoder, user_speech.load(text).tobytes() + PAUSE) == text
-
-
-@OFFLINE_EARS
-@pytest.mark.parametrize("level", [0, 3_000])
-def test_what_is_no_speech_gives_no_transcript(decoder, level):
-    noise = np.random.default_rng(0).normal(0, level, user_speech.USER_RATE_HZ).astype("<i2")
-    assert decode(decoder, noise.tobytes()) == ""
+@OFFLINE_STT
+def test_the_grammar_recognises_every_recording_and_nothing_in_noise(decoder):
+    for text in user_speech.TEXTS:
+        assert decode(decoder, user_speech.load(text).tobytes() + PAUSE) == text
+    for level in (0, 3_000):
+        noise = np.random.default_rng(0).normal(0, level, user_speech.USER_RATE_HZ).astype("<i2")
+        assert decode(decoder, noise.tobytes()) == ""
 
 
 def test_the_recordings_are_small_and_begin_and_end_with_sound():
@@ -76,7 +73,7 @@ def test_the_recordings_are_small_and_begin_and_end_with_sound():
         user_speech.recording("no such text")
 
 
-@OFFLINE_EARS
+@OFFLINE_STT
 def test_a_grammar_with_unknown_words_is_refused_by_name():
     with pytest.raises(AgentError, match="JSGF"):
         make_decoder("#JSGF V1.0;\ngrammar g;\npublic <x> = zzyzxq;\n", user_speech.USER_RATE_HZ)
@@ -122,30 +119,23 @@ def test_the_story_goes_on_where_the_context_says_the_listener_was():
     assert "story" in intents.answer("go on", said("Hello."))
 
 
-async def replied(messages: list[dict], **options) -> list:
-    talk = Talk(ScriptedLLMService(tokens_per_s=1_000, now=lambda: NOON, **options))
-    async with talk:
-        await talk.say(LLMContextFrame(LLMContext(messages)))
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([("user", "What time is it?")], ["It", " is", " twelve", " o'clock."]),
+        ([("assistant", "Once upon a"), ("user", "say that again")], ["Once", " upon", " a"]),  # what the context holds
+        ([("user", "hello"), ("developer", "not recognized")], None),
+    ],
+)
+async def test_the_script_streams_tokens_between_start_and_end(messages, words):
+    async with Talk(ScriptedLLMService(tokens_per_s=1_000, now=lambda: NOON)) as talk:
+        context = LLMContext([{"role": role, "content": text} for role, text in messages])
+        await talk.say(LLMContextFrame(context))
         await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
-    return talk.of(LLMFullResponseStartFrame, LLMTextFrame, LLMFullResponseEndFrame)
-
-
-async def test_the_script_streams_tokens_between_start_and_end():
-    frames = await replied([{"role": "user", "content": "What time is it?"}])
-    kinds = [type(frame) for frame in frames]
-    assert kinds[0] is LLMFullResponseStartFrame and kinds[-1] is LLMFullResponseEndFrame
-    assert [frame.text for frame in frames[1:-1]] == ["It", " is", " twelve", " o'clock."]
-
-
-async def test_the_script_knows_of_itself_only_what_the_context_holds():
-    heard = "Once upon a time there"
-    frames = await replied([{"role": "assistant", "content": heard}, {"role": "user", "content": "say that again"}])
-    assert "".join(frame.text for frame in frames[1:-1]) == heard
-
-
-async def test_an_utterance_that_was_not_understood_is_asked_for_again():
-    frames = await replied([{"role": "user", "content": "hello"}, {"role": "developer", "content": "not recognized"}])
-    assert "did not understand" in "".join(frame.text for frame in frames[1:-1])
+    first, *tokens, last = talk.of(LLMFullResponseStartFrame, LLMTextFrame, LLMFullResponseEndFrame)
+    assert isinstance(first, LLMFullResponseStartFrame) and isinstance(last, LLMFullResponseEndFrame)
+    said = [frame.text for frame in tokens]
+    assert said == words or (words is None and "did not understand" in "".join(said))
 
 
 async def test_an_interruption_ends_the_scripts_writing():
@@ -159,9 +149,9 @@ async def test_an_interruption_ends_the_scripts_writing():
 
 
 @pytest.mark.parametrize(
-    ("environment", "ears", "mind", "words"),
+    ("environment", "stt", "llm", "words"),
     [
-        pytest.param({}, PocketsphinxSTTService, ScriptedLLMService, "a script", marks=OFFLINE_EARS),
+        pytest.param({}, PocketsphinxSTTService, ScriptedLLMService, "a script", marks=OFFLINE_STT),
         ({"DEEPGRAM_API_KEY": "secret"}, DeepgramSTTService, ScriptedLLMService, "a script"),
         (
             {"OPENAI_API_KEY": "secret", "DEEPGRAM_API_KEY": "secret"},
@@ -177,24 +167,24 @@ async def test_an_interruption_ends_the_scripts_writing():
         ),
     ],
 )
-def test_the_environment_chooses_who_hears_and_who_thinks(environment, ears, mind, words):
+def test_the_environment_chooses_the_services(environment, stt, llm, words):
     settings = from_environment(environment)
-    assert type(make_ears(settings)) is ears
-    assert type(make_mind(settings)) is mind
-    assert words in settings.parts()["mind"]
+    assert type(create_stt(settings)) is stt
+    assert type(create_llm(settings)) is llm
+    assert words in settings.parts()["llm"]
     assert "secret" not in repr(settings) + "".join(settings.describe())
 
 
 def test_arguments_go_before_the_environment():
-    settings = from_environment({"OPENAI_API_KEY": "k", "MKTTS_VOICE": "ryan"}, mind="scripted", voice="vivian")
-    assert (settings.mind, settings.voice) == ("scripted", "vivian")
+    settings = from_environment({"OPENAI_API_KEY": "k", "MKTTS_VOICE": "ryan"}, llm="scripted", voice="vivian")
+    assert (settings.llm, settings.voice) == ("scripted", "vivian")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ears": "deepgram"}, "DEEPGRAM_API_KEY"),
-        ({"mind": "openai"}, "OPENAI_BASE_URL"),
+        ({"stt": "deepgram"}, "DEEPGRAM_API_KEY"),
+        ({"llm": "openai"}, "OPENAI_BASE_URL"),
         ({"turn_end": "never"}, "smart, timeout"),
     ],
 )
@@ -231,12 +221,114 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
 
 
 @pytest.mark.parametrize(
-    ("transport", "hidden", "words"), [("local", "pyaudio", "portaudio19-dev"), ("webrtc", None, "aiortc")]
+    ("words", "hidden", "message"),
+    [
+        (["--transport", "local"], "pyaudio", "portaudio19-dev"),
+        (["--transport", "webrtc"], None, "the package aiortc"),
+        ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
+        ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
+        (["--scripted", "talk.wav"], "pocketsphinx", "--stt deepgram"),
+        (["--stt", "whisper"], "faster_whisper", "the package faster-whisper"),
+    ],
 )
-def test_a_missing_package_is_told_by_name(transport, hidden, words, monkeypatch, capsys):
+def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, message, monkeypatch, capsys):
+    for variable in ("DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MKTTS_CHECKPOINT", "absent-folder")  # what would be loaded
     if hidden is not None:
         monkeypatch.setitem(sys.modules, hidden, None)
         monkeypatch.delitem(sys.modules, "pipecat.transports.local.audio", raising=False)
-    monkeypatch.setattr("mktts.agent.web.has_webrtc", lambda: False)
-    assert cli.main(["agent", "--transport", transport, "--port", "0"]) == 2
-    assert words in capsys.readouterr().err
+    if hidden == "fastapi":
+        monkeypatch.delitem(sys.modules, "mktts.agent.web", raising=False)
+    if "webrtc" in words:
+        monkeypatch.setattr("mktts.agent.web.has_webrtc", lambda: False)
+    assert cli.main(["agent", "--port", "0", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mktts: ")]
+    assert message in line
+
+
+def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
+    code = (
+        "from mktts.cli import main\n"
+        "for module in ('mktts.agent.conversation', 'mktts.pipecat'):\n"
+        "    try: __import__(module)\n"
+        "    except ImportError as error: print(error)\n"
+        "assert main(['agent']) == main(['agent', '--scripted', 'talk.wav']) == 2\n"
+        "main(['agent', '--help'])"
+    )
+    done = python_without(["pipecat", "fastapi", "uvicorn", "pocketsphinx", "aiortc", "loguru"], code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("needs the package pipecat-ai: pip install") == 2 and "examples:" in done.stdout
+    assert done.stderr.count("mktts: the agent needs the package pipecat-ai: pip install -r requirements.txt") == 2
+
+
+# ---- Whisper, over a stand-in for faster-whisper
+
+
+class FakeWhisper:
+    """Says what it was given: how many samples, their peak, the language."""
+
+    loaded: list[tuple[str, str]] = []
+
+    def __init__(self, name: str, device: str, device_index: int) -> None:
+        if name == "org/absent":
+            raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
+        type(self).loaded.append((name, f"{device}:{device_index}"))
+        self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
+
+    def transcribe(self, audio: np.ndarray, language: str | None, **_: object) -> tuple:
+        said = SimpleNamespace(text=f"{len(audio)} {np.abs(audio).max():.2f} {language}", no_speech_prob=0.1)
+        noise = SimpleNamespace(text="thank you", no_speech_prob=0.9)
+        return iter([said, noise]), None
+
+
+@pytest.fixture
+def whisper(monkeypatch):
+    package = ModuleType("faster_whisper")
+    package.WhisperModel = FakeWhisper
+    package.__spec__ = SimpleNamespace(name="faster_whisper")
+    monkeypatch.setitem(sys.modules, "faster_whisper", package)
+    monkeypatch.setattr(FakeWhisper, "loaded", [])
+    monkeypatch.setattr("mktts.agent.stt._whisper_models", {})
+    yield
+    for name in ("pipecat.services.whisper.stt", "pipecat.services.whisper"):
+        sys.modules.pop(name, None)  # they hold the stand-in
+
+
+def with_whisper(**changes: object) -> AgentSettings:
+    return AgentSettings(stt="whisper", device="cpu", **changes)
+
+
+async def test_whisper_hears_what_is_said_and_leaves_noise_out(whisper):
+    service = create_stt(with_whisper(language="german"))
+    pcm = (np.arange(1_600) % 2 * 16_384).astype("<i2")
+    (frame,) = [frame async for frame in service.run_stt(pcm.tobytes())]
+    assert isinstance(frame, TranscriptionFrame) and frame.text.split() == ["1600", "0.50", "de"]
+    assert not service.wants_wav_segments
+
+
+def test_conversations_share_one_whisper_and_a_language_is_found_out_where_none_is_named(whisper, tmp_path):
+    load_stt(with_whisper())
+    one, other = create_stt(with_whisper()), create_stt(with_whisper())
+    assert FakeWhisper.loaded == [("base", "cpu:0")] and one._model is other._model
+    assert one._settings.language is None
+    assert create_stt(with_whisper(language="english", stt_model="base.en"))._settings.language == Language.EN
+    for name in ("config.json", "model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    load_stt(with_whisper(stt_model=str(tmp_path)))
+    assert FakeWhisper.loaded[-1] == (str(tmp_path), "cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stt_model": "."}, "no config.json and no model.bin"),
+        ({"stt_model": "/no/such/folder"}, "no such folder"),
+        ({"stt_model": "org/absent"}, "no network and no cache"),
+        ({"stt_model": "base.en", "language": "german"}, "cannot transcribe"),
+    ],
+)
+def test_a_whisper_that_cannot_be_is_told_in_one_line(whisper, changes, words):
+    with pytest.raises(AgentError, match=words) as refused:
+        create_stt(with_whisper(**changes))
+    assert "\n" not in str(refused.value)

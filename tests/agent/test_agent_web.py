@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from contextlib import suppress
 
@@ -28,15 +26,14 @@ from pipecat.processors.frame_processor import FrameDirection
 from running import running_agent
 
 from mktts.agent import intents, user_speech
-from mktts.agent.messages import PageMessages
-from mktts.agent.serve import bind
+from mktts.agent.page import PageObserver, PcmSerializer
 from mktts.agent.settings import AgentSettings
-from mktts.agent.websocket import PcmSerializer
+from mktts.agent.web import bind
 from mktts.cli import main
 from mktts.errors import ServerError
 from mktts.spec import SAMPLE_RATE_HZ
 
-pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
+pytestmark = needs("pocketsphinx")  # the speech to text that the agent has without a key
 SETTINGS = AgentSettings(checkpoint="random:tiny", turn_end="timeout", seed=1)
 KEY = "let-me-in"
 PIECE_S = 0.02
@@ -53,6 +50,13 @@ def url(checkpoint_cache):
 @pytest.fixture(scope="module")
 def locked(checkpoint_cache):
     with running_agent(SETTINGS, api_key=KEY) as address:
+        yield address
+
+
+@pytest.fixture
+def one_place(checkpoint_cache, monkeypatch):
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+    with running_agent(SETTINGS) as address:
         yield address
 
 
@@ -140,16 +144,13 @@ async def test_what_is_typed_is_answered_without_a_microphone_and_interrupts_the
     assert captions[2]["text"] == "thank you" and captions[1]["text"].startswith("Once") and captions[1]["unheard"]
 
 
-def test_the_page_learns_what_it_talks_to_and_no_secret(url):
+def test_the_page_is_served_alone_and_learns_what_it_talks_to(url):
+    assert "<html" in httpx.get(url + "/").raise_for_status().text
+    assert httpx.get(f"{url}/../web.py").status_code == 404
     config = httpx.get(f"{url}/agent/config").raise_for_status().json()
-    assert config["ears"].startswith("pocketsphinx") and config["random_weights"]
+    assert config["stt"].startswith("pocketsphinx") and config["random_weights"]
     assert (config["input_rate_hz"], config["output_rate_hz"]) == (user_speech.USER_RATE_HZ, SAMPLE_RATE_HZ)
     assert config["hints"] == intents.hints() and config["transports"][0] == "websocket"
-
-
-def test_the_page_is_served_whole_and_nothing_around_it(url):
-    assert "<html" in httpx.get(url + "/").raise_for_status().text
-    assert httpx.get(f"{url}/../bot.py").status_code == 404
 
 
 async def test_pages_from_elsewhere_are_refused(url):
@@ -188,28 +189,15 @@ GARBAGE = [
 ]
 
 
-async def test_garbage_offers_are_refused_and_hold_no_place(checkpoint_cache, monkeypatch):
-    pytest.importorskip("aiortc")
-    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
-    with running_agent(SETTINGS) as url:
-        for sdp in GARBAGE:
-            answer = httpx.post(f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"})
-            assert answer.status_code == 400, sdp
-        async with websockets.connect(socket_of(url)) as socket:
-            assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
-
-
-async def test_an_offer_that_webrtc_cannot_answer_is_refused_and_holds_no_place(checkpoint_cache, monkeypatch):
-    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
+async def test_offers_that_webrtc_cannot_answer_are_refused_and_hold_no_place(one_place):
     sdp = await an_offer()
-    with running_agent(SETTINGS) as url:
-        for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:"):
-            broken = sdp.replace(line, "")
-            assert broken != sdp
-            answer = httpx.post(f"{url}/agent/offer", json={"sdp": broken, "type": "offer"})
-            assert answer.status_code == 400 and answer.json()["detail"], line
-        async with websockets.connect(socket_of(url)) as socket:
-            assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+    broken = [sdp.replace(line, "") for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:")]
+    assert sdp not in broken
+    for wrong in (*GARBAGE, *broken):
+        answer = httpx.post(f"{one_place}/agent/offer", json={"sdp": wrong, "type": "offer"})
+        assert answer.status_code == 400 and answer.json()["detail"], wrong
+    async with websockets.connect(socket_of(one_place)) as socket:
+        assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
 
 
 async def an_offer() -> str:
@@ -224,24 +212,20 @@ async def an_offer() -> str:
     return sdp
 
 
-async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cache, monkeypatch):
-    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
-    monkeypatch.setattr("mktts.agent.sessions.CONNECT_S", 0.5)
-    sdp = await an_offer()
-    with running_agent(SETTINGS) as url:
-        answer = await asyncio.to_thread(
-            httpx.post, f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"}, timeout=WAIT_S
-        )
-        assert answer.status_code == 200 and answer.json()["type"] == "answer"
-        assert httpx.post(f"{url}/agent/offer", json={"sdp": sdp, "type": "offer"}).status_code == 503
-        end_s = time.monotonic() + WAIT_S
-        while True:
-            async with websockets.connect(socket_of(url)) as socket:
-                with suppress(websockets.ConnectionClosed):
-                    assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
-                    break
-            assert time.monotonic() < end_s
-            await asyncio.sleep(0.1)
+async def test_an_offer_that_nobody_follows_gives_its_place_back(one_place, monkeypatch):
+    monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
+    offer = {"sdp": await an_offer(), "type": "offer"}
+    answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
+    assert answer.status_code == 200 and answer.json()["type"] == "answer"
+    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503
+    end_s = time.monotonic() + WAIT_S
+    while True:
+        async with websockets.connect(socket_of(one_place)) as socket:
+            with suppress(websockets.ConnectionClosed):
+                assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+                break
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +236,10 @@ async def test_an_offer_that_nobody_follows_gives_its_place_back(checkpoint_cach
         (["--instruct", "softly"], "instruct"),
         (["--allow-origin", "*"], "--allow-origin must be like"),
         (["--port", "70000"], "port must be 0 to 65535"),
-        (["--mind", "openai", "--openai-url", "localhost:11434"], "http://"),
-        (["--mind", "qwen3", "--mind-checkpoint", "nowhere"], "nowhere"),
-        (["--ears-model", "tiny"], "--ears whisper"),
-        (["--mind-checkpoint", "random:tiny"], "--mind qwen3"),
+        (["--llm", "openai", "--openai-url", "localhost:11434"], "http://"),
+        (["--llm", "qwen3", "--llm-checkpoint", "random:nosuch"], "nosuch"),
+        (["--stt-model", "tiny"], "--stt whisper"),
+        (["--llm-checkpoint", "random:tiny"], "--llm qwen3"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, capsys, words, message):
@@ -270,15 +254,13 @@ def test_a_foreign_name_reads_nothing_of_an_agent_without_a_key(url, locked):
     assert httpx.get(f"{locked}/agent/config?key={KEY}", headers={"Host": "bot.example"}).status_code == 200
 
 
-async def test_one_conversation_too_many_is_told_to_come_back(checkpoint_cache, monkeypatch):
-    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
-    with running_agent(SETTINGS) as url:
-        async with websockets.connect(socket_of(url)) as first:
-            await asyncio.wait_for(first.recv(), WAIT_S)
-            async with websockets.connect(socket_of(url)) as second:
-                with pytest.raises(websockets.ConnectionClosed) as closed:
-                    await asyncio.wait_for(second.recv(), WAIT_S)
-                assert closed.value.rcvd.code == 1013
+async def test_one_conversation_too_many_is_told_to_come_back(one_place):
+    async with websockets.connect(socket_of(one_place)) as first:
+        await asyncio.wait_for(first.recv(), WAIT_S)
+        async with websockets.connect(socket_of(one_place)) as second:
+            with pytest.raises(websockets.ConnectionClosed) as closed:
+                await asyncio.wait_for(second.recv(), WAIT_S)
+            assert closed.value.rcvd.code == 1013
 
 
 def test_an_address_that_others_reach_needs_a_key():
@@ -291,10 +273,11 @@ def test_an_address_that_others_reach_needs_a_key():
 async def test_a_reply_without_words_leaves_nobody_thinking(words, state):
     said: list[dict] = []
 
-    async def send(message: dict) -> None:
-        said.append(message)
+    async def send(kind: str, **fields: str) -> None:
+        said.append(fields)
 
-    page = PageMessages(send, output=None)
+    page = PageObserver(output=None)
+    page.send = send
     for frame in (LLMFullResponseStartFrame(), *map(LLMTextFrame, words), LLMFullResponseEndFrame()):
         await page.on_push_frame(FramePushed(page, None, frame, FrameDirection.DOWNSTREAM, 0))
     assert said[0]["bot"] == "thinking" and said[-1]["bot"] == state
@@ -313,16 +296,3 @@ async def test_the_serializer_is_the_wire_and_hears_nothing_while_muted():
     assert json.loads(await wire.serialize(InterruptionFrame())) == {"type": "clear"}
     message = {"type": "state", "user": "silent", "bot": "silent"}
     assert json.loads(await wire.serialize(OutputTransportMessageUrgentFrame(message=message))) == message
-
-
-def test_the_command_tells_its_address_and_ends_with_its_standard_input(checkpoint_cache):
-    command = [sys.executable, "-m", "mktts", "agent", "--port", "0", "--handshake"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            url = json.loads(process.stdout.readline())["url"]
-            assert httpx.get(f"{url}agent/config").status_code == 200
-            process.stdin.close()
-            assert process.wait(WAIT_S) == 0
-            assert process.stdout.read() == ""
-        finally:
-            process.kill()

@@ -22,7 +22,7 @@ from mktts.agent import live
 from mktts.common import python_path
 from mktts.errors import AgentError
 
-pytestmark = needs("pocketsphinx")  # the ears that the agent has without a key
+pytestmark = needs("pocketsphinx")  # the speech to text that the agent has without a key
 WAIT_S = 60.0
 
 
@@ -33,31 +33,15 @@ def until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def agent(checkpoint_cache):
-    started = live.start(checkpoint="random:tiny", turn_end="timeout", voice="")
-    yield started
-    started.stop()
-
-
-def test_it_says_what_it_is_made_of(agent):
+async def test_it_answers_with_its_key_until_it_is_stopped_in_the_middle_of_a_conversation(checkpoint_cache):
+    agent = live.start(checkpoint="random:tiny", turn_end="timeout", voice="")
     config = agent.config()
     assert agent.running and config["random_weights"] and "random:tiny" in config["voice"]
     assert agent.url.startswith("http://127.0.0.1:")
-
-
-def test_nobody_without_its_key_gets_in(agent):
     with pytest.raises(urllib.error.HTTPError, match="401|403"):
         urllib.request.urlopen(agent.url.split("?")[0] + "agent/config")
-
-
-def test_the_frame_passes_the_microphone_on(agent):
     html = agent.frame(height=500)._repr_html_()
     assert agent.url in html.replace("&amp;", "&") and 'allow="microphone; autoplay"' in html and '"500"' in html
-
-
-async def test_stop_ends_it_in_the_middle_of_a_conversation_and_again_is_harmless(checkpoint_cache):
-    agent = live.start(checkpoint="random:tiny")
     address = agent.url.replace("http", "ws", 1).replace("/?", "/agent?")
     async with websockets.connect(address) as socket:
         await socket.send(json.dumps({"type": "hello"}))
@@ -99,11 +83,6 @@ def test_it_ends_with_the_process_that_started_it_however_that_ends(checkpoint_c
     kernel.wait(WAIT_S)
     kernel.stdout.close()
     until_gone(pid)
-
-
-def test_a_start_that_fails_says_why(checkpoint_cache):
-    with pytest.raises(AgentError, match="no/such/folder"):
-        live.start(checkpoint="no/such/folder")
 
 
 def test_an_unknown_option_is_refused_in_the_agents_own_words(checkpoint_cache):

@@ -1,4 +1,4 @@
-"""A conversation with a text model: its prompts against transformers' rendering, its cache by what is computed."""
+"""A conversation with a text model: its prompts against transformers' rendering; the kernel's cache of a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from mktts.errors import CheckpointError, TextError
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import KernelPrefill, copy_into_cache, kept_of_cache
 from mktts.llm.chat import ChatTemplate, Message
-from mktts.llm.conversation import TextConversation
 from mktts.llm.decoder import TextDecoder
 from mktts.model.qwen3 import Qwen3Stack
 
@@ -92,78 +91,6 @@ def test_the_oldest_messages_give_way_and_the_instructions_stay(decoder):
     assert template.ids_within([SYSTEM, HELLO], most, left_out) == (template.ids([SYSTEM, HELLO]), 0)
     with pytest.raises(TextError, match="may take 20 tokens"):
         template.ids_within(messages, 20)
-
-
-# ---- the cache
-
-
-def computed_alone(decoder: TextDecoder, messages: list[Message], tokens: int) -> list[int]:
-    ids = ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary).ids(messages)
-    return [token.id for token in decoder.generate(ids, seed=1, max_tokens=tokens)]
-
-
-def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
-    """Counted where it is computed: rows that go through the stack."""
-    rows: list[int] = []
-    forward = Qwen3Stack.forward
-
-    def counted(stack: Qwen3Stack, x: Tensor, cache: object) -> Tensor:
-        rows.append(x.shape[1])
-        return forward(stack, x, cache)
-
-    monkeypatch.setattr(Qwen3Stack, "forward", counted)
-    conversation = TextConversation(decoder, ChatTemplate(decoder.vocabulary, thinks=False), reply_tokens=4)
-    said = conversation.reply([SYSTEM, HELLO], seed=1)
-    text = said.read()
-    first = conversation.template.ids([SYSTEM, HELLO])
-    assert rows[0] == len(first) == conversation.computed_tokens and conversation.kept_tokens == 0
-    rows.clear()
-    second = [SYSTEM, HELLO, Message("assistant", text), Message("user", "And twice that?")]
-    again = conversation.reply(second, seed=1)
-    ids = conversation.template.ids(second)
-    assert rows == [conversation.computed_tokens] and conversation.computed_tokens + conversation.kept_tokens == len(
-        ids
-    )
-    assert conversation.kept_tokens >= len(first)
-    found = [token.id for token in again]
-    rows.clear()
-    alone = [token.id for token in decoder.generate(ids, seed=1, max_tokens=4)]
-    assert found == alone and rows[0] == len(ids)
-
-
-def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
-    conversation = TextConversation(decoder)
-    cut = conversation.reply([SYSTEM, HELLO], seed=1)
-    for _ in range(3):
-        next(cut)
-    cut.cancel()
-    assert list(cut) == [] and cut.finish_reason == "cancelled"
-    heard = [SYSTEM, HELLO, Message("assistant", "Other words."), Message("user", "Stop.")]
-    stream = conversation.reply(heard, seed=1)
-    # up to the thought that the template has told it not to think
-    assert conversation.kept_tokens == conversation.template.ids([SYSTEM, HELLO]).index(conversation.template.think)
-    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, heard, 6)
-
-
-def test_another_conversation_shares_nothing(decoder):
-    one, other = (TextConversation(decoder, reply_tokens=8) for _ in range(2))
-    one.reply([SYSTEM, HELLO], seed=1).read()
-    changed = [Message("system", "Be long."), HELLO]
-    stream = other.reply(changed, seed=1)
-    assert other.kept_tokens == 0
-    one.reply([SYSTEM, HELLO, Message("user", "x")], seed=1)  # its cache is its own
-    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, changed, 6)
-
-
-def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
-    conversation = TextConversation(decoder)
-    stream = conversation.reply([HELLO], seed=1)
-    with monkeypatch.context() as broken:
-        broken.setattr(decoder._backend, "step", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(stream)
-    conversation.reply([HELLO], seed=1)
-    assert stream.failed and conversation.kept_tokens == 0
 
 
 @pytest.mark.parametrize("keep", [1, 7, 8, 31])

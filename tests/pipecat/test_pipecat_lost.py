@@ -14,7 +14,7 @@ from running import running
 
 from mktts.errors import ConnectionLost, OptionsError
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
-from mktts.pipecat.remote_speech import PATIENCE_S
+from mktts.pipecat.remote import PATIENCE_S
 from mktts.server import Limits, listen
 from mktts.server.process import Server
 from mktts.server.studio import Studio

@@ -32,7 +32,7 @@ from mktts.errors import (
 )
 from mktts.model.sampling import Choice, Sampling
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
-from mktts.pipecat.remote_speech import KEPT_PIECES
+from mktts.pipecat.remote import KEPT_PIECES
 from mktts.server import Limits
 from mktts.synth import Synthesizer
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.pipecat.pcm import PcmConverter
-from mktts.pipecat.words import Heard, Pace, Playout, WordTimes, split_words
+from mktts.pipecat.service import PcmConverter
+from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes, split_words
 from mktts.spec import SAMPLE_RATE_HZ
 
 
@@ -125,7 +125,7 @@ def test_audio_is_heard_after_what_was_pushed_before_it_and_not_before_now():
 
 
 def test_a_pause_of_the_engine_moves_the_words_after_it():
-    heard = Heard()
+    heard = AudioTimes()
     heard.add(1.0, begin_s=20.0)
     heard.add(1.0, begin_s=25.0)
     assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]

@@ -15,7 +15,7 @@ const log = eventLog($("log"));
 const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
 const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
-const MIND_MS = 15_000; // after which a mind that is still thinking is told of
+const LLM_MS = 15_000; // after which a language model that has not answered is told of
 const BY_THE_BROWSER = ["played", "queued", "dropped", "lead", "underruns"]; // over WebRTC: not ours to know
 const PEAK_FLOOR_DB = -50; // of the level meters
 
@@ -57,8 +57,8 @@ function level(meter, peak) {
   meter.value = Math.max(0, 1 - db / PEAK_FLOOR_DB);
 }
 
-function showConfig({ ears, mind, voice, random_weights, hints, transports }) {
-  $("facts").textContent = [ears, mind, voice].filter(Boolean).join(" · ");
+function showConfig({ stt, llm, voice, random_weights, hints, transports }) {
+  $("facts").textContent = [stt, llm, voice].filter(Boolean).join(" · ");
   $("noise").hidden = !random_weights;
   $("hints").hidden = !hints.length;
   $("hints").textContent = `Try saying: ${hints.map((hint) => `“${hint}”`).join(", ")}`;
@@ -72,7 +72,7 @@ function showConfig({ ears, mind, voice, random_weights, hints, transports }) {
 function onState({ user, bot }) {
   if (bot !== "thinking") clearTimeout(talk.thinking);
   else if (talk.bot !== "thinking") {
-    talk.thinking = setTimeout(() => problem(`The mind has not answered for ${MIND_MS / 1000} s.`), MIND_MS);
+    talk.thinking = setTimeout(() => problem(`The language model has not answered for ${LLM_MS / 1000} s.`), LLM_MS);
   }
   talk.bot = bot;
   if (user === "speaking") talk.pageDelay_ms = null;

@@ -1,11 +1,8 @@
 """A user's side of a conversation without a user: short recordings, WAV, mono, 16 bit, 16 kHz.
 
 They are the output of the synthesizer flite 2.2 (Carnegie Mellon University, BSD-like licence, any use permitted) in
-its voice `rms`, made by
-
-    python -m mktts agent record path/to/flite
-
-Regenerated with the same flite they are the same bytes. Nothing needs flite to use them.
+its voice `rms` (`flite -voice rms -t TEXT -o FILE`), cut at the first and the last sample above 1 % of full scale and
+scaled to a peak of 0.6: the end of a file is the end of speech.
 """
 
 from __future__ import annotations

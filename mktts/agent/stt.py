@@ -1,0 +1,186 @@
+"""Speech to text: Deepgram, Whisper, or pocketsphinx with a grammar, which needs no network and no download."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from pipecat.frames.frames import ErrorFrame, Frame, TranscriptionFrame
+from pipecat.processors.frame_processor import FrameProcessorSetup
+from pipecat.services.settings import STTSettings
+from pipecat.services.stt_service import SegmentedSTTService, STTService
+from pipecat.transcriptions.language import Language
+from pipecat.utils.time import time_now_iso8601
+
+from mktts.agent.intents import grammar
+from mktts.agent.settings import AgentSettings
+from mktts.errors import AgentError, PackageMissing
+from mktts.spec import LANGUAGE_CODES
+
+# From the end of speech to a transcript: the silence Silero waits for, and the decoding of a phrase.
+_POCKETSPHINX_LATEST_S, _WHISPER_LATEST_S = 0.35, 1.0
+_WARM_UP_S = 0.5
+_WHISPER_FILES = ("config.json", "model.bin")  # of a CTranslate2 model's folder
+
+_whisper_models: dict[tuple[str, str], Any] = {}
+_whisper_loading = threading.Lock()
+
+
+def create_stt(settings: AgentSettings) -> STTService:
+    """The service that `settings` name. Raises AgentError where its package is missing, or its model."""
+    load_stt(settings)
+    if settings.stt == "whisper":
+        return _whisper_service(settings)
+    if settings.stt == "pocketsphinx":
+        return PocketsphinxSTTService()
+    from pipecat.services.deepgram.stt import DeepgramSTTService
+
+    return DeepgramSTTService(api_key=settings.deepgram_key)
+
+
+def check_stt(settings: AgentSettings) -> None:
+    """Raises AgentError where the service's package is missing, before a model is loaded."""
+    if settings.stt == "pocketsphinx":
+        _decoder_class()
+    elif settings.stt == "whisper":
+        if importlib.util.find_spec("faster_whisper") is None:  # before Pipecat logs an error of its own
+            raise PackageMissing("Whisper needs the package faster-whisper: pip install faster-whisper")
+    else:
+        try:
+            import pipecat.services.deepgram.stt  # noqa: F401
+        except ImportError as error:
+            raise AgentError(f"Deepgram needs the package deepgram-sdk: {error}") from None
+
+
+def load_stt(settings: AgentSettings) -> None:
+    """Loads the model that all conversations of this process share, if there is one. Raises as `create_stt`."""
+    check_stt(settings)
+    if settings.stt == "whisper":
+        _whisper_model(settings)
+
+
+class PocketsphinxSTTService(SegmentedSTTService):
+    """Pocketsphinx with the English model in its wheel, and a grammar of whole phrases.
+
+    With a grammar a phrase takes 10 to 20 ms on one core, and what fits no phrase gives no transcript. Free dictation
+    with the same model gets most words wrong.
+    """
+
+    def __init__(self, *, jsgf: str | None = None, **kwargs: Any) -> None:
+        """jsgf: the grammar; None takes that of the intents. Raises AgentError without the package pocketsphinx."""
+        _decoder_class()
+        kwargs.setdefault("ttfs_p99_latency", _POCKETSPHINX_LATEST_S)
+        super().__init__(settings=STTSettings(model="en-us", language=Language.EN), **kwargs)
+        self._jsgf = jsgf or grammar()
+        self._decoder: Any = None
+
+    @property
+    def wants_wav_segments(self) -> bool:
+        """False: the decoder reads raw 16-bit PCM."""
+        return False
+
+    def can_generate_metrics(self) -> bool:
+        return True
+
+    async def setup(self, setup: FrameProcessorSetup) -> None:
+        """Loads the model. Raises AgentError for a grammar that pocketsphinx cannot read."""
+        await super().setup(setup)
+        self._decoder = await asyncio.to_thread(make_decoder, self._jsgf, self.sample_rate)
+
+    async def run_stt(self, audio: bytes) -> AsyncGenerator[Frame | None, None]:
+        """Yields the transcript of one stretch of 16-bit mono PCM; nothing where no phrase of the grammar fits."""
+        await self.start_processing_metrics()
+        try:
+            text = await asyncio.to_thread(decode, self._decoder, audio)
+        except RuntimeError as error:
+            yield ErrorFrame(f"pocketsphinx failed: {error}", exception=error)
+            return
+        finally:
+            await self.stop_processing_metrics()
+        if text:
+            yield TranscriptionFrame(text, self._user_id, time_now_iso8601(), Language.EN)
+
+
+def make_decoder(jsgf: str, sample_rate_hz: int) -> Any:
+    """A pocketsphinx decoder for a grammar. Raises AgentError without the package, or for a grammar it cannot read."""
+    decoder = _decoder_class()(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
+    try:
+        decoder.add_jsgf_string("phrases", jsgf)
+        decoder.activate_search("phrases")
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise AgentError(f"expected a JSGF grammar of words that pocketsphinx knows: {error}") from None
+    decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # or the first user waits for it
+    return decoder
+
+
+def decode(decoder: Any, pcm: bytes) -> str:
+    """The phrase in `pcm`, mono 16-bit; "" where none fits. Holds the interpreter's lock while it decodes."""
+    decoder.start_utt()
+    try:
+        decoder.process_raw(pcm, full_utt=True)
+    finally:
+        decoder.end_utt()
+    found = decoder.hyp()
+    return found.hypstr if found else ""
+
+
+def _decoder_class() -> Any:
+    try:
+        from pocketsphinx import Decoder
+    except ImportError as error:
+        raise PackageMissing(
+            f"hearing offline needs the package pocketsphinx: pip install -r requirements.txt ({error}); where it has "
+            "no wheel (arm64 Linux, Python 3.14), hear with Deepgram: set DEEPGRAM_API_KEY, --stt deepgram"
+        ) from None
+    return Decoder
+
+
+def _whisper_service(settings: AgentSettings) -> STTService:
+    from pipecat.services.whisper.stt import WhisperSTTService
+
+    class SharedWhisper(WhisperSTTService):
+        """Pipecat's own loads a model for every conversation."""
+
+        def _load(self) -> None:
+            self._model = _whisper_model(settings)
+            unsupported = self._unsupported_language()
+            if unsupported:
+                raise AgentError(unsupported)
+
+    codes = [code for code, name in LANGUAGE_CODES.items() if name == settings.language]
+    language = Language(codes[0]) if codes else None  # None: Whisper finds it out, of every stretch of speech
+    service = WhisperSTTService.Settings(model=settings.stt_model, language=language)
+    return SharedWhisper(settings=service, ttfs_p99_latency=_WHISPER_LATEST_S)
+
+
+def _whisper_model(settings: AgentSettings) -> Any:
+    """The process's model for these settings, loaded at the first call: seconds, so not from an event loop."""
+    from faster_whisper import WhisperModel
+
+    name, key = settings.stt_model, (settings.stt_model, settings.device)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        missing = [file for file in _WHISPER_FILES if not (folder / file).is_file()]
+        if missing:
+            raise AgentError(
+                f"--stt-model {name}: expected a CTranslate2 model's folder, found no {' and no '.join(missing)} in it"
+            )
+    elif folder.is_absolute() or name.startswith("."):
+        raise AgentError(f"--stt-model {name}: there is no such folder")
+    with _whisper_loading:
+        if key not in _whisper_models:
+            device, _, index = settings.device.partition(":")
+            found = str(folder) if folder.is_dir() else name
+            try:
+                _whisper_models[key] = WhisperModel(found, device=device, device_index=int(index or 0))
+            except Exception as error:  # of the Hub, of CTranslate2, of the file system
+                words = " ".join(str(error).split())[:300]
+                raise AgentError(
+                    f"--stt-model {name}: it cannot be loaded ({type(error).__name__}: {words}); where the Hub is out "
+                    "of reach, name a folder with a CTranslate2 model"
+                ) from None
+        return _whisper_models[key]

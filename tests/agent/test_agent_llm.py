@@ -1,0 +1,279 @@
+"""The agent's language models: a tiny Qwen3 of random weights and a server of OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from pipecat.frames.frames import (
+    ErrorFrame,
+    InterruptionFrame,
+    LLMContextFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    MetricsFrame,
+)
+from pipecat.metrics.metrics import LLMUsageMetricsData
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat_fakes import FakeSource, FakeSpeech, Talk, until
+from torch import Tensor
+
+from mktts.agent.llm import Qwen3LLMService, TextConversation, ThreadedDecoder, create_llm
+from mktts.agent.settings import from_environment
+from mktts.errors import EngineError
+from mktts.llm.chat import ChatTemplate, Message
+from mktts.llm.decoder import TextDecoder
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.pipecat import MkttsTTSService
+
+ASKED = {"role": "user", "content": "Who are you?"}
+INSTRUCTIONS = "Be brief."
+REPLY_TOKENS = 12
+SYSTEM, HELLO = Message("system", "Be brief.\nAlways."), Message("user", "Hello there, what is 3 + 4?")
+WORDS = ["I am", " a small", " model."]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint_cache):
+    made = ThreadedDecoder(TextDecoder.load("random:tiny", device="cpu"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def decoder(model):
+    return model.decoder
+
+
+def service(model: ThreadedDecoder, reply_tokens: int = REPLY_TOKENS) -> Qwen3LLMService:
+    made = Qwen3LLMService(model, instructions=INSTRUCTIONS, seed=3)
+    made.conversation = TextConversation(model.decoder, reply_tokens=reply_tokens)
+    return made
+
+
+def words(talk: Talk) -> str:
+    return "".join(frame.text for frame in talk.of(LLMTextFrame))
+
+
+async def ask(talk: Talk, *messages: dict, answers: int = 1) -> None:
+    await talk.say(LLMContextFrame(LLMContext(list(messages))))
+    await talk.until(lambda: len(talk.of(LLMFullResponseEndFrame)) == answers)
+
+
+async def test_the_words_are_the_models_and_a_second_turn_keeps_the_first(model):
+    async with Talk(service(model)) as talk:
+        await ask(talk, ASKED)
+        said = words(talk)
+        await ask(talk, ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}, answers=2)
+    alone = TextConversation(model.decoder, reply_tokens=REPLY_TOKENS)
+    assert said and said == alone.reply([Message("system", INSTRUCTIONS), Message("user", "Who are you?")], 3).read()
+    kinds = [type(frame) for frame in talk.of(LLMFullResponseStartFrame, LLMTextFrame, LLMFullResponseEndFrame)]
+    assert kinds[0] is LLMFullResponseStartFrame and kinds.count(LLMTextFrame) > 2
+    found = [data for frame in talk.of(MetricsFrame) for data in frame.data]
+    first, second = [data.value for data in found if isinstance(data, LLMUsageMetricsData)]
+    prompt = alone.template.ids([Message("system", INSTRUCTIONS), Message("user", "Who are you?")])
+    assert (first.prompt_tokens, first.cache_read_input_tokens) == (len(prompt), 0)
+    assert second.cache_read_input_tokens == prompt.index(alone.template.think)  # all but the thought's place
+
+
+async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch):
+    """The model is held inside a token while the interruption passes: that token is its last, and is not pushed."""
+    inside, go_on, made = threading.Event(), threading.Event(), []
+    step = type(model.decoder._backend).step
+
+    def held(backend, state, count=1):
+        if len(made) == 3:
+            inside.set()
+            assert go_on.wait(60)
+        ids = step(backend, state, count)
+        made.extend(ids)
+        return ids
+
+    monkeypatch.setattr(type(model.decoder._backend), "step", held)
+    llm = service(model, reply_tokens=60)
+    async with Talk(llm) as talk:
+        await talk.say(LLMContextFrame(LLMContext([ASKED])))
+        await talk.until(inside.is_set)
+        before = model.decoder.vocabulary.decode(made)
+        await talk.until(lambda: words(talk) == before)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: talk.of(InterruptionFrame))  # it waits for no token
+        go_on.set()
+        await model.run(lambda: None)  # the thread is done with what was asked of it
+        assert len(made) == 4 and llm.conversation._said.finish_reason == "cancelled"
+        assert words(talk) == before
+        await ask(talk, {"role": "user", "content": "Go on."}, answers=2)  # and it answers again
+    assert len(words(talk)) > len(before) and not talk.of(ErrorFrame)
+
+
+async def test_tokens_go_into_the_speech_as_they_are_made(model, monkeypatch):
+    """The speech has words before the reply is whole, and all of them at its end."""
+    reply = "I am a small voice, and I speak while I think."
+    ids = [*model.decoder.vocabulary.encode(reply), model.decoder.checkpoint.config.eos_ids[0]]
+    go_on, made = threading.Event(), []
+
+    def told(backend, state, count=1):
+        if len(made) == len(ids) // 2:
+            assert go_on.wait(60)
+        made.append(ids[len(made)])
+        return made[-1:]
+
+    monkeypatch.setattr(type(model.decoder._backend), "step", told)
+    source = FakeSource(lambda _: FakeSpeech(None))
+    tts = MkttsTTSService(source=source, text_aggregation_mode=TextAggregationMode.TOKEN)
+    async with Talk(service(model, reply_tokens=200), after=[tts]) as talk:
+        await talk.say(LLMContextFrame(LLMContext([ASKED])))
+        await until(lambda: source.speeches and source.speeches[0].texts)
+        assert len(made) < len(ids) and not source.speeches[0].finished.is_set()
+        go_on.set()
+        await until(source.speeches[0].finished.is_set)
+        source.speeches[0].give(1)
+    (speech,) = source.speeches
+    assert "".join(speech.texts) == reply and len(speech.texts) > 2
+
+
+async def test_two_conversations_take_turns_on_one_model(model):
+    async with Talk(service(model)) as one, Talk(service(model)) as other:
+        await one.say(LLMContextFrame(LLMContext([ASKED])))
+        await ask(other, {"role": "user", "content": "Something else."})
+        await one.until(lambda: one.of(LLMFullResponseEndFrame))
+    alone = TextConversation(model.decoder, reply_tokens=REPLY_TOKENS)
+    asked = [Message("system", INSTRUCTIONS), Message("user", ASKED["content"])]
+    assert words(one) == alone.reply(asked, 3).read() != words(other)
+
+
+async def test_a_failed_model_is_said_and_the_turn_ends(model, monkeypatch):
+    def fail(*_):
+        raise EngineError("the kernel stopped")
+
+    monkeypatch.setattr(type(model.decoder._backend), "step", fail)
+    async with Talk(service(model)) as talk:
+        await ask(talk, ASKED)
+        (error,) = [frame for frame in talk.up if isinstance(frame, ErrorFrame)]
+    assert "the kernel stopped" in error.error
+
+
+def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
+    settings = from_environment({}, llm="qwen3", llm_checkpoint="random:tiny", device="cpu")
+    assert settings.tokens and "random:tiny" in settings.parts()["llm"]
+    llm, again = create_llm(settings), create_llm(settings)
+    assert isinstance(llm, Qwen3LLMService) and llm._model is again._model
+    assert not from_environment({}, llm="qwen3", tokens=False).tokens and not from_environment({}).tokens
+
+
+# ---- the cache of a conversation
+
+
+def computed_alone(decoder: TextDecoder, messages: list[Message], tokens: int) -> list[int]:
+    ids = ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary).ids(messages)
+    return [token.id for token in decoder.generate(ids, seed=1, max_tokens=tokens)]
+
+
+def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
+    """Counted where it is computed: rows that go through the stack."""
+    rows: list[int] = []
+    forward = Qwen3Stack.forward
+
+    def counted(stack: Qwen3Stack, x: Tensor, cache: object) -> Tensor:
+        rows.append(x.shape[1])
+        return forward(stack, x, cache)
+
+    monkeypatch.setattr(Qwen3Stack, "forward", counted)
+    conversation = TextConversation(decoder, ChatTemplate(decoder.vocabulary, thinks=False), reply_tokens=4)
+    text = conversation.reply([SYSTEM, HELLO], seed=1).read()
+    first = conversation.template.ids([SYSTEM, HELLO])
+    assert rows[0] == len(first) == conversation.computed_tokens and conversation.kept_tokens == 0
+    rows.clear()
+    second = [SYSTEM, HELLO, Message("assistant", text), Message("user", "And twice that?")]
+    again = conversation.reply(second, seed=1)
+    ids = conversation.template.ids(second)
+    assert rows == [conversation.computed_tokens]
+    assert conversation.computed_tokens + conversation.kept_tokens == len(ids)
+    assert conversation.kept_tokens >= len(first)
+    found = [token.id for token in again]
+    rows.clear()
+    alone = [token.id for token in decoder.generate(ids, seed=1, max_tokens=4)]
+    assert found == alone and rows[0] == len(ids)
+
+
+def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
+    conversation = TextConversation(decoder)
+    cut = conversation.reply([SYSTEM, HELLO], seed=1)
+    for _ in range(3):
+        next(cut)
+    cut.cancel()
+    assert list(cut) == [] and cut.finish_reason == "cancelled"
+    heard = [SYSTEM, HELLO, Message("assistant", "Other words."), Message("user", "Stop.")]
+    stream = conversation.reply(heard, seed=1)
+    # up to the thought that the template has told it not to think
+    assert conversation.kept_tokens == conversation.template.ids([SYSTEM, HELLO]).index(conversation.template.think)
+    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, heard, 6)
+
+
+def test_another_conversation_shares_nothing(decoder):
+    one, other = (TextConversation(decoder, reply_tokens=8) for _ in range(2))
+    one.reply([SYSTEM, HELLO], seed=1).read()
+    changed = [Message("system", "Be long."), HELLO]
+    stream = other.reply(changed, seed=1)
+    assert other.kept_tokens == 0
+    one.reply([SYSTEM, HELLO, Message("user", "x")], seed=1)  # its cache is its own
+    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, changed, 6)
+
+
+def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
+    conversation = TextConversation(decoder)
+    stream = conversation.reply([HELLO], seed=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(decoder._backend, "step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+    conversation.reply([HELLO], seed=1)
+    assert stream.failed and conversation.kept_tokens == 0
+
+
+# ---- a server of OpenAI's shape
+
+
+@pytest.fixture
+def server():
+    """Streams WORDS as chat completions; `asked` holds (path, body) of each request."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            for word in WORDS:
+                choice = {"index": 0, "delta": {"role": "assistant", "content": word}, "finish_reason": None}
+                part = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m", "choices": [choice]}
+                self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}/v1", asked
+        running.shutdown()
+
+
+async def test_a_server_of_ones_own_answers_without_a_key(server):
+    url, asked = server
+    settings = from_environment({"OPENAI_BASE_URL": url, "OPENAI_MODEL": "mine"}, instructions="Be brief.")
+    async with Talk(create_llm(settings)) as talk:
+        await ask(talk, ASKED)
+    assert [frame.text for frame in talk.of(LLMTextFrame)] == WORDS
+    ((path, body),) = asked
+    assert (path, body["model"], body["stream"]) == ("/v1/chat/completions", "mine", True)
+    assert [(message["role"], message["content"]) for message in body["messages"]] == [
+        ("system", "Be brief."),
+        ("user", "Who are you?"),
+    ]
