@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from frame_on_cpu import COMPILER, RINGS, Changed, build, observed
+from csrc_on_cpu import COMPILER, RINGS, Changed, build, observed
 
 from mktts.errors import EngineError
 from mktts.kernel import grid

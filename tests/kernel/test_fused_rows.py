@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import row_stand_ins
 import torch
-from seeded_stack import SMALL, prompt, stack
+from seeded import SMALL, prompt, stack
 from torch import Tensor
 
 import mktts.kernel

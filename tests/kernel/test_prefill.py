@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from seeded_stack import SMALL, close, prompt, stack
+from seeded import SMALL, close, prompt, stack
 from torch import Tensor
 
 from mktts.errors import BackendUnavailable, CapacityError, PromptError

@@ -1,4 +1,5 @@
-"""csrc/frame.cu compiled for the CPU and launched there, lane by lane: host/ stands in for csrc/ptx.cuh."""
+"""csrc/frame.cu and csrc/rows.cu compiled for the CPU and launched there, lane by lane: host/ stands in for
+csrc/ptx.cuh."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.launch import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
 from mktts.kernel.tape import model_weights
+from mktts.kernel.tape_stack import Launch, RowsParams
 from mktts.measure.cards import FORCED_FRAMES, Model
 from mktts.measure.parity.probe import Observed, vocabularies
 from mktts.model.sampling import Sampling
@@ -62,6 +64,23 @@ def compiled(code: str, folder: Path, defines: dict[str, int | str]) -> ctypes.C
     flags += [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run([COMPILER, *flags, "-o", folder / "kernel.so", folder / "kernel.cpp"], check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
+    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
+    shutil.copytree(CSRC, folder / "csrc")
+    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
+    code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()
+    code, count = re.subn(r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}", code)
+    assert count == 1
+    library, seed = compiled(code, folder, {**shape.defines, "__shared__": "static"}), 0
+
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        nonlocal seed
+        seed += 1
+        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(seed))
+
+    return launch
 
 
 def observed(
