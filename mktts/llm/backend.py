@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed, choose, gumbel
 from mktts.spec import StackConfig
@@ -29,10 +29,7 @@ class TextBackend(Protocol):
     name: str
 
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens.
-
-        Raises what `check_start` raises, and SamplingError for a choice that this backend cannot make.
-        """
+        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`."""
 
     def go_on(
         self, state: TextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
@@ -103,7 +100,6 @@ class TorchTextBackend:
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
-        """See `TextBackend.start`."""
         check_start(self.config.stack, prompt, max_tokens)
         return self._begin(self.stack.new_cache(len(prompt) + max_tokens), prompt, choice, seed, max_tokens)
 
@@ -111,7 +107,6 @@ class TorchTextBackend:
     def go_on(
         self, state: TorchTextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
     ) -> TorchTextState:
-        """See `TextBackend.go_on`."""
         check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
@@ -126,7 +121,6 @@ class TorchTextBackend:
 
     @torch.inference_mode()
     def step(self, state: TorchTextState, count: int = 1) -> list[int]:
-        """See `TextBackend.step`."""
         left = state.max_tokens - state.tokens
         if left < 1:
             raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")

@@ -26,7 +26,7 @@ from mktts.kernel.launch import (
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.backend import check_start
-from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
 
@@ -101,7 +101,6 @@ class TextKernelBackend:
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
-        """See `TextBackend.start`."""
         state = self._new(prompt, choice, seed, max_tokens)
         state.hidden.copy_(self._prefill.fill(self._rows(prompt), state.kv))
         return state
@@ -110,7 +109,6 @@ class TextKernelBackend:
     def go_on(
         self, state: TextKernelState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
     ) -> TextKernelState:
-        """See `TextBackend.go_on`."""
         new = self._new(prompt, choice, seed, max_tokens)
         new.hidden.copy_(self._prefill.go_on(self._rows(prompt), new.kv, kept_of_cache(state.kv, keep)))
         return new
@@ -134,7 +132,7 @@ class TextKernelBackend:
         )
 
     def step(self, state: TextKernelState, count: int = 1, debug: Tensor | None = None) -> list[int]:
-        """See `TextBackend.step`. `debug`: (count, V) bf16 on the device takes the logits."""
+        """`debug`: (count, V) bf16 on the device takes the logits."""
         left = state.max_tokens - state.tokens
         if left < 1:
             raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")

@@ -17,8 +17,14 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCa
 from weight_bytes import file_bytes
 
 from mktts.errors import CheckpointError
-from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
-from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+from mktts.llm.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    TextCheckpoint,
+    TextConfig,
+    expected_text_tensors,
+    open_text_checkpoint,
+)
 from mktts.llm.random import config_json, ensure_named, make
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 
@@ -133,26 +139,6 @@ def test_no_piece_splits_a_character(vocabulary):
     assert pieces.finish() == ""
 
 
-def test_tokenizer_json_serves_alone(copied, upstream_tokenizer):
-    upstream_tokenizer.save_pretrained(copied)
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        (copied / name).unlink(missing_ok=True)
-    assert (copied / "tokenizer.json").is_file()
-    vocabulary = open_text_checkpoint(copied).tokenizer()
-    ids = [i for text in TEXTS for i in vocabulary.encode(text)]
-    assert ids == [i for text in TEXTS for i in upstream_tokenizer.encode(text)]
-    added = upstream_tokenizer.get_added_vocab()
-    assert vocabulary.added == added
-    assert vocabulary.decode(list(added.values())) == upstream_tokenizer.decode(
-        list(added.values()), skip_special_tokens=True
-    )
-    raw = json.loads((copied / "tokenizer.json").read_text())
-    raw["pre_tokenizer"] = {"type": "ByteLevel"}
-    (copied / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="pre-tokenizer"):
-        open_text_checkpoint(copied).tokenizer()
-
-
 def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
     edit(copied / "config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
     assert open_text_checkpoint(copied).config == tiny.config
@@ -222,7 +208,7 @@ def _retype(folder: Path) -> None:
         (_retype, "expected dtype BF16 or F32, found F16"),
         (
             lambda folder: (folder / "vocab.json").unlink(),
-            "merges.txt, or tokenizer.json, found neither",
+            "vocab.json: expected this file of the Hub layout",
         ),
         (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: expected a BPE vocabulary"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{}"), "expected added_tokens_decoder"),
