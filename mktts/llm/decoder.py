@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -48,13 +48,14 @@ class TokenStream:
     """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
 
     ids: what has been taken so far. seed: what every draw follows from. Leaving the `with` block cancels.
+    state: the backend's, as long as tokens may come: a later text can go on from it.
     finish_reason: None while tokens may still come, and when the model `failed`.
     """
 
     def __init__(
         self,
         backend: TextBackend,
-        state: Any,
+        state: TextState,
         pieces: Detokenizer,
         eos_ids: Sequence[int],
         seed: int,
@@ -64,10 +65,10 @@ class TokenStream:
     ) -> None:
         self.ids: list[int] = []
         self.seed = seed
+        self.state = state
         self.finish_reason: TextFinishReason | None = None
         self.failed = False
         self._backend: TextBackend | None = backend
-        self._state = state
         self._pieces = pieces
         self._eos_ids = frozenset(eos_ids)
         self._max_tokens = max_tokens
@@ -81,13 +82,6 @@ class TokenStream:
         if self.finish_reason is None and not self.failed:
             self._end("cancelled")
 
-    close = cancel
-
-    @property
-    def state(self) -> Any:
-        """The backend's, as long as tokens may come: who keeps it can go on from it."""
-        return self._state
-
     def read(self) -> str:
         """The text that is left, to the end."""
         return "".join(token.text for token in self)
@@ -100,9 +94,9 @@ class TokenStream:
             raise StopIteration
         if not self._made:
             try:
-                self._made = self._backend.step(self._state, self._tokens_per_step)
+                self._made = self._backend.step(self.state, self._tokens_per_step)
             except BaseException:  # Ctrl-C too: the state may be half a step further
-                self._backend = self._state = None
+                self._backend = self.state = None
                 self.failed = True
                 raise
             self._ready_ms = 1e3 * (time.perf_counter() - self._started_s)
@@ -126,7 +120,7 @@ class TokenStream:
 
     def _end(self, reason: TextFinishReason) -> None:
         self.finish_reason = reason
-        self._backend = self._state = None
+        self._backend = self.state = None
         self._made = []
 
 

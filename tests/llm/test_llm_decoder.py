@@ -236,7 +236,7 @@ def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     stream.cancel()
     stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
-    assert backend.calls == [3] and stream._state is None
+    assert backend.calls == [3] and stream.state is None
     with decoder.generate("Hello") as other:
         next(other)
     assert other.finish_reason == "cancelled"
