@@ -129,7 +129,7 @@ def text_bytes_per_token(size: str) -> int:
 
     Raises CheckpointError for an unknown size.
     """
-    from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, expected_text_tensors
     from mktts.llm.random import config_json
 
     with tempfile.TemporaryDirectory() as folder:
