@@ -14,8 +14,7 @@ from mktts.errors import MetricsError
 from mktts.kernel import trace
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import PREDICTOR_LAYER, TAIL, TALKER_LAYER, frame_points
-from mktts.measure.trace.command import record, table
-from mktts.measure.trace.document import BUILDS, UNIT_NS, document, packed, unpacked
+from mktts.measure.trace import BUILDS, UNIT_NS, document, packed, record, table, unpacked
 
 LAYERS = (4, 2)
 MAX_BYTES = 60_000  # of the reference that is committed
