@@ -3,7 +3,7 @@
 * metrics: figures of many streams and frames (of one stream: mktts.speech.metrics); environment: the machine they
   belong to; machine: what that machine can do
 * bench: timings, beside the peers'; load: real-time listeners; parity: proofs against independent truths
-* trace: one launch of the frame kernel; cards: the kernel as other cards would run it; memory: what it takes
+* trace: one launch of the frame kernel; memory: what the kernel takes
 * inspection: what is in a checkpoint
 * recogniser, word_errors: what was understood; tracks: when each side of a conversation sounds
 """

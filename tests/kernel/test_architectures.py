@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_cards import CARDS_OF_1P7B, CASES, FRAMES, MODELS, Model, case_of, record_case
 
 from mktts.kernel.grid import choose_shape
-from mktts.measure.cards import CARDS_OF_1P7B, CASES, FRAMES, MODELS, Model, case_of, record_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 model_of = cache(Model.make)  # the fp32 run is the slowest part

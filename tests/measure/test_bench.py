@@ -75,13 +75,12 @@ def test_frames_are_timed_at_the_positions_around_the_context_and_never_in_the_f
     assert backend.started == (4 if ends == 1 else 3)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 12])
-def test_the_benchs_text_has_exactly_the_tokens_asked_for(tiny, tokens):
+@pytest.mark.parametrize("tokens", [1, 7, 12, 200])
+def test_the_benchs_text_has_exactly_the_tokens_asked_for_or_the_next_more(tiny, tokens):
     encode = tiny.tokenizer().encode
     assert len(encode(text_of(tokens, encode))) == tokens
     assert len(text_of(tokens, str.split).split()) == tokens
-    with pytest.raises(MetricsError, match=f"has {tokens} tokens"):
-        text_of(tokens, lambda text: [])
+    assert len(text_of(tokens, lambda text: 2 * text.split()).split()) == (tokens + 1) // 2
 
 
 def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their_frames():
@@ -117,7 +116,7 @@ def test_every_figure_is_expected_once():
 
 
 @pytest.mark.parametrize(
-    "name", ["load", "codec", "overlap", "text", "large", pytest.param("upstream", marks=needs("qwen_tts"))]
+    "name", ["codec", "overlap", "text", "large", pytest.param("upstream", marks=needs("qwen_tts"))]
 )
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)

@@ -143,11 +143,12 @@ def measure(
     the checkpoints raises.
     """
     _make_random_checkpoints(settings, names)
+    is_random = settings.open().is_random
     document: dict[str, Any] = {
         **head(settings.device),
         "figures": {},
         "missing": {},
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), "random_weights": is_random},
         "packages": versions(peers.PACKAGES),
         "sections": {},
     }
@@ -167,7 +168,6 @@ def measure(
 
 def _make_random_checkpoints(settings: BenchSettings, names: Sequence[str]) -> None:
     """Opens what the sections will open, which makes random ones: that may take longer than what is measured."""
-    settings.open()
     if "large" in names:
         open_checkpoint(settings.large)
     if "text" in names:
@@ -227,7 +227,7 @@ def table(document: dict[str, Any]) -> str:
         f"torch {document['torch']}",
         ", ".join(f"{name} {settings[name]}" for name in named if settings.get(name)),
     ]
-    if settings.get("random_weights") or settings.get("codec_random_weights"):
+    if settings["random_weights"] or settings.get("codec_random_weights"):
         lines.append(RANDOM_WEIGHTS)
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():

@@ -28,6 +28,7 @@ WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sl
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
 FULL_CODEC = "random:tiny:custom_voice:full-codec"
 STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
+_MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _SEEDS = 50  # streams that random weights may end early before a section gives up
 _CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
@@ -84,15 +85,15 @@ class BenchSettings:
 
 
 def text_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
-    """A text of exactly `tokens` tokens: words, and letters of the next word where words alone miss the number."""
+    """A text of `tokens` tokens, or of the next more where no beginning of the bench's words has exactly those."""
     words = WORDS.split()
-    whole = [" ".join(words[:count]) for count in range(1, len(words) + 1)]
-    for text in (*whole, *(WORDS[:end].strip() for end in range(1, len(WORDS) + 1))):
-        if len(encode(text)) == tokens:
-            return text
-    raise MetricsError(
-        f"no beginning of the bench's text has {tokens} tokens with this tokenizer: change prompt_tokens"
-    )
+    text, used = words[0], 1
+    while len(encode(text)) < tokens:
+        text, used = f"{text} {words[used % len(words)]}", used + 1
+    text += " " + WORDS[:_MARGIN_CHARS]
+    ends = range(len(text), max(0, len(text) - 3 * _MARGIN_CHARS), -1)  # also within words: letters have tokens too
+    counts = {piece: count for end in ends if (count := len(encode(piece := text[:end].rstrip()))) >= tokens}
+    return min(counts, key=lambda piece: (counts[piece], len(piece)))
 
 
 def request_of(checkpoint: Checkpoint, settings: BenchSettings) -> Request:
@@ -148,8 +149,8 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
 
     with Synthesizer.load(checkpoint, engine="single", **settings.loading()) as synthesizer:
         synthesizer.warm_up()
-        yield {"backend": synthesizer.backend_name, "random_weights": checkpoint.is_random, "text": short.text}
-        yield {"sentence": SENTENCE, "sentence_tokens": len(checkpoint.tokenizer().encode(SENTENCE))}
+        yield {"backend": synthesizer.backend_name, "text": short.text, "sentence": SENTENCE}
+        yield {"sentence_tokens": len(checkpoint.tokenizer().encode(SENTENCE))}
         run(short, 0, settings.frames)
         for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
             run(request, 0, 2)

@@ -11,7 +11,7 @@ import torch
 
 from mktts.checkpoint import Checkpoint
 from mktts.errors import MetricsError, OptionsError
-from mktts.measure.bench.sections import WORDS
+from mktts.measure.bench.sections import WORDS, text_of
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.voice import Voice
 from mktts.spec import FRAME_RATE_HZ
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
 SHORT_ROWS = 32
 _CHARS_A_FRAME = 18 / FRAME_RATE_HZ  # more than is spoken in a frame, so that max_frames is what ends
-_MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _ONE_SEGMENT = 100_000  # characters: no text here is cut
 _SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. ",
@@ -178,23 +177,11 @@ def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
     constant = rows_of(Request(WORDS, layout="whole", **voice)) - len(encode(WORDS))  # rows that are no text's
     if rows <= constant:
         raise MetricsError(f"a prompt of this checkpoint has more than {constant} rows, got {rows}")
-    text = _words_of(rows - constant, lambda words: len(encode(words)))
+    text = text_of(rows - constant, encode)
     # Random weights have no end of their own.
     options = StreamOptions(guard=Guard.off(), max_chars_per_segment=_ONE_SEGMENT)
     found = rows_of(Request(text, layout="whole", **voice))
     return LoadTexts("text", found, lambda index, frames: text, {**voice, "layout": "whole", "options": options})
-
-
-def _words_of(tokens: int, count: Callable[[str], int]) -> str:
-    """Words of `tokens` tokens, or of the next more where none have exactly those. count: the tokens of a text."""
-    words = WORDS.split()
-    text, used = words[0], 1
-    while count(text) < tokens:
-        text, used = f"{text} {words[used % len(words)]}", used + 1
-    text += " " + WORDS[:_MARGIN_CHARS]
-    ends = range(len(text), max(0, len(text) - 3 * _MARGIN_CHARS), -1)  # also within words: letters have tokens too
-    found = {piece: number for end in ends if (number := count(piece := text[:end].rstrip())) >= tokens}
-    return min(found, key=lambda piece: (found[piece], len(piece)))
 
 
 def spoken(index: int, frames: int) -> str:

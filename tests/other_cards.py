@@ -1,4 +1,4 @@
-"""The kernel as other cards would run it, on the card that is here: what tests/kernel/test_architectures.py runs.
+"""The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
 with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
@@ -135,7 +135,7 @@ def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observ
     return [forced(backend, state, row, chosen) for row, chosen in zip(rows, codes, strict=True)]
 
 
-def _observed(backend: Backend, prompt: Prompt) -> list[Observed]:
+def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
     """Its own first frames."""
     probe = probe_of(backend)
     state = probe.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, FORCED_FRAMES)
@@ -158,7 +158,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "shared_bytes": backend.shared_bytes,
         "equal": torch.equal(made.codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
-        "error_ratio": error_of(_observed(backend, model.prompt), model.exact) / model.bf16_error,
+        "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,
         "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
     }
 

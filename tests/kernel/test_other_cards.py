@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 
+import other_cards as cards
 import pytest
 import torch
+from other_cards import CASES, Model, run
 
 from mktts.kernel.build import CSRC, fingerprint
 from mktts.kernel.grid import choose_shape
-from mktts.measure import cards
-from mktts.measure.cards import CASES, Model, run
 from mktts.measure.inspection import config_at
 from mktts.model.oracle import TorchBackend
 
@@ -33,7 +33,7 @@ def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model
     rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
     wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
     assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES).codes, model.codes[: cards.FORCED_FRAMES])
-    assert cards.error_of(cards._observed(wrong, model.prompt), model.exact) > 1.5 * model.bf16_error
+    assert cards.error_of(cards.observed(wrong, model.prompt), model.exact) > 1.5 * model.bf16_error
 
 
 def test_every_case_is_a_card_that_a_grid_fits():
