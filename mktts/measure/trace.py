@@ -173,7 +173,8 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
         "clock_ghz": ghz,
         "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
         "phases": phases,
-        "frame": {build: _frame(cycles, ghz) for build, cycles in frames.items()},
+        # The median of the blocks, from mark to mark.
+        "frame": {b: {"steps": packed(np.diff(np.median(cycles, axis=0)) / ghz)} for b, cycles in frames.items()},
         "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
     }
 
@@ -217,13 +218,6 @@ def _typical(kept: Sequence[Steady]) -> np.ndarray:
     frames = np.concatenate([launch.cycles for launch in kept])
     lengths = (frames[:, :, -1] - frames[:, :, 0]).mean(1)
     return frames[np.argsort(lengths)[len(lengths) // 2]]
-
-
-def _frame(cycles: np.ndarray, ghz: float) -> dict[str, Any]:
-    """One frame, its blocks' median: `steps` from mark to mark; and the `spread` of blocks at each, 5 to 95 %."""
-    middle = np.median(cycles, axis=0)
-    low, high = np.percentile(cycles, (5, 95), axis=0)
-    return {"steps": packed(np.diff(middle) / ghz), "spread": packed((high - low) / ghz)}
 
 
 def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz: float) -> dict[str, Any]:

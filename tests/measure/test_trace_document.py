@@ -52,7 +52,6 @@ def test_one_frame_is_kept_mark_by_mark(found):
     steps = unpacked(found["frame"][BUILDS[0]]["steps"])
     assert len(steps) == found["settings"]["marks"]
     assert steps.sum() == pytest.approx(found["frame_us"][BUILDS[0]], rel=0.01)
-    assert unpacked(found["frame"][BUILDS[0]]["spread"]).max() < 0.1  # 20 cycles of standard deviation are 35 ns
 
 
 @pytest.mark.parametrize(

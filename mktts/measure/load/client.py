@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -227,6 +227,9 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     in_time = [one for one in came if one.first_s is not None and not one.error and not gaps[id(one)]]
     errors = Counter(one.error for one in seen.listeners if one.error)
     late_s = [late for dry in gaps.values() for _, late in dry]
+    opened = [one for one in seen.listeners if one.opened_s is not None and not one.refused]
+    open_s = [(one.opened_s, math.inf if one.ended_s is None else one.ended_s) for one in opened]
+    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
     return {
         "held": bool(seen.end) and duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
         "offered_rps": len(came) / duration_s,
@@ -238,15 +241,14 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "errors": sum(errors.values()),
         "error_kinds": dict(errors.most_common(5)),
         "engine": "+".join(sorted({one.engine for one in seen.listeners if one.engine})),
-        "open_mean": _mean_open(seen, begin_s, end_s),
-        "playing_mean": _mean_playing(seen, begin_s, end_s),
+        "open_mean": _mean(open_s, begin_s, end_s),
+        "playing_mean": _mean(playing_s, begin_s, end_s),
         **_spread("ttfb", [_since(one.byte_s, one) for one in came]),
         **_spread("ttfc", [_since(one.first_s, one) for one in came]),
         **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s is not None]),
         "underruns": len(late_s),
         "late_max_ms": 1e3 * max(late_s, default=0.0),
         **_made(seen, duration_s),
-        "generator": _generator(seen, came, duration_s),
     }
 
 
@@ -265,17 +267,12 @@ def held_ticks(seen: LoadRun, ticks: np.ndarray) -> np.ndarray:
 def ticked(seen: LoadRun, ticks: np.ndarray) -> dict[str, Any]:
     """What the batch engine did in the held time, by its `held_ticks`; nothing of another engine.
 
-    device_busy_percent: of the time, in ticks. lanes_mean: of a tick. tick_p50_ms, tick_p99_ms: on the device.
+    device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
     """
     if not len(ticks) or seen.begin is None or seen.end is None:
         return {}
-    p50_s, p99_s = np.percentile(ticks["took_s"], (50, 99)).tolist()
-    return {
-        "device_busy_percent": 100 * float(ticks["took_s"].sum()) / (seen.end.at_s - seen.begin.at_s),
-        "lanes_mean": float(ticks["lanes"].mean()),
-        "tick_p50_ms": 1e3 * p50_s,
-        "tick_p99_ms": 1e3 * p99_s,
-    }
+    busy = float(ticks["took_s"].sum()) / (seen.end.at_s - seen.begin.at_s)
+    return {"device_busy_percent": 100 * busy, "lanes_mean": float(ticks["lanes"].mean())}
 
 
 def _since(at_s: float | None, one: Listener) -> float:
@@ -292,39 +289,22 @@ def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def _mean_open(seen: LoadRun, begin_s: float, end_s: float) -> float:
-    times = [
-        (one.opened_s, math.inf if one.ended_s is None else one.ended_s)
-        for one in seen.listeners
-        if one.opened_s is not None and not one.refused
-    ]
-    return sum(max(0.0, min(ended, end_s) - max(opened, begin_s)) for opened, ended in times) / (end_s - begin_s)
-
-
-def _mean_playing(seen: LoadRun, begin_s: float, end_s: float) -> float:
-    times = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
-    return sum(max(0.0, min(dry, end_s) - max(first, begin_s)) for first, dry in times) / (end_s - begin_s)
+def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """How many of these (from, to) there were at once, the mean over [begin_s, end_s)."""
+    within_s = (min(until_s, end_s) - max(since_s, begin_s) for since_s, until_s in times_s)
+    return sum(max(0.0, time_s) for time_s in within_s) / (end_s - begin_s)
 
 
 def _made(seen: LoadRun, duration_s: float) -> dict[str, Any]:
+    loop_late_max_ms = 1e3 * max(seen.loop_late_s, default=0.0)
     if seen.begin is None or seen.end is None:
-        return {"frames": None, "audio_s_per_s": None, "host_us_per_frame": None}
-    frames = seen.end.frames - seen.begin.frames
-    other_s = (seen.end.process_s - seen.begin.process_s) - (seen.end.loop_s - seen.begin.loop_s)
+        generator = {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": None}
+        return {"frames": None, "audio_s_per_s": None, "host_us_per_frame": None, "generator": generator}
+    frames, loop_s = seen.end.frames - seen.begin.frames, seen.end.loop_s - seen.begin.loop_s
+    other_s = seen.end.process_s - seen.begin.process_s - loop_s
     return {
         "frames": frames,
         "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
         "host_us_per_frame": 1e6 * other_s / frames if frames else None,
-    }
-
-
-def _generator(seen: LoadRun, came: Sequence[Listener], duration_s: float) -> dict[str, float | None]:
-    late_s = seen.loop_late_s or [0.0]
-    opened_late_s = [one.opened_s - one.planned_s for one in came if one.opened_s is not None]
-    loop_s = seen.end.loop_s - seen.begin.loop_s if seen.begin and seen.end else None
-    return {
-        "opened_late_max_ms": 1e3 * max(opened_late_s, default=0.0),
-        "loop_late_p99_ms": 1e3 * float(np.percentile(late_s, 99)),
-        "loop_late_max_ms": 1e3 * max(late_s),
-        "cpu_percent": None if loop_s is None else 100 * loop_s / duration_s,
+        "generator": {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": 100 * loop_s / duration_s},
     }

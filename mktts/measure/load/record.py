@@ -19,10 +19,6 @@ from mktts.measure.load.settings import HELD_S, LoadSettings
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
 FIRST_BYTE_MS = 120.0  # p99, of a server's
 AUDIBLE_MS = 500.0  # p95, of one on a CPU
-SCHEMA = (
-    "offered_rps", "open_mean", "playing_mean", "duration_s", "ttfc_p50_ms", "ttfc_p95_ms", "ttfc_p99_ms", "underruns",
-    "refused", "codec", "deterministic", "engine", "context_rows",
-)  # fmt: skip
 DERIVED = (
     "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms", "ttfb_p99_ms",
     "underruns", "refused",
@@ -65,7 +61,7 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
     """Puts points into the file and reads its figures off again; returns all of it.
 
     beside: `provenance`, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point that
-    was not held or lacks a name, and for a file of another device: nothing is written then.
+    was not held, and for a file of another device: nothing is written then.
     """
     document = read(path)
     if document.get("device", beside["device"]) != beside["device"]:
@@ -74,7 +70,11 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
         )
     kept = list(document["points"])
     for point in points:
-        check(point)
+        if point["held"] is not True:
+            raise MetricsError(
+                f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
+                f"{point['listeners']} listeners"
+            )
         kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
     kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
@@ -82,17 +82,6 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
     document |= {"points": kept, "figures": others | carried(kept, gpu)}
     write_json(path, document)
     return document
-
-
-def check(point: dict[str, Any]) -> None:
-    """Raises MetricsError for a point that may not be recorded."""
-    if missing := [name for name in SCHEMA if name not in point]:
-        raise MetricsError(f"a point names {', '.join(SCHEMA)}; this one lacks {', '.join(missing)}")
-    if point.get("held") is not True:
-        raise MetricsError(
-            f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
-            f"{point.get('listeners')} listeners"
-        )
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

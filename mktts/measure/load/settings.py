@@ -39,12 +39,9 @@ class LoadSettings:
     """What all loads of a command have in common.
 
     checkpoint, revision, backend, device, dtype, engine: as for Synthesizer.load; None leaves its default
-    codec: "full" or "fast", of the batch engine
-    deterministic, max_streams: of the batch engine
+    codec ("full" or "fast"), deterministic, max_streams: of the batch engine
     context_rows: of every prompt; None: 32, and of trained weights what the text takes
-    seconds: that a load is held
-    warm_s: before it, in which the load builds up
-    tail_s: after it, in which the load goes on
+    seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
     frames: the least and the most of an utterance
     seed: of the arrivals; utterance i is drawn with seed i
 

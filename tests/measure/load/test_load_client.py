@@ -9,13 +9,13 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import load_document
 import numpy as np
 import pytest
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CapacityError, EngineError, MetricsError, OptionsError
 from mktts.measure.load.client import Listener, LoadRun, Moment, clean, hold, measured
-from mktts.measure.load.record import SCHEMA
 from mktts.measure.load.settings import SHORT_ROWS, LoadSettings, LoadTexts, texts_for
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
@@ -90,7 +90,17 @@ def test_first_pcm_counts_from_the_plan_and_an_arrival_without_one_is_infinitely
     assert point["held"] and not clean(point)
     assert point["audio_s_per_s"] == pytest.approx(100 * FRAME_S / 100)
     assert point["host_us_per_frame"] == pytest.approx(2e4)  # 3 s of the process less 1 s of the loop, 100 frames
-    assert set(SCHEMA) - set(point) == {"codec", "deterministic", "context_rows"}
+    of_conditions = {
+        "codec",
+        "deterministic",
+        "context",
+        "context_rows",
+        "checkpoint",
+        "model_size",
+        "backend",
+        "dtype",
+    }
+    assert set(load_document.point()) - set(point) == {"listeners", *of_conditions}
 
 
 def test_means_of_open_streams_and_of_playing_listeners_are_over_the_held_time():
