@@ -120,6 +120,7 @@ def test_every_figure_is_expected_once():
 )
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
+    monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     command.print_section(name, TINY)
     figures: dict = {}
     for line in capsys.readouterr().out.splitlines():

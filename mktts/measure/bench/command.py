@@ -87,12 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="codec timed by itself: the checkpoint's, or one of released size with random weights",
     )
     parser.add_argument(
-        "--large", default=BenchSettings.large, metavar="CHECKPOINT", help="of the section large (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--text-model", default=BenchSettings.text_model, metavar="CHECKPOINT", help="of text (default: %(default)s)"
-    )
-    parser.add_argument(
         "--section-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
@@ -122,8 +116,6 @@ def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
     settings = BenchSettings(
         checkpoint=arguments.checkpoint or (BenchSettings.checkpoint if arguments.peers else CHECKPOINT),
         revision=arguments.revision,
-        large=arguments.large,
-        text_model=arguments.text_model,
         codec=arguments.codec,
         backend=arguments.backend,
         device=str(device_named(arguments.device)),

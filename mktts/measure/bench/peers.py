@@ -61,8 +61,16 @@ class FasterPeer:
     """faster-qwen3-tts with its own defaults (bfloat16 throughout, a static cache of 2 048 positions); CUDA only."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        complete_transformers()
-        package = _import("faster_qwen3_tts")
+        from mktts.synth.upstream import install_shim
+
+        install_shim()
+        try:
+            with _quiet():
+                package = importlib.import_module("faster_qwen3_tts")
+        except Exception as error:
+            raise BackendUnavailable(
+                f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         with _quiet():
             self._model = package.FasterQwen3TTS.from_pretrained(str(folder), device=device, dtype=dtype)
             processor = self._model.model.processor
@@ -105,29 +113,6 @@ class FasterPeer:
 def _their_choice(sampling: Sampling) -> dict[str, Any]:
     """faster-qwen3-tts takes the talker's settings; its predictor's are fixed to the released ones."""
     return {**asdict(sampling.talker), "repetition_penalty": sampling.repetition_penalty}
-
-
-def complete_transformers() -> None:
-    """Gives transformers 5 the one attribute that qwen-tts's build for it still asks for; 4 has it.
-
-    There MimiConfig keeps its rotary base only among `rope_parameters`. 10 000 is its published default.
-    """
-    from mktts.synth.upstream import install_shim
-
-    install_shim()
-    config = _import("transformers").MimiConfig
-    if not hasattr(config, "rope_theta"):
-        config.rope_theta = 10_000.0
-
-
-def _import(name: str) -> Any:
-    try:
-        with _quiet():
-            return importlib.import_module(name)
-    except Exception as error:
-        raise BackendUnavailable(
-            f"the package {name} is needed for this peer and cannot be imported: {type(error).__name__}: {error}"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -179,7 +164,6 @@ def upstream(settings: BenchSettings) -> Measured:
 
     checkpoint = settings.open()
     request, sampling = request_of(checkpoint, settings), checkpoint.sampling()
-    complete_transformers()
     model = load_upstream(checkpoint.folder, settings.torch_dtype, settings.device)
     yield {"upstream_package": provided_by("qwen_tts")}
 

@@ -101,20 +101,14 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
     from mktts.model.backend import device_named
 
     device = device_named(arguments.device)
+    names = ("revision", "backend", "dtype", "engine", "deterministic", "max_streams", "seconds", "seed")
     return LoadSettings(
         checkpoint=arguments.checkpoint or (_GPU_CHECKPOINT if device.type == "cuda" else DEFAULT_CHECKPOINT),
-        revision=arguments.revision,
-        backend=arguments.backend,
         device=str(device),
-        dtype=arguments.dtype,
-        engine=arguments.engine,
         codec=arguments.codec_precision,
-        deterministic=arguments.deterministic,
-        max_streams=arguments.max_streams,
         context_rows=arguments.context,
-        seconds=arguments.seconds,
         warm_s=arguments.warm_seconds,
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in names},
     )
 
 
