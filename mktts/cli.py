@@ -37,12 +37,8 @@ GROUPS: dict[str, Group] = {
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
-        "clients": ("mktts.measure.clients.command", "try the clients that people have on a server"),
-        "cards": ("mktts.measure.cards", "run the kernel as older and smaller cards would, on the card that is here"),
-        "bench": ("mktts.measure.bench.command", "measure speed and memory"),
-        "bench scale": ("mktts.measure.bench.load.scale", "measure what a second GPU adds, and what its death costs"),
-        "bench speak-all": ("mktts.measure.speak_all", "measure how fast thousands of sentences become files"),
-        "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
+        "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
+        "trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
     },
     "train the voice in the box": {

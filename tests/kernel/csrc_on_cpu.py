@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from other_cards import FORCED_FRAMES, Model
 
 from mktts.kernel.backend import MegakernelStream, frame_of, new_state_tensors
 from mktts.kernel.build import CSRC, source
@@ -18,7 +19,6 @@ from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.launch import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import Launch, RowsParams
-from mktts.measure.cards import FORCED_FRAMES, Model
 from mktts.measure.parity.probe import Observed, vocabularies
 from mktts.model.sampling import Sampling
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL

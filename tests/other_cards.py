@@ -1,26 +1,19 @@
-"""`python -m mktts cards`: the kernel as other cards would run it, on the card that is here.
+"""The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
 with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
 wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
 and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
-alone would say little. `frame_ms` is the median time of a step, hand-over
-included, on this card: it says what fewer blocks and older code cost, not how fast that card is. Each row has its
-revision and the kernel's fingerprint. A case that takes longer than CASE_S ends the program with all stacks: its row
-says so, and another run may take the rest (`--cards`). Rows of the same kernel that a run does not make again stay.
+alone would say little. `frame_ms` is the median time of a step, hand-over included, on this card: it says what fewer
+blocks and older code cost, not how fast that card is.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import gc
 import json
 import os
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -36,8 +29,7 @@ from mktts.checkpoint.open import SMALL
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
-from mktts.errors import BackendUnavailable, MetricsError
-from mktts.kernel.build import TARGETS, Card, build_for, card_of, fingerprint
+from mktts.kernel.build import TARGETS, Card, build_for, fingerprint
 from mktts.kernel.grid import choose_shape
 from mktts.measure.environment import head
 from mktts.measure.inspection import config_at
@@ -50,9 +42,7 @@ from mktts.model.sampling import Sampling
 from mktts.spec import ModelConfig
 
 FRAMES = 60
-OUTPUT = Path("mktts-cards.json")
 MODELS = ("0.6b", "small", "tiny-projected", "1.7b")
-CASE_S = 180.0
 # PTX of 12.x runs on no Hopper: these cards' grids and memory in compute_90's, which takes the same branches of csrc.
 _BLACKWELL_BYTES = TARGETS["sm_120"]
 CASES = {
@@ -68,16 +58,8 @@ CASES = {
     "DGX Spark": Card("compute_90", 48, _BLACKWELL_BYTES),
     "RTX 5090": Card("compute_90", 170, _BLACKWELL_BYTES),
 }
-OWN = "this card"
-# The largest model on those with the least memory a block, beside the card that is here.
+# The largest model on those with the least memory a block.
 CARDS_OF_1P7B = ("RTX 4090", "L4", "RTX 5090")
-EXAMPLES = """examples:
-  python -m mktts cards
-  python -m mktts cards --models tiny-projected --output cards.json
-  python -m mktts cards --models 1.7b --cards "RTX 4090,L4"
-  python -m mktts cards --compile-only
-
-Exit status: 0 where all codes were equal, 1 where some were not or nothing could run."""
 _TEXT = "Some words, spoken in the streaming layout, and a few more."
 _WARM_FRAMES = 10  # before steps are timed
 FORCED_FRAMES = 4  # whose errors are compared
@@ -153,7 +135,7 @@ def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observ
     return [forced(backend, state, row, chosen) for row, chosen in zip(rows, codes, strict=True)]
 
 
-def _observed(backend: Backend, prompt: Prompt) -> list[Observed]:
+def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
     """Its own first frames."""
     probe = probe_of(backend)
     state = probe.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, FORCED_FRAMES)
@@ -176,129 +158,45 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "shared_bytes": backend.shared_bytes,
         "equal": torch.equal(made.codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
-        "error_ratio": error_of(_observed(backend, model.prompt), model.exact) / model.bf16_error,
+        "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,
         "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", metavar="NAME,...", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument(
-        "--cards",
-        metavar="NAME,...",
-        help=f"of {OWN}, {', '.join(CASES)} (default: all; at 1.7b {', '.join(CARDS_OF_1P7B)} and {OWN})",
-    )
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="fill the cache of kernels; without a GPU, an H100 is this card. With one, also the driver's own cache",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="FILE", help="the document (default: %(default)s)"
-    )
+# ---- every case
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Prints a row a case, and writes the document."""
-    why = kernel_missing()
-    if why and not arguments.compile_only:
-        raise BackendUnavailable(f"the kernel cannot run here: {why}")
-    own = Card.like("sm_90a", 132) if why else card_of(torch.device("cuda"))
-    names = _named("--models", arguments.models, MODELS)
-    chosen = _named("--cards", arguments.cards, (OWN, *CASES)) if arguments.cards else None
-    cases = [(name, card_name, card) for name in names for card_name, card in _cards(name, own, chosen).items()]
-    if arguments.compile_only:
-        return _compile(cases)
-    about = {**head("cuda"), "frames": FRAMES}
-    mark = {"revision": about["revision"], "kernel": fingerprint()}
-    made = [case[:2] for case in cases]
-    rows = [row for row in _rows(arguments.output, mark["kernel"]) if (row["model"], row["card"]) not in made]
-    kept, model, of = len(rows), None, None
-    for name, card_name, card in cases:
-        faulthandler.dump_traceback_later(CASE_S, exit=True, file=sys.__stderr__)
-        if of != name:
-            model = None  # its memory is free before the next one is made
-            model, of = Model.make(name), name
-        rows.append({"model": name, "card": card_name, **mark, **_failed(card, f"no end within {CASE_S:.0f} s")})
-        write_json(arguments.output, {**about, "cases": rows}, sort_keys=False)
-        faulthandler.dump_traceback_later(CASE_S, exit=True, file=sys.__stderr__)
-        rows[-1] = {"model": name, "card": card_name, **mark, **_tried(model, card)}
-        print(_line(rows[-1]), flush=True)
-        write_json(arguments.output, {**about, "cases": rows}, sort_keys=False)  # also where time runs out
-        gc.collect()
-        torch.cuda.empty_cache()
-    faulthandler.cancel_dump_traceback_later()
-    return 0 if len(rows) > kept and all(row["equal"] for row in rows[kept:]) else 1
-
-
-def _named(option: str, given: str, known: Sequence[str]) -> list[str]:
-    """The names of a list with commas. Raises MetricsError for one that is not known."""
-    names = given.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise MetricsError(f"{option} takes {', '.join(known)}, got {', '.join(unknown)}")
-    return names
-
-
-def _config(name: str) -> ModelConfig:
+def shape_config(name: str) -> ModelConfig:
+    """Of a model of MODELS."""
     return open_checkpoint(name).config if name == SMALL else config_at(name)
 
 
-def _cards(name: str, own: Card, chosen: Sequence[str] | None) -> dict[str, Card]:
-    """Those to try a model on whose blocks find room on the card that is here."""
-    if chosen is None:
-        chosen = (OWN, *(CARDS_OF_1P7B if name == "1.7b" else CASES))
-    cards = {card: own if card == OWN else CASES[card] for card in chosen}
-    config = _config(name)
-    return {
-        card_name: card
-        for card_name, card in cards.items()
-        if choose_shape(config, card.multiprocessors).blocks <= own.multiprocessors
-    }
+def record_case(path: Path, name: str, card_name: str, row: dict[str, Any]) -> None:
+    """Puts a row of `case_of` into the document at `path`, with its revision and the kernel's fingerprint. Rows of the
+    same kernel that are not made again stay."""
+    about = {**head("cuda"), "frames": FRAMES}
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    kernel = fingerprint()
+    kept = [old for old in rows if old.get("kernel") == kernel and (old["model"], old["card"]) != (name, card_name)]
+    made = {"model": name, "card": card_name, "revision": about["revision"], "kernel": kernel, **row}
+    write_json(path, {**about, "cases": [*kept, made]}, sort_keys=False)
 
 
-def _rows(output: Path, kernel: str) -> list[dict[str, Any]]:
-    """Of an earlier document, those that the same kernel gave."""
-    rows = json.loads(output.read_text(encoding="utf-8"))["cases"] if output.exists() else []
-    return [row for row in rows if row.get("kernel") == kernel]
-
-
-def _compile(cases: list[tuple[str, str, Card]]) -> int:
-    """Each kernel in a process of its own, as many at once as there are processors."""
+def compile_cases(cases: Sequence[tuple[str, Card]]) -> list[float]:
+    """Compiles the kernel of each (model, card), each in a process of its own, and has the driver translate it where
+    there is one; the seconds that each took."""
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for (name, card_name, card), took_s in zip(cases, pool.map(_compile_one, cases), strict=True):
-            print(f"{name:15} {card_name:18} {card.arch:11} {took_s:5.1f} s", flush=True)
-    return 0
+        return list(pool.map(compile_case, cases))
 
 
-def _compile_one(case: tuple[str, str, Card]) -> float:
-    """Compiles a kernel, and has the driver translate it where there is one; the seconds that took."""
+def compile_case(case: tuple[str, Card]) -> float:
+    """Seconds that one of `compile_cases` takes, in this process."""
     from mktts.kernel.launch import Launcher
 
-    name, _, card = case
-    begun_s, defines = time.perf_counter(), choose_shape(_config(name), card.multiprocessors).defines
+    name, card = case
+    begun_s, defines = time.perf_counter(), choose_shape(shape_config(name), card.multiprocessors).defines
     if kernel_missing():
         build_for(defines, card)
     else:
         Launcher("frame.cu", "mktts_frames", defines, torch.device("cuda"), card)
     return time.perf_counter() - begun_s
-
-
-def _tried(model: Model, card: Card) -> dict[str, Any]:
-    """`case_of`, or what it raised: the other cards still count."""
-    try:
-        return case_of(model, card)
-    except Exception as error:  # noqa: BLE001
-        traceback.print_exc(file=sys.stderr)
-        return _failed(card, f"{type(error).__name__}: {error}")
-
-
-def _failed(card: Card, why: str) -> dict[str, Any]:
-    return {"arch": card.arch, "multiprocessors": card.multiprocessors, "equal": False, "error": why}
-
-
-def _line(case: dict[str, Any]) -> str:
-    named = "{model:15} {card:18} {arch:11} {multiprocessors:3} multiprocessors".format(**case)
-    if "error" in case:
-        return f"{named}  {case['error'][:120]}"
-    found = "{blocks:3} blocks  {frames:2} frames equal  error {error_ratio:.2f} of bf16's".format(**case)
-    return f"{named}  {found}  {case['frame_ms']:6.2f} ms"
