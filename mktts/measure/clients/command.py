@@ -72,9 +72,9 @@ def place(checkpoint: str, frames: int) -> Iterator[Place]:
     """A server of ours in a thread, over a socket. Raises BackendUnavailable without the server's packages."""
     try:
         from mktts.server import Limits, listen, url_of
-        from mktts.server.process import Server
-        from mktts.server.studio import Studio
-        from mktts.server.uploads.folder import VoiceFolder
+        from mktts.server.graceful import SpeechServer
+        from mktts.server.service import SpeechService
+        from mktts.server.uploads import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"a server needs the package {error.name}: pip install -r requirements.txt") from None
     from mktts.synth import Synthesizer
@@ -86,8 +86,8 @@ def place(checkpoint: str, frames: int) -> Iterator[Place]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         synthesizer = stack.enter_context(Synthesizer.load(opened, device="cpu"))
         uploads = VoiceFolder(Path(folder), limits.max_voices) if clones else None
-        studio = Studio(synthesizer, limits, name=checkpoint, uploads=uploads)
-        server = Server(studio)
+        service = SpeechService(synthesizer, limits, name=checkpoint, uploads=uploads)
+        server = SpeechServer(service)
         bound = stack.enter_context(listen("127.0.0.1", 0, limits))
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()

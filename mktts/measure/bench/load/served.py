@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Raises MetricsError where no server answers there, and where --into is given and the loads are not held.
     """
-    from mktts.server.access.address import read_keys
+    from mktts.server import read_keys
 
     url = endpoint(arguments.url)
     key = next(iter(read_keys(arguments.api_key_file)), None)
