@@ -26,7 +26,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.errors import AgentError
-from mktts.server import Gate, Limits, GracefulServer, listen, refuse_open_address
+from mktts.server import Gate, GracefulServer, Limits, listen, refuse_open_address
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
