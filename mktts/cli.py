@@ -27,7 +27,7 @@ Group = dict[str, tuple[str, str]]
 GROUPS: dict[str, Group] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
-        "speak-all": ("mktts.synth.speak_all.command", "speak a table of sentences into a folder of audio files"),
+        "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
         "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "serve haproxy": ("mktts.server.replicas.haproxy", "print a proxy's configuration for several servers"),
@@ -41,7 +41,6 @@ GROUPS: dict[str, Group] = {
         "cards": ("mktts.measure.cards", "run the kernel as older and smaller cards would, on the card that is here"),
         "bench": ("mktts.measure.bench.command", "measure speed and memory"),
         "bench scale": ("mktts.measure.bench.load.scale", "measure what a second GPU adds, and what its death costs"),
-        "bench speak-all": ("mktts.measure.speak_all", "measure how fast thousands of sentences become files"),
         "trace": ("mktts.measure.trace.command", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
     },
