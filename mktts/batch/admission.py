@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 from mktts.batch.board import FRAME_S, Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
-from mktts.errors import OptionsError
+from mktts.batch.tick import Tick, TickModel
+from mktts.common import counted
+from mktts.errors import BusyError, CapacityError, OptionsError
 from mktts.speech.executor import Wishes
 
 Decision = Literal["admit", "queue", "refuse"]
@@ -278,3 +278,35 @@ class Door:
     def _weight(self, paced: bool) -> float:
         """Frames that a stream is due, in those of a listener: an unpaced one takes what is left, and a little."""
         return 1.0 if paced else FRAME_S / self._ticks.lead_s
+
+
+_OBSTACLES: dict[Reason, str] = {
+    "slots": "every slot is taken",
+    "pages": "the memory for keys and values is taken",
+    "listeners": "frames for one more listener would come too late for all",
+    "first_pcm": "too many prompts wait",
+    "most": "as many listen as the settings allow",
+    "line": "too many streams wait for a place",
+    "waited": "no place came free in time",
+    "held": "the streams that are open keep their places and wait for their text or their readers",
+}
+
+
+def too_long(request: Request, pages: Pages) -> CapacityError:
+    """Of a stream that could never have its pages."""
+    return CapacityError(
+        f"a stream of {request.max_rows} positions (prompt and frames) was asked for, one may have "
+        f"{pages.rows_per_slot}: shorten the text or lower max_frames"
+    )
+
+
+def refusal(reason: Reason, request: Request, pages: Pages, open_streams: int, carries: int) -> CapacityError:
+    """What ends a stream that was refused for `reason`. carries: listeners that would be admitted, about."""
+    if reason == "too_long":
+        return too_long(request, pages)
+    error = BusyError(
+        f"refused with {counted(open_streams, 'stream')} open, where about {carries} can be carried at once: "
+        f"{_OBSTACLES[reason]}; try again when some have ended, or on another machine"
+    )
+    error.carries = carries
+    return error

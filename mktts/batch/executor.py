@@ -11,27 +11,87 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mktts.audio import rows_to_pcm16
-from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
+from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict, refusal, too_long
 from mktts.batch.board import Board
 from mktts.batch.lanes import Made
-from mktts.batch.log import TickLog
-from mktts.batch.model import LaneModel
-from mktts.batch.pace import Pace
+from mktts.batch.model import LaneModel, LaneUtterance
 from mktts.batch.pages import kept_under
-from mktts.batch.refusal import refusal, too_long
-from mktts.batch.running import Lane, Running, fail_all
 from mktts.batch.scheduler import next_tick
-from mktts.batch.tick import Tick
-from mktts.batch.utterance import LaneUtterance
+from mktts.batch.tick import Tick, TickFit, TickLog, TickModel
+from mktts.errors import EngineError
 from mktts.model.backend import no_number
 from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
+
+_EARLY_S = 2e-3  # until some ran
+# A gap on the device says that a tick was planned too late: the next is planned earlier by this part of the gap. Where
+# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
+_GAP_PART = 0.6
+_RELAX = 0.97
+_MOST_EARLY_S = 0.05
+
+
+class Pace:
+    """early_s: before the tick that runs ends, when the next one is planned."""
+
+    def __init__(self, believed: TickModel) -> None:
+        """believed: what a tick takes, before any was seen."""
+        self._device, self._steps = TickFit(believed), TickFit(believed)
+        self.early_s = _EARLY_S
+
+    @property
+    def model(self) -> TickModel:
+        """What a tick takes on the device."""
+        return self._device.model
+
+    @property
+    def step_model(self) -> TickModel:
+        """What a tick takes with the pause before it, where there is one: a host may be slower than its device."""
+        return self._steps.model
+
+    def observe(self, tick: Tick, made: Made, follows: bool) -> None:
+        """A tick was read. follows: it was launched while the one before it ran."""
+        paused_s = made.idle_s if follows else 0.0
+        self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
+        self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        if follows:
+            self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
+
+
+class Lane(NamedTuple):
+    """Who had a lane in a tick."""
+
+    slot: int
+    job: Job
+    work: LaneUtterance
+    segment: int
+
+
+@dataclass
+class Running:
+    """A launched tick. jobs: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before it
+    still ran."""
+
+    tick: Tick
+    lanes: list[Lane]
+    jobs: list[Job]
+    launched: Any
+    ends_s: float
+    follows: bool
+
+
+def fail_all(jobs: Sequence[Job], error: Exception) -> None:
+    """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
+    for job in jobs:
+        job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
+
 
 # Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
 # many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.

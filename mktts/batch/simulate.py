@@ -15,11 +15,9 @@ import numpy as np
 
 from mktts.batch.admission import AdmissionSettings, Door, Request
 from mktts.batch.board import FRAME_S, Board
-from mktts.batch.log import TickLog
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, next_tick
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickFit, TickModel
+from mktts.batch.tick import Tick, TickFit, TickLog, TickModel
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Run:
 
     @property
     def ticks(self) -> np.ndarray:
-        """See `mktts.batch.log.TICKS`."""
+        """See `mktts.batch.tick.TICKS`."""
         return self.log.table()
 
     def ttfc_ms(self, percent: float) -> float:

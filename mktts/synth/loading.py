@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from mktts.batch.admission import AdmissionSettings
-from mktts.batch.log import TickLog
 from mktts.batch.model import LaneModel
 from mktts.batch.settings import BatchSettings
+from mktts.batch.tick import TickLog
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for

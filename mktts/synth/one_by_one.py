@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
+from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict, refusal
 from mktts.batch.board import Board
 from mktts.batch.pages import Pages
-from mktts.batch.refusal import refusal
 from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
 from mktts.speech.options import Chunk

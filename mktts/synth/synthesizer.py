@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
-from mktts.batch.log import TICKS
 from mktts.batch.settings import BatchSettings
+from mktts.batch.tick import TICKS
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import whole_number
 from mktts.errors import BusyError, OptionsError, PromptError
@@ -281,7 +281,7 @@ class Synthesizer:
 
     @property
     def ticks(self) -> np.ndarray:
-        """What the batch engine did last, one record a tick of dtype `mktts.batch.log.TICKS`, oldest first."""
+        """What the batch engine did last, one record a tick of dtype `mktts.batch.tick.TICKS`, oldest first."""
         together = self._models.together
         return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
 

@@ -12,7 +12,7 @@ from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
 from mktts.batch.board import Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import OptionsError
 
 MODEL = TickModel.h200()

@@ -10,7 +10,7 @@ import pytest
 from fakes import fake_synthesizer
 from served import until
 
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import BusyError, OptionsError
 from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
 from mktts.speech.job import Job

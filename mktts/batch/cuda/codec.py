@@ -14,8 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.codec_states import PIECE_VALUES, RingStates
-from mktts.batch.cuda.codec_work import UNIT, Rows, RowsShape, Work
+from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, RingStates, Rows, RowsShape, Work
 from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import Precision

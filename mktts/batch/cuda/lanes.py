@@ -18,19 +18,15 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.block import SETTINGS, BlockLayout, Entering, packed
-from mktts.batch.cuda.frame import Frame, SlotCodec
+from mktts.batch.cuda.frame import EMBEDDINGS, Frame, FrameWeights, SlotCodec
 from mktts.batch.cuda.kernels.launching import compiling
-from mktts.batch.cuda.paged import PagedMemory
+from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import products_for
-from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.stage import Stage, uploaded
-from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
-from mktts.batch.cuda.workspace import Workspace
+from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.graphs import Precision
 from mktts.common import announced

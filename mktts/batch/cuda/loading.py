@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
+from mktts.batch.cuda.frame import EMBEDDINGS
 from mktts.batch.cuda.lanes import CudaLanes
-from mktts.batch.cuda.sizes import LaneMemory
-from mktts.batch.cuda.weights import EMBEDDINGS
+from mktts.batch.cuda.memory import LaneMemory
 from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings

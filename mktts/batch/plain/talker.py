@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.plain.keys_values import KeysValues, advance
-from mktts.batch.plain.lane_stack import LaneStack
 from mktts.batch.plain.noise import LaneNoise
-from mktts.batch.plain.predictor import LanePredictor
+from mktts.batch.plain.stack import KeysValues, LanePredictor, LaneStack, advance
 from mktts.codec.layers import LEAST_ROWS, filled_up
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import check_start

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.batch.cuda.codec_states import INPUT_SCALE, RingStates
-from mktts.batch.cuda.codec_work import RowsShape, Work
-from mktts.batch.cuda.kernels.codec_tiles import MEASURED, product_tile, step_depth
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, RingStates, RowsShape, Work
+from mktts.batch.cuda.tiles import MEASURED, product_tile, step_depth
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame

@@ -10,14 +10,18 @@ rotary embedding is one complex product. Other dtypes take the oracle's own oper
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mktts.codec.layers import LEAST_ROWS, filled_up
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack, inverse_frequency, rms_norm, rotate
+from mktts.spec import NUM_CODEBOOKS
 
 Rotary = tuple[Tensor, ...]  # see `LaneStack.rotary`
 
@@ -200,3 +204,175 @@ def _pairs(x: Tensor) -> Tensor:
 def _interleaved(x: Tensor, dim: int) -> Tensor:
     """Places 0, 1, 2, ... of `dim` take what stood at 0, n / 2, 1, n / 2 + 1, ..."""
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
+
+
+CHUNK_POSITIONS = 64  # that a stream's memory grows by
+
+_Place = tuple[Tensor, Tensor, Tensor]  # see `KeysValues.places`
+
+
+class KeysValues:
+    """Of one stream, rotated keys and values: memory is taken as the stream gets there. `length` positions are filled.
+
+    memory: (layers, 2, K heads, capacity, D).
+    """
+
+    def __init__(self, stack: LaneStack) -> None:
+        c = stack.config
+        shape = c.num_hidden_layers, 2, c.num_key_value_heads, 0, c.head_dim
+        self.memory = torch.empty(shape, dtype=stack.dtype, device=stack.device)
+        self.length = 0
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` more."""
+        positions = self.length + rows
+        if positions > self.memory.shape[3]:
+            shape = list(self.memory.shape)
+            shape[3] = -(-positions // CHUNK_POSITIONS) * CHUNK_POSITIONS
+            longer = self.memory.new_empty(shape)
+            longer[:, :, :, : self.length] = self.memory[:, :, :, : self.length]
+            self.memory = longer
+
+    def places(self) -> list[_Place]:
+        """Of every layer: where the next row's keys and values go, (2, K, D); all keys with it, and all values,
+        (1, K, T, D)."""
+        at = self.length
+        newest = self.memory[:, :, :, at].unbind(0)
+        keys, values = (self.memory[:, which, :, : at + 1].unsqueeze(1).unbind(0) for which in (0, 1))
+        return list(zip(newest, keys, values, strict=True))
+
+
+def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: Sequence[int]) -> Tensor:
+    """Rows `x` (R, H) of all streams, in order, `counts[i]` of stream i -> its last row's hidden state (B, H), normed.
+
+    Streams that have rows already come first, one row each; those that have none bring a prompt.
+    """
+    speaking = sum(stream.length > 0 for stream in streams)
+    positions = [stream.length for stream in streams[:speaking]]
+    positions += [position for count in counts[speaking:] for position in range(count)]
+    for stream, count in zip(streams, counts, strict=True):
+        stream.reserve(count)
+    # products of few rows round in their own way: they are made with the first row again
+    positions += positions[:1] * (LEAST_ROWS - len(x))
+    x = filled_up(x)
+    rotary = stack.rotary(torch.tensor(positions, device=stack.device))
+    places = [stream.places() for stream in streams[:speaking]]
+    ends = list(accumulate(counts))
+    prompts = list(zip(streams, counts, ends, strict=True))[speaking:]
+    room = stack.room(len(x))
+    for index, layer in enumerate(stack.layers):
+        stack.heads(layer, x, rotary, room)
+        attended = _newest_rows(stack, room, [place[index] for place in places])
+        for stream, count, end in prompts:
+            heads = room.heads[end - count : end]
+            stream.memory[index][:, :, :count] = heads[:, :, -2:].permute(2, 1, 0, 3)
+            attended.append(stack.attend_causally(heads[None])[0])
+        x = stack.finish(layer, x, filled_up(torch.cat(attended)), room)
+    for stream, count in zip(streams, counts, strict=True):
+        stream.length += count
+    return stack.final(x[torch.tensor(ends, device=stack.device) - 1])
+
+
+def _newest_rows(stack: LaneStack, room: Room, places: Sequence[_Place]) -> list[Tensor]:
+    """Attention of one row a stream -> (1, K G D) each. Heads that share keys are rows of one head.
+
+    One call a stream, of its own length. One call for all would copy their keys together, padded to the longest: more
+    bytes than the calls cost, and a stream's sums would depend on the others' lengths.
+    """
+    attended = []
+    for query, newest, (place, keys, values) in zip(room.single, room.newest, places, strict=False):
+        place.copy_(newest)
+        attended.append(F.scaled_dot_product_attention(query, keys, values, scale=stack.scale).flatten(1))
+    return attended
+
+
+_PredictorPlace = tuple[Room, Tensor, Tensor]  # of a position; all keys so far, transposed, and all values so far
+
+
+class LanePredictor:
+    """The predictor's weights, and keys and values of one frame, which begin anew with every frame."""
+
+    def __init__(
+        self,
+        stack: LaneStack,
+        tables: Sequence[Tensor],
+        heads: Sequence[Tensor],
+        projection: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """tables: the sixteen embedding tables (V, H). heads: fifteen of (width, V), heads[g] giving codebook g + 1.
+
+        projection: weight (H, width) and bias of the step from the talker's width to the predictor's, where they
+        differ.
+        """
+        self._stack, self._tables, self._heads, self._projection = stack, tables, heads, projection
+        self._room = stack.room(0)  # of positions 0 and 1 together
+        self._memory: list[Tensor] = []  # of each layer's heads: (16, B, K, G + 2, D)
+        self._views: dict[int, list[list[_PredictorPlace]]] = {}  # by lanes: [position][layer]
+        positions = torch.arange(NUM_CODEBOOKS, device=stack.device)
+        self._rotary = [stack.rotary(position) for position in positions.split(1)]
+
+    def codes(self, hidden: Tensor, code0: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The talker's hidden states (B >= 2, H) and code 0 (B,) -> all codes (B, 16) int64.
+
+        draw: (codebook, logits (B, V)) -> codes (B,) of that book.
+        """
+        places = self._places(len(hidden))
+        codes = [code0]
+        x = torch.stack((hidden, self._tables[0].index_select(0, code0)), 1)
+        for book in range(1, NUM_CODEBOOKS):
+            if book == 1:
+                y = self._first(self._projected(x.flatten(0, 1)), places)
+            else:
+                y = self._next(self._projected(x), self._rotary[book], places[book])
+            codes.append(draw(book, y @ self._heads[book - 1]))
+            x = self._tables[book].index_select(0, codes[-1])
+        return torch.stack(codes, 1)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        return x if self._projection is None else torch.addmm(self._projection[1], x, self._projection[0])
+
+    def _first(self, x: Tensor, places: Sequence[Sequence[_PredictorPlace]]) -> Tensor:
+        """Positions 0 and 1, rows (2 B, H) in the order lane, position -> (B, H) of position 1, normed."""
+        stack, lanes = self._stack, len(x) // 2
+        rotary = tuple(torch.cat(parts).repeat(lanes, 1, 1, 1) for parts in zip(*self._rotary[:2], strict=True))
+        room = self._room.first(2 * lanes)
+        heads = room.heads.unflatten(0, (lanes, 2))
+        for index, layer in enumerate(stack.layers):
+            stack.heads(layer, x, rotary, room)
+            for position in (0, 1):
+                places[position][index][0].heads.copy_(heads[:, position])
+            x = stack.finish(layer, x, stack.attend_causally(heads).flatten(0, 1), room)
+        return stack.final(x.view(lanes, 2, -1)[:, 1])
+
+    def _next(self, x: Tensor, rotary: Rotary, places: Sequence[_PredictorPlace]) -> Tensor:
+        """One position, rows (B, H) -> (B, H), normed."""
+        stack = self._stack
+        for layer, (room, keys, values) in zip(stack.layers, places, strict=True):
+            stack.heads(layer, x, rotary, room)
+            # the heads that share keys are the rows of one small product
+            if stack.folded:
+                attended = torch.bmm(torch.bmm(room.queries, keys).softmax(-1), values)
+            else:  # which keeps scores in fp32
+                attended = F.scaled_dot_product_attention(room.queries, keys.transpose(1, 2), values, scale=stack.scale)
+            x = stack.finish(layer, x, attended.view(len(x), -1), room)
+        return stack.final(x)
+
+    def _places(self, lanes: int) -> list[list[_PredictorPlace]]:
+        """What every position and layer needs of so many lanes, which there is then room for."""
+        if len(self._room.heads) < 2 * lanes:
+            self._room = room = self._stack.room(2 * lanes)
+            shape = NUM_CODEBOOKS, lanes, *room.heads.shape[1:]
+            self._memory = [room.heads.new_empty(shape) for _ in self._stack.layers]
+            self._views.clear()
+        if lanes not in self._views:
+            self._views[lanes] = [
+                [self._place(memory[:, :lanes], position) for memory in self._memory]
+                for position in range(NUM_CODEBOOKS)
+            ]
+        return self._views[lanes]
+
+    def _place(self, memory: Tensor, position: int) -> _PredictorPlace:
+        """memory: of a layer's heads, (16, B, K, G + 2, D)."""
+        by_head = memory.flatten(1, 2).transpose(0, 1)[:, : position + 1]  # (B K, positions, G + 2, D)
+        room = self._room.first(memory.shape[1], memory[position])
+        return room, by_head[:, :, -2].transpose(1, 2), by_head[:, :, -1]
