@@ -28,7 +28,7 @@ GROUPS: dict[str, Group] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
         "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
-        "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
+        "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "serve haproxy": ("mktts.server.replicas.haproxy", "print a proxy's configuration for several servers"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, a sound card, or a script"),

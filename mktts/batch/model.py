@@ -17,8 +17,7 @@ from mktts.model.prompt import Prompt, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
 from mktts.speech.options import Chunk, Plan
 from mktts.speech.script import Script
-from mktts.speech.speaking import Speaker
-from mktts.speech.utterance import Segment, Utterance
+from mktts.speech.utterance import Segment, Speaker, Utterance
 
 
 class LaneUtterance(Utterance):
@@ -106,7 +105,7 @@ class LaneUtterance(Utterance):
 
 
 class _Decoded(NamedTuple):
-    """PCM that is there: see `mktts.speech.chunking.Pending`."""
+    """PCM that is there: see `mktts.speech.utterance.Pending`."""
 
     pcm: np.ndarray
     pcm16: bytes | None

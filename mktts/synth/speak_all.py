@@ -258,7 +258,7 @@ def main(arguments: argparse.Namespace) -> int:
     _check(arguments)
     table = read_table(arguments.sentences)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    if checkpoint.config.model_type == "base" and not any(one.voice or arguments.voice for one in table.sentences):
+    if checkpoint.config.type.clones and not any(one.voice or arguments.voice for one in table.sentences):
         raise PromptError("a base checkpoint has no speakers: expected a column voice, or --voice FILE")
     folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)

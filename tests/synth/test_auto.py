@@ -13,8 +13,8 @@ from fakes import FAKE_ENGINES, OFF, ONE, FakeBackend, fake_synthesizer, in_thre
 from mktts.errors import EngineError, TextError
 from mktts.speech.stream import Session
 from mktts.synth import Synthesizer
-from mktts.synth.generation import MAX_FRAMES_AHEAD
-from mktts.synth.models import OPEN_SINGLY, SINGLE_STREAMS
+from mktts.synth.loading import OPEN_SINGLY, SINGLE_STREAMS
+from mktts.synth.one_by_one import MAX_FRAMES_AHEAD
 
 SLOW = replace(ONE, buffer_frames=2)
 

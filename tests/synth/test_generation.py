@@ -18,7 +18,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
 from mktts.speech.utterance import MAX_SEGMENT_FRAMES
-from mktts.synth.generation import Generation, StepModel
+from mktts.synth.one_by_one import Generation, StepModel
 
 OFF = StreamOptions(guard=Guard.off())
 HELLO = "Hello."

@@ -16,7 +16,7 @@ from mktts.model.sampling import Sampling
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
 from mktts.speech.text import SEGMENT_CHARS
-from mktts.synth.generation import Generation, StepModel
+from mktts.synth.one_by_one import Generation, StepModel
 
 
 def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:

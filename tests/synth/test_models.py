@@ -11,8 +11,7 @@ from fakes import ONE, FakeBackend, fake_synthesizer, settle, speak
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.synth import Synthesizer
-from mktts.synth.loading import Loading
-from mktts.synth.models import Models
+from mktts.synth.loading import Loading, Models
 from mktts.synth.synthesizer import BatchSettings
 
 SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))

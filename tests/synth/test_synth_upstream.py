@@ -18,7 +18,7 @@ from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER
 from mktts.speech.guard import Guard
 from mktts.speech.stream import Stream
 from mktts.synth import Synthesizer
-from mktts.synth import upstream_model as fallback
+from mktts.synth import upstream as fallback
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 WHO = {"speaker": "vivian"}

@@ -13,7 +13,7 @@ from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 
 if TYPE_CHECKING:
-    from mktts.synth.generation import StepModel
+    from mktts.synth.one_by_one import StepModel
 
 STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
 _SEEDS = 50  # streams that random weights may end early before a section gives up

@@ -26,7 +26,7 @@ from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
     from mktts.speech.options import Chunk
-    from mktts.synth.generation import StepModel
+    from mktts.synth.one_by_one import StepModel
 
 
 def _model(checkpoint: Checkpoint, settings: BenchSettings) -> tuple[Checkpoint, StepModel]:

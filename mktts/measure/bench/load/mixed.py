@@ -30,7 +30,7 @@ from mktts.measure.bench.load.soak import resident_mib
 from mktts.measure.bench.load.texts import Said
 from mktts.measure.bench.load.visits import Visit
 from mktts.spec import FRAME_RATE_HZ
-from mktts.synth.models import SINGLE_STREAMS
+from mktts.synth.loading import SINGLE_STREAMS
 
 FIGURES = (
     "memory_single_mib", "memory_batch_mib", "memory_both_mib",
