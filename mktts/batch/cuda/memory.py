@@ -1,4 +1,4 @@
-"""What many streams take of the device's memory: numbers by slot, pages of keys and values, what ticks work in, and its size."""
+"""What many streams take of the device: numbers by slot, what ticks work in, and how much memory all of it is."""
 
 from __future__ import annotations
 
