@@ -90,7 +90,6 @@ class LaneUtterance(Utterance):
         return self.took(Frame(codes, tick_ms, 0.0))
 
     def close(self) -> None:
-        """See Utterance."""
         super().close()
         on_close, self.on_close = self.on_close, None
         if on_close is not None:

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -34,14 +34,6 @@ from mktts.speech.script import FedScript, Script, WholeScript
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
 
-class Pending(Protocol):
-    """PCM that is on its way to the host (`mktts.codec.decoder`). pcm16: the same in 16 bits, where that is made."""
-
-    pcm16: bytes | None
-
-    def result(self) -> np.ndarray: ...
-
-
 class Chunker:
     """Collects the frames of one utterance and hands out chunks.
 
@@ -50,14 +42,14 @@ class Chunker:
     """
 
     def __init__(
-        self, decode: Callable[[list[Tensor]], Pending], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
+        self, decode: Callable[[list[Tensor]], Any], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
     ) -> None:
         """schedule: where the options leave it open."""
         self._decode = decode
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
         self.undecoded: list[Tensor] = []
-        self._decoding: list[tuple[Pending, int]] = []  # chunks on their way to the host, with their frames
+        self._decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
         self._chunks = 0
         self._samples = 0  # decoded so far, trimmed ones included
@@ -145,7 +137,7 @@ class Chunker:
         return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]
 
 
-def _closed(frames: list[Tensor]) -> Pending:
+def _closed(frames: list[Tensor]) -> Any:
     raise EngineError("the utterance is over: nothing more is decoded for it")
 
 
@@ -174,7 +166,7 @@ class Utterance:
         script: Script,
         plan: Plan,
         positions: int,
-        decode: Callable[[list[Tensor]], Pending],
+        decode: Callable[[list[Tensor]], Any],
         schedule: tuple[int, ...] = SCHEDULE,
     ) -> None:
         """positions: of the talker, prompt and frames of one segment together. decode, schedule: see `Chunker`."""

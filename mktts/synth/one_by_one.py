@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict, refusal
+from mktts.batch.admission import AdmissionSettings, Arrival, Door, Verdict, refusal
 from mktts.batch.board import Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
@@ -183,22 +183,18 @@ class OneByOne:
 
     @property
     def open_jobs(self) -> int:
-        """See Executor."""
         return len(self._jobs) + len(self._outside) + len(self._in_line)
 
     @property
     def listeners(self) -> int:
-        """See Executor."""
         return self._door.listeners(time.perf_counter())
 
     @property
     def carries(self) -> int:
-        """See Executor."""
         return self._door.carries(self._model)
 
     @property
     def standing(self) -> Standing:
-        """See Executor."""
         return Standing(
             carries=self.carries,
             listeners=self.listeners,
@@ -211,26 +207,21 @@ class OneByOne:
         )
 
     def admit(self, wishes: Wishes) -> None:
-        """See Executor."""
         self._admission = self._door.settings = _ADMISSION.wished(wishes)
 
     def beside(self, elsewhere: Callable[[], int]) -> None:
-        """See Executor."""
         self._elsewhere = self._door.elsewhere = elsewhere
 
     def take(self, job: Job) -> None:
-        """See Executor."""
         self._outside.append(job)
 
     def hear(self, job: Job) -> None:
-        """See Executor."""
         slot = self._asleep.pop(job, None)
         if slot is not None:
             job.rest(False)
             self._awake[slot] = job
 
     def turn(self, now_s: float, alone: bool) -> float:
-        """See Executor."""
         self._let_in(now_s)
         board = self._board
         board.read(list(self._awake), [job.taken_frames for job in self._awake.values()], now_s)
@@ -277,14 +268,12 @@ class OneByOne:
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
-        """See Executor."""
         for job in (*self._jobs.values(), *self._outside, *self._in_line):
             with contextlib.suppress(Exception):
                 job.fail(abandoned(error))
         self._reset()
 
     def close(self) -> None:
-        """See Executor."""
         for job in (*self._jobs.values(), *self._outside, *self._in_line):
             with contextlib.suppress(Exception):
                 job.cancel()
@@ -315,10 +304,10 @@ class OneByOne:
             self._judged(*left, now_s)
         while self._outside:
             job = self._outside.popleft()
-            request = Request(now_s, 1, 1, job.paced, name=job)
+            request = Arrival(now_s, 1, 1, job.paced, name=job)
             self._judged(request, self._door.ask(request, model), now_s)
 
-    def _judged(self, request: Request, verdict: Verdict, now_s: float) -> None:
+    def _judged(self, request: Arrival, verdict: Verdict, now_s: float) -> None:
         job: Job = request.name
         if not job.open or job.cancelled:
             job.end(None)

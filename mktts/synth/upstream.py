@@ -295,11 +295,9 @@ class UpstreamModel:
         return self.prompts.check(request)
 
     def speak(self, requests: list[Request], plan: Plan, started_s: float) -> UpstreamGeneration:
-        """As `StepModel.speak`."""
         return UpstreamGeneration(self, WholeScript(requests, lambda request: request, started_s), plan)
 
     def listen(self, request: Request, max_chars: int, plan: Plan) -> tuple[UpstreamGeneration, CollectedScript]:
-        """As `StepModel.listen`."""
         script = CollectedScript(request, max_chars)
         return UpstreamGeneration(self, script, plan), script
 
@@ -346,7 +344,6 @@ class UpstreamGeneration:
         return self._chunker.take(self._script.started_s, flush=self.finish_reason is not None)
 
     def close(self) -> None:
-        """As `Utterance.close`."""
         self._chunker.close()
 
     def _over(self) -> bool:

@@ -52,7 +52,7 @@ class Rows(RowsShape):
         return self.memory[self.past * self.channels :]
 
 
-class Work:
+class CodecWork:
     """Memory by name, for any number of lanes: a pass of fewer lanes works at the front of what a larger one took.
 
     Memory that was given out stays, because recorded graphs know its address. Record the largest pass first: the others
@@ -135,7 +135,6 @@ class RingStates:
         return sum(tensor[0].nbytes for tensor in tensors)
 
     def enter(self, slot: int, primed: CodecState | None) -> None:
-        """See `CudaCodec.enter`."""
         if not 0 <= slot < self.nobody:
             raise CodecError(f"slots are 0 to {self.nobody - 1}, got {slot}")
         if primed is None:
@@ -158,7 +157,6 @@ class RingStates:
             ring[:, :, : cached - front].copy_(kept[:, :, front:])
 
     def silence(self, slots: Tensor) -> None:
-        """See `CudaCodec.silence`."""
         self.histories.index_fill_(0, slots, 0)
         self.positions.index_fill_(0, slots, 0)  # a ring is read up to the position only
 

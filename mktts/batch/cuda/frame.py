@@ -1,7 +1,7 @@
 """One frame of many streams: a talker step over the rows of lanes and prompts together, sixteen draws, and the codec.
 
-A `Frame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a CUDA
-graph. Padded lanes and rows work on the slot that is nobody's.
+A `BatchFrame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a
+CUDA graph. Padded lanes and rows work on the slot that is nobody's.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
+from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
 from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import Products
 from mktts.batch.cuda.stage import PagedMemory
 from mktts.batch.pages import PAGE_ROWS
-from mktts.codec.decoder import CodecState
 from mktts.kernel.rows import add_norm
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
@@ -127,23 +126,7 @@ _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
-class SlotCodec(Protocol):
-    """The codec of many streams by slot, one slot more than the engine's: the last is nobody's."""
-
-    name: str
-    state_bytes: int  # of one slot
-
-    def enter(self, slot: int, primed: CodecState | None) -> None:
-        """The slot begins with silence, or goes on from `primed`. Queued on the current CUDA stream."""
-
-    def silence(self, slots: Tensor) -> None:
-        """The slots (n,) int64, on the device, begin with silence. Queued on the current CUDA stream."""
-
-    def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
-        """codes (B, 16) int32 of slots `lanes` (B,) int32 -> pcm (B, 1920) float32 in [-1, 1]."""
-
-
-class Frame:
+class BatchFrame:
     """`run` makes one frame for the lanes that stand in `block`, and takes the prompt rows in it along.
 
     block (words,) int64 on the device: see `BlockLayout`. `space`: where it works, and what it made: `made` and `pcm`
@@ -160,7 +143,7 @@ class Frame:
         block: Tensor,
         workspace: Workspace,
         products: Products,
-        codec: SlotCodec | None = None,
+        codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
         self._products = products

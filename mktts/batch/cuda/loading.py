@@ -120,13 +120,11 @@ class _Primed:
         self._states: PrimedStates | None = None
 
     def of(self, reference: Tensor) -> CodecState:
-        """As `PrimedStates.of`."""
         if self._states is None:
             self._states = PrimedStates(self._plain())
         return self._states.of(reference)
 
     def forget(self, reference: Tensor) -> None:
-        """As `PrimedStates.forget`."""
         if self._states is not None:
             self._states.forget(reference)
 

@@ -23,7 +23,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Tile:
+class FixedOrderTile:
     """What one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time.
 
     stages: blocks of operands on their way at once. turned: the weights take the matrix unit's operand that needs 64
@@ -43,7 +43,7 @@ class Tile:
         columns = 2 * self.columns if kind is Kind.GATED else self.columns
         return (self.rows + columns) * self.depth * itemsize * self.stages + 1024
 
-    def fitted(self, kind: Kind, itemsize: int, limit: int) -> Tile:
+    def fitted(self, kind: Kind, itemsize: int, limit: int) -> FixedOrderTile:
         """With as many stages, at least two, as `limit` bytes hold."""
         tile = self
         while tile.stages > 2 and tile.shared_bytes(kind, itemsize) > limit:
@@ -56,9 +56,9 @@ class TilePlan:
     """The parts of a matrix's sums, and its tiles by the most rows that each serves; the last serves any number."""
 
     parts: int
-    tiles: tuple[tuple[int, Tile], ...]
+    tiles: tuple[tuple[int, FixedOrderTile], ...]
 
-    def tile(self, rows: int) -> Tile:
+    def tile(self, rows: int) -> FixedOrderTile:
         """The tile for `rows` rows."""
         return next((tile for most, tile in self.tiles if rows <= most), self.tiles[-1][1])
 
@@ -67,7 +67,7 @@ _TABLE = json.loads(Path(__file__).with_name("tiles.json").read_text())
 
 
 def _plan(table: dict[str, Any]) -> TilePlan:
-    return TilePlan(table["parts"], tuple((most, Tile(*sizes)) for most, *sizes in table["tiles"]))
+    return TilePlan(table["parts"], tuple((most, FixedOrderTile(*sizes)) for most, *sizes in table["tiles"]))
 
 
 _RULE = {kind: _plan(_TABLE["rule"][kind.value]) for kind in Kind}
@@ -76,7 +76,9 @@ _SMALL_RULE = {kind: _plan(_TABLE["small_rule"][kind.value]) for kind in Kind}
 # By (kind, columns, depth), the fastest of 182 on an H200; others go by `_RULE`.
 _MEASURED = {(Kind(table["kind"]), table["columns"], table["depth"]): _plan(table) for table in _TABLE["products"]}
 LARGE_SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 9.0, CUDA C++ Programming Guide
-_SINGLE = TilePlan(1, ((1, Tile(32, 32, 16, 4, 2)),))  # fp32 has no matrix unit: more sums would not fit registers
+_SINGLE = TilePlan(
+    1, ((1, FixedOrderTile(32, 32, 16, 4, 2)),)
+)  # fp32 has no matrix unit: more sums would not fit registers
 
 
 def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> TilePlan:

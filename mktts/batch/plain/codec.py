@@ -37,7 +37,7 @@ _COLUMNS = 48  # of a product: with fewer, they are not what it costs by
 _WIDTH = 96  # of rows that elementwise operators take: twelve columns would leave their vectors half empty
 
 
-class Workspace:
+class CodecBuffers:
     """Memory for what a layer makes and is done with before the next one: fresh pages cost as much as work on them.
 
     It grows with the number of lanes, and views of it are then made anew.
@@ -77,14 +77,14 @@ class Workspace:
         return whole
 
 
-class Snake:
+class LaneSnake:
     """x + sin(x f)^2 m = x - cos(2 f x) m / 2 + m / 2, a `SnakeBeta`, but for the constant: two operators less.
 
     What comes in may lack a constant as well, `missing` (C,); what comes out then lacks `constant` (C,), which the
     layers behind have in their biases. Rows of few channels are taken several at a time.
     """
 
-    def __init__(self, snake: SnakeBeta, missing: Tensor, rows: int, work: Workspace) -> None:
+    def __init__(self, snake: SnakeBeta, missing: Tensor, rows: int, work: CodecBuffers) -> None:
         """rows: L of the signal."""
         self._work, times = work, _at_once(rows, len(missing), _WIDTH)
         self.width = times * len(missing)
@@ -100,7 +100,7 @@ class Snake:
         return torch.addcmul(wide, wave, self._depth, out=out)
 
     def extended(self, layer: object, x: Tensor, history: History) -> Tensor:
-        """As `Workspace.extended` of the Snake of `x` (B, L, C), less the constant, which the history has."""
+        """As `CodecBuffers.extended` of the LaneSnake of `x` (B, L, C), less the constant, which the history has."""
         rows = next(history)
         lanes, before, channels = rows.shape
 
@@ -120,7 +120,7 @@ class Snake:
         return whole
 
 
-def lane_layers(decoder: CodecDecoder, work: Workspace) -> Iterator[Layer]:
+def lane_layers(decoder: CodecDecoder, work: CodecBuffers) -> Iterator[Layer]:
     """The decoder's stages, and what comes behind them, as layers that take lanes: (B, L, C in), which they may
     overwrite, and the histories -> (B, L', C out), of the last one (B, L')."""
     rows, missing, snake = 1, None, None
@@ -156,7 +156,7 @@ class Conv:
     On CUDA, cuDNN would round operands to TF32 by default, so there the windows are copied and multiplied.
     """
 
-    def __init__(self, conv: CausalConv, work: Workspace) -> None:
+    def __init__(self, conv: CausalConv, work: CodecBuffers) -> None:
         self._conv, self._work = conv, work
         self._kernel: Tensor | None = None
         if conv.taps.weight.device.type == "cpu":
@@ -181,17 +181,17 @@ class Conv:
 
 
 class Unit:
-    """Snake, dilated convolution, Snake, 1x1 convolution, added to the input, which is overwritten.
+    """LaneSnake, dilated convolution, LaneSnake, 1x1 convolution, added to the input, which is overwritten.
 
-    The convolution gives its outputs times twice the second Snake's frequency, and the 1x1 convolution takes that
+    The convolution gives its outputs times twice the second LaneSnake's frequency, and the 1x1 convolution takes that
     back: one pass over the signal less. The latter takes several rows as one where there are few channels: a product
     of twelve columns costs what one of 48 does. Constants of the channels are left out of what comes, by `missing`
     (C,), and of what is given, then by `self.missing`.
     """
 
-    def __init__(self, unit: ResidualUnit, missing: Tensor, rows: int, work: Workspace) -> None:
+    def __init__(self, unit: ResidualUnit, missing: Tensor, rows: int, work: CodecBuffers) -> None:
         self._work = work
-        self._first = Snake(unit.first, missing, rows, work)
+        self._first = LaneSnake(unit.first, missing, rows, work)
         taps, twice = unit.conv.taps, 2 * unit.second.frequency
         bias = taps.bias + self._first.constant.repeat(unit.conv.kernel) @ taps.weight
         self._conv = Conv(replace(unit.conv, taps=Linear(taps.weight * twice, bias * twice)), work)
@@ -210,16 +210,16 @@ class Unit:
 
 
 class Up:
-    """Transposed convolution of stride s, after a Snake where there is one: (B, L, C in) -> (B, s * L, C out)."""
+    """Transposed convolution of stride s, after a LaneSnake where there is one: (B, L, C in) -> (B, s * L, C out)."""
 
     def __init__(
-        self, layer: Upsampling, snake: SnakeBeta | None, missing: Tensor | None, rows: int, work: Workspace
+        self, layer: Upsampling, snake: SnakeBeta | None, missing: Tensor | None, rows: int, work: CodecBuffers
     ) -> None:
-        """missing: see `Snake`."""
+        """missing: see `LaneSnake`."""
         self._layer, self._work, self._snake, self._linear = layer, work, None, layer.linear
         if snake is not None:
             missing = torch.zeros_like(snake.frequency) if missing is None else missing
-            self._snake = Snake(snake, missing, rows, work)
+            self._snake = LaneSnake(snake, missing, rows, work)
             weight, bias = layer.linear.weight, layer.linear.bias
             taps = len(weight) // layer.c_in
             self._linear = Linear(weight, bias + self._snake.constant.repeat(taps) @ weight)
@@ -239,7 +239,7 @@ class Up:
 class Next:
     """ConvNeXt: depthwise convolution, LayerNorm, two linear layers with exact GELU, scale, residual."""
 
-    def __init__(self, layer: ConvNeXt, work: Workspace) -> None:
+    def __init__(self, layer: ConvNeXt, work: CodecBuffers) -> None:
         self._layer, self._work = layer, work
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
@@ -256,15 +256,15 @@ _KINDS: dict[type, Callable] = {CausalConv: Conv, ConvNeXt: Next}
 
 
 class Last:
-    """Snake and the convolution to one channel: a product for every tap at once, then a sum along the diagonals.
+    """LaneSnake and the convolution to one channel: a product for every tap at once, then a sum along the diagonals.
 
     A convolution kernel would leave all but one of its outputs empty.
     """
 
-    def __init__(self, snake: SnakeBeta, conv: CausalConv, missing: Tensor, rows: int, work: Workspace) -> None:
-        """missing: see `Snake`."""
+    def __init__(self, snake: SnakeBeta, conv: CausalConv, missing: Tensor, rows: int, work: CodecBuffers) -> None:
+        """missing: see `LaneSnake`."""
         assert conv.dilation == 1 and conv.taps.weight.shape[1] == 1
-        self._snake = Snake(snake, missing, rows, work)
+        self._snake = LaneSnake(snake, missing, rows, work)
         weight = conv.taps.weight
         self._kernel, self._bias = conv.kernel, conv.taps.bias + self._snake.constant.repeat(conv.kernel) @ weight
         self._weight = weight.view(conv.kernel, -1).t().contiguous()  # (C in, k)
@@ -358,7 +358,7 @@ class CodecLanes:
         self._memory = self._rows  # of those that a tick decodes
         self._states: dict[int, _State] = {}  # by lanes
         self._free: list[int] = []  # slots of `_rows` that nobody has; the last one goes first
-        work = Workspace()
+        work = CodecBuffers()
         self._pre_conv = Conv(decoder.pre_conv, work)
         self._transformer = LaneTransformer(decoder.transformer)
         self._layers = list(lane_layers(decoder, work))

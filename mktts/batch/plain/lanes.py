@@ -122,12 +122,10 @@ class TorchLanes:
         return self._talker.embeddings
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
-        """See Lanes."""
         primed = None if reference is None else self._primed.of(reference)
         self._errands.append(self._talking.do(self._decoding.do, self._enter, slot, primed))
 
     def forget(self, reference: Tensor) -> None:
-        """See Lanes."""
         self._primed.forget(reference)
 
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
@@ -142,18 +140,15 @@ class TorchLanes:
         """See Lanes."""
 
     def leave(self, slot: int) -> None:
-        """See Lanes."""
         self._errands.append(self._talking.do(self._leave, self._talker_slot.pop(slot, None), slot))
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
-        """See Lanes."""
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
         lanes = [self._talker_slot[slot] for slot in slots]
         return _Launched(self._talking.do(self._talk, slots, lanes, list(rows)), self.overlaps)
 
     def collect(self, launched: _Launched) -> Made:
-        """See Lanes."""
         codes, ended, speaking, took_s, decoded = launched.said.result()
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
         if decoded is not None:

@@ -27,7 +27,7 @@ Rotary = tuple[Tensor, ...]  # see `LaneStack.rotary`
 
 
 @dataclass(frozen=True)
-class PackedLayer:
+class StackLayer:
     """One layer; H hidden, I intermediate, D head_dim, K key and value heads, each with G query heads.
 
     Heads are ordered by key head: its G query heads, itself, its value head. So a row's keys, values and queries are
@@ -108,7 +108,7 @@ class LaneStack:
         self.scale = 1.0 if self.folded else c.head_dim**-0.5  # folded, it is in the queries' norm
         self.group = c.num_attention_heads // c.num_key_value_heads
         self.norm = stack.norm * math.sqrt(c.hidden_size) if self.folded else stack.norm
-        self.layers: list[PackedLayer] = []
+        self.layers: list[StackLayer] = []
         while stack.layers:
             self.layers.append(self._packed(stack.layers.pop(0)))
         self._frequency = inverse_frequency(c.head_dim, c.rope_theta).to(self.device)
@@ -129,7 +129,7 @@ class LaneStack:
         heads, unit = (of.new_empty(rows, c.num_key_value_heads, self.group + more, c.head_dim) for more in (2, 1))
         return Room(heads, unit, of.new_empty(rows, 2 * c.intermediate_size))
 
-    def heads(self, layer: PackedLayer, x: Tensor, rotary: Rotary, room: Room) -> None:
+    def heads(self, layer: StackLayer, x: Tensor, rotary: Rotary, room: Room) -> None:
         """Of rows `x` (R, H), makes `room.heads`: queries and keys, normed and rotated, and values."""
         torch.mm(self._normed(x, layer.input_norm), layer.qkv, out=room.flat)
         turned = room.turned
@@ -140,7 +140,7 @@ class LaneStack:
         else:
             turned.copy_(rotate(rms_norm(turned, layer.head_norm, self.config.rms_norm_eps), *rotary))
 
-    def finish(self, layer: PackedLayer, x: Tensor, attended: Tensor, room: Room) -> Tensor:
+    def finish(self, layer: StackLayer, x: Tensor, attended: Tensor, room: Room) -> Tensor:
         """The rest of the layer: rows `x` (R, H), overwritten, and their attention's output (R, K G D) -> (R, H)."""
         x = self._plus(x, attended, layer.o)
         torch.mm(self._normed(x, layer.post_norm), layer.gate_up, out=room.gated)
@@ -173,7 +173,7 @@ class LaneStack:
     def _length(self, x: Tensor) -> Tensor:
         return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
 
-    def _packed(self, w: LayerWeights) -> PackedLayer:
+    def _packed(self, w: LayerWeights) -> StackLayer:
         c = self.config
         kinds, gate_up = (c.num_key_value_heads, -1, c.head_dim), torch.cat((w.gate, w.up))
         by_head = torch.cat([part.view(*kinds, c.hidden_size) for part in (w.q, w.k, w.v)], 1)  # (K, G + 2, D, H)
@@ -185,7 +185,7 @@ class LaneStack:
             head_norm = _interleaved(head_norm, 1)
             # the length of a head, and in queries the 1 / length that attention scales scores by
             head_norm[-1] *= math.sqrt(c.head_dim)
-        return PackedLayer(
+        return StackLayer(
             qkv=by_head.flatten(0, 2).t().contiguous(),
             head_norm=head_norm.repeat(c.num_key_value_heads, 1, 1),
             o=w.o.t().contiguous(),

@@ -96,7 +96,7 @@ _PREFIXES = {"talker": "talker.", "predictor": "talker.code_predictor."}
 
 
 @dataclass
-class _Slot:
+class _TalkerSlot:
     """What the host knows of an open stream."""
 
     sampling: Sampling
@@ -162,7 +162,7 @@ class TorchTalker:
         )
         self._noise = LaneNoise(config)
         self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
-        self._slots: list[_Slot | None] = [None] * max_slots
+        self._slots: list[_TalkerSlot | None] = [None] * max_slots
         self._free = list(range(max_slots))  # a heap: the lowest first
         self._codes = torch.zeros(max_slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
         self._seen = torch.zeros(max_slots, config.talker.vocab_size, dtype=torch.bool, device=self.device)
@@ -199,7 +199,7 @@ class TorchTalker:
             raise CapacityError(f"all {self.max_slots} slots are taken: free one first, or make more at the start")
         slot = heapq.heappop(self._free)
         prompt = prompt_embeds.to(self.device, self.dtype, copy=True)
-        self._slots[slot] = _Slot(sampling, seed, max_frames, prompt, KeysValues(self._talker))
+        self._slots[slot] = _TalkerSlot(sampling, seed, max_frames, prompt, KeysValues(self._talker))
         self._seen[slot] = False
         return slot
 
@@ -240,7 +240,7 @@ class TorchTalker:
             made[place] = None if slot.ended else frame
         return made
 
-    def _draw_codes(self, hidden: Tensor, lanes: Tensor, slots: Sequence[_Slot]) -> Tensor:
+    def _draw_codes(self, hidden: Tensor, lanes: Tensor, slots: Sequence[_TalkerSlot]) -> Tensor:
         """`hidden` (B, H) -> codes (B, 16) int64."""
         count = len(slots)
         missing = LEAST_ROWS - count
@@ -262,7 +262,7 @@ class TorchTalker:
 
         return self._predictor.codes(hidden, code0, draw)[:count]
 
-    def _hidden(self, lanes: Tensor, slots: Sequence[_Slot], text: Sequence[Tensor]) -> Tensor:
+    def _hidden(self, lanes: Tensor, slots: Sequence[_TalkerSlot], text: Sequence[Tensor]) -> Tensor:
         """The talker's pass -> hidden states of the newest rows (B, H). The first len(text) slots speak already.
 
         `lanes` are those slots' indices; the others are new, and their prompts' rows ride along.
@@ -278,7 +278,7 @@ class TorchTalker:
             slot.prompt = None
         return hidden
 
-    def _open(self, slot: int) -> _Slot:
+    def _open(self, slot: int) -> _TalkerSlot:
         found = self._slots[slot] if 0 <= slot < self.max_slots else None
         if found is None:
             raise CapacityError(f"slot {slot} is not open: use one that start() returned and that was not freed")

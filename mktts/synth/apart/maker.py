@@ -18,7 +18,21 @@ from mktts.speech.job import Job
 from mktts.speech.options import Chunk
 from mktts.speech.serving import many_streams
 from mktts.speech.stream import Session, Stream
-from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
+from mktts.synth.apart.wire import (
+    Answer,
+    Ask,
+    ChunkMessage,
+    DropVoice,
+    Feed,
+    KeepVoice,
+    Load,
+    Open,
+    Over,
+    Read,
+    Rests,
+    Stands,
+    Wire,
+)
 
 _STANDING_S = 0.1  # between two accounts of how the engines stand
 
@@ -40,7 +54,7 @@ class Sender:
         """A chunk of `job`, or its end. at_once: from another thread than the worker's."""
         id = job.name
         if chunk is not None:
-            self._made.append(Sound(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+            self._made.append(ChunkMessage(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
         elif at_once:
             self._out.put([Over(id, "cancelled", None)])
         else:
@@ -109,9 +123,9 @@ class Maker:
             self._open(message)
         elif isinstance(message, Feed):
             self._feed(message)
-        elif isinstance(message, Keep):
+        elif isinstance(message, KeepVoice):
             self._voices[message.number] = message.voice
-        elif isinstance(message, Drop):
+        elif isinstance(message, DropVoice):
             self._voices.pop(message.number, None)
         elif isinstance(message, Ask):
             self._sender.say(self._answer(message))

@@ -34,14 +34,14 @@ class Ask(NamedTuple):
     voice: int | None = None
 
 
-class Keep(NamedTuple):
+class KeepVoice(NamedTuple):
     """A voice that streams name by number from now on: what is cached for it is found by the object."""
 
     number: int
     voice: Any
 
 
-class Drop(NamedTuple):
+class DropVoice(NamedTuple):
     """The voice of that number is named no more."""
 
     number: int
@@ -87,7 +87,7 @@ class Stands(NamedTuple):
     engines: dict[str, Any]
 
 
-class Sound(NamedTuple):
+class ChunkMessage(NamedTuple):
     """A chunk of a stream: 16-bit samples, and the rest of `mktts.speech.options.Chunk`."""
 
     id: int
