@@ -26,7 +26,7 @@ from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 from mktts.synth.apart import ApartSynthesizer
-from mktts.synth.apart.wire import Over, Wire
+from mktts.synth.apart_engine import Over, Wire
 
 BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}

@@ -1,4 +1,9 @@
-"""The synthesizer's other half: what a server sees of one that is in another process."""
+"""A synthesizer in a process of its own, behind the interface of one in this process.
+
+A server of many listeners has two busy threads: the engine's worker, and the event loop with its sockets. In one
+process they share one interpreter, whose lock each gives up and waits for thousands of times a second; in two, each
+has its own. `mktts.synth.apart_engine` is the other process.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +34,9 @@ from mktts.model.voice import Voice
 from mktts.speech.executor import Standing, Wishes
 from mktts.speech.job import Bell, EngineName, Job, News
 from mktts.speech.options import Chunk, StreamOptions
-from mktts.speech.stream import Stream
+from mktts.speech.stream import Stream, WrittenStream
 from mktts.speech.text import clean_text
-from mktts.synth.apart.session import ApartSession, Elsewhere
-from mktts.synth.apart.wire import (
+from mktts.synth.apart_engine import (
     Answer,
     Ask,
     ChunkMessage,
@@ -48,6 +52,44 @@ from mktts.synth.apart.wire import (
     Wire,
 )
 from mktts.synth.synthesizer import StreamSettings
+
+
+class Elsewhere:
+    """What makes a stream, as its job here knows it. See `mktts.speech.job.Work`."""
+
+    finish_reason = None
+    pending_frames = 0
+
+    def __init__(self) -> None:
+        self.codes: list[Any] = []
+        self.cancelled = False
+
+    def ready(self) -> bool:
+        """Nothing is made here."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+class ApartSession(WrittenStream):
+    """As `mktts.speech.stream.Session`; what a front end has no words for ends the stream with its TextError."""
+
+    _begun = False
+
+    def __init__(self, engine: Any, job: Job, seed: int, say: Callable[[str | None], None]) -> None:
+        """say: tells the other process a piece, or with None the end."""
+        super().__init__(engine, job, seed)
+        self._say = say
+
+    def _take(self, words: str, visible: bool) -> None:
+        self._begun = self._begun or visible
+        self._say(words)
+
+    def _end(self) -> None:
+        if not self._job.over:
+            self._say(None)
+
 
 _TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
 _END_S = 10.0  # for the other process to go
@@ -82,7 +124,7 @@ class ApartSynthesizer:
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
-            command = [sys.executable, "-m", "mktts.synth.apart.maker", str(there.fileno())]
+            command = [sys.executable, "-m", "mktts.synth.apart_engine", str(there.fileno())]
             environment = {**os.environ, **python_path()}
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         self._wire = Wire(Connection(here.detach()))
