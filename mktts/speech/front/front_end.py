@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 
 from mktts.errors import BackendUnavailable, OptionsError, TextError
 
+# Tables of words that the rules read and write, of English and of signs in any language.
+WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="utf-8"))
 _LATIN = frozenset({"LATIN"})
 _JAPANESE = frozenset({"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"})
 # Of the model's languages, those that are not written in Latin letters alone.
@@ -20,18 +24,7 @@ _SCRIPTS = {
     "russian": _LATIN | {"CYRILLIC"},
 }
 # Greek letters that stand in texts of any language as signs; a Greek word has others beside them.
-GREEK = {
-    "α": "alpha",
-    "β": "beta",
-    "γ": "gamma",
-    "δ": "delta",
-    "Δ": "delta",
-    "θ": "theta",
-    "λ": "lambda",
-    "μ": "mu",
-    "π": "pi",
-    "Ω": "ohms",
-}
+GREEK = WORDS["greek"]
 
 
 def scripts_of(languages: Iterable[str]) -> frozenset[str]:

@@ -4,77 +4,15 @@ from __future__ import annotations
 
 import re
 
+from mktts.speech.front.front_end import WORDS
 from mktts.speech.front.letters import spell_unknown
 from mktts.speech.front.numbers import bare, cardinal, in_pairs, number, ordinal, singly
 
-_TITLES = {  # before a name
-    "prof": "professor",
-    "sgt": "sergeant",
-    "gen": "general",
-    "lt": "lieutenant",
-    "col": "colonel",
-    "capt": "captain",
-    "cpl": "corporal",
-    "maj": "major",
-    "adm": "admiral",
-    "rev": "reverend",
-    "hon": "honorable",
-    "sen": "senator",
-    "rep": "representative",
-    "gov": "governor",
-    "pres": "president",
-    "fr": "father",
-    "mt": "mount",
-    "ft": "fort",
-}
+_TITLES = WORDS["titles"]  # before a name
 _WORDS = ("rep", "hon")  # in lower case no titles
-_ALWAYS = {  # with a full stop or without
-    "mr": "mister",
-    "mrs": "missus",
-    "ms": "miz",
-    "jr": "junior",
-    "vs": "versus",
-    "etc": "et cetera",
-    "ave": "avenue",
-    "blvd": "boulevard",
-}
-_STOPPED = {  # with their full stop
-    "rd": "road",
-    "ln": "lane",
-    "hwy": "highway",
-    "sr": "senior",
-    "inc": "incorporated",
-    "ltd": "limited",
-    "co": "company",
-    "corp": "corporation",
-    "bros": "brothers",
-    "dept": "department",
-    "approx": "approximately",
-    "avg": "average",
-    "tel": "telephone",
-    "univ": "university",
-    "govt": "government",
-    "misc": "miscellaneous",
-    "incl": "including",
-    "v": "versus",
-    "cf": "compare",
-}
-_BEFORE_NUMBER = {
-    "no": "number",
-    "nos": "numbers",
-    "p": "page",
-    "pp": "pages",
-    "ch": "chapter",
-    "vol": "volume",
-    "fig": "figure",
-    "sec": "section",
-    "rt": "route",
-    "est": "established",
-    "apt": "apartment",
-    "ext": "extension",
-    "max": "maximum",
-    "min": "minimum",
-}
+_ALWAYS = WORDS["short_forms"]  # with a full stop or without
+_STOPPED = WORDS["stopped_short_forms"]  # with their full stop
+_BEFORE_NUMBER = WORDS["before_numbers"]
 _ENDS_TOO = frozenset({"ave", "blvd", "rd", "etc", "st"})  # what may well be a sentence's last word
 ABBREVIATIONS = frozenset({*_TITLES, *_ALWAYS, *_STOPPED, *_BEFORE_NUMBER, "dr", "st", "e.g", "i.e", "al"})
 _BARE = "|".join(sorted(_ALWAYS, key=len, reverse=True))
@@ -210,21 +148,7 @@ _URL = re.compile(
     r"(?![\w@])",
     re.IGNORECASE,
 )
-_MARKS = {
-    ".": "dot",
-    "/": "slash",
-    "-": "dash",
-    "_": "underscore",
-    "@": "at",
-    "+": "plus",
-    "?": "question mark",
-    "=": "equals",
-    "&": "and",
-    "#": "hash",
-    "%": "percent",
-    ":": "colon",
-    "~": "tilde",
-}
+_MARKS = WORDS["marks"]  # of addresses
 _SPELLED_ENDS = {"uk", "us", "de", "fr", "eu", "jp", "cn", "au", "tv", "fm", "ly", "gg", "io", "ai", "html", "php"}
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+|[^\w\s]|_", re.ASCII)
 

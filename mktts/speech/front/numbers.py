@@ -6,6 +6,8 @@ import re
 
 from num2words import num2words
 
+from mktts.speech.front.front_end import WORDS
+
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"  # 7, 1,234.56, .5
 _ONES = "oh one two three four five six seven eight nine".split()
 _MOST_DIGITS = 15  # more have no name that a listener would know: they are read one by one
@@ -135,84 +137,7 @@ def _scaled(match: re.Match[str]) -> str:
 
 
 # Unit as written -> one of it; many are the same word with an s, or what stands behind the bar.
-_UNITS = {
-    "km": "kilometer",
-    "m": "meter",
-    "cm": "centimeter",
-    "mm": "millimeter",
-    "μm": "micrometer",
-    "nm": "nanometer",
-    "mi": "mile",
-    "ft": "foot|feet",
-    "yd": "yard",
-    "yds": "yard",
-    "mph": "mile per hour|miles per hour",
-    "km/h": "kilometer per hour|kilometers per hour",
-    "kmh": "kilometer per hour|kilometers per hour",
-    "kph": "kilometer per hour|kilometers per hour",
-    "m/s": "meter per second|meters per second",
-    "mpg": "mile per gallon|miles per gallon",
-    "kg": "kilogram",
-    "g": "gram",
-    "mg": "milligram",
-    "μg": "microgram",
-    "lb": "pound",
-    "lbs": "pound",
-    "oz": "ounce",
-    "l": "liter",
-    "ml": "milliliter",
-    "cl": "centiliter",
-    "gal": "gallon",
-    "tbsp": "tablespoon",
-    "tsp": "teaspoon",
-    "kb": "kilobyte",
-    "mb": "megabyte",
-    "gb": "gigabyte",
-    "tb": "terabyte",
-    "kbps": "kilobit per second|kilobits per second",
-    "mbps": "megabit per second|megabits per second",
-    "gbps": "gigabit per second|gigabits per second",
-    "hz": "hertz|hertz",
-    "khz": "kilohertz|kilohertz",
-    "mhz": "megahertz|megahertz",
-    "ghz": "gigahertz|gigahertz",
-    "w": "watt",
-    "kw": "kilowatt",
-    "mw": "megawatt",
-    "kwh": "kilowatt hour",
-    "v": "volt",
-    "kv": "kilovolt",
-    "ω": "ohm",
-    "kω": "kilohm",
-    "db": "decibel",
-    "min": "minute",
-    "mins": "minute",
-    "sec": "second",
-    "secs": "second",
-    "s": "second",
-    "ms": "millisecond",
-    "hr": "hour",
-    "hrs": "hour",
-    "h": "hour",
-    "yr": "year",
-    "yrs": "year",
-    "sq ft": "square foot|square feet",
-    "sq. ft": "square foot|square feet",
-    "sq km": "square kilometer",
-    "sq mi": "square mile",
-    "m^2": "square meter",
-    "km^2": "square kilometer",
-    "cm^2": "square centimeter",
-    "ft^2": "square foot|square feet",
-    "m^3": "cubic meter",
-    "cm^3": "cubic centimeter",
-    "rpm": "revolution per minute|revolutions per minute",
-    "fps": "frame per second|frames per second",
-    "kcal": "kilocalorie",
-    "px": "pixel",
-    "in.": "inch|inches",  # without its full stop it is a word
-    "in^2": "square inch|square inches",
-}
+_UNITS = WORDS["units"]  # "foot|feet": one and several
 _LABELS = re.compile(r"\d+B|[248]K")  # "Apartment 3B" and "4K video" are no amounts
 _SCALES = {"f": "fahrenheit", "c": "celsius", "k": "kelvin"}
 _PART = r"\d{1,3}/\d{1,3}"
