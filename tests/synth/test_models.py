@@ -136,9 +136,6 @@ def test_what_is_loaded_for_what_is_asked(settings, single, together):
     ("settings", "engines"),
     [
         ({}, ["single", "single", "batch"]),
-        ({"backend": "torch"}, ["single"] * 3),
-        ({"engine": "single"}, ["single"] * 3),
-        ({"engine": "batch"}, ["batch"] * 3),
         ({"deterministic": True}, ["batch"] * 3),
     ],
     ids=str,

@@ -100,6 +100,7 @@ def test_the_import_is_light_and_loading_a_voice_makes_none():
     assert first == "False"
     mine = [name for name in modules.split() if name.startswith("mktts.")]
     assert not [name for name in mine if "random." in name or "upstream" in name or ".kernel" in name]
+    assert "num2words" not in modules.split()  # only where a checkpoint reads by it
 
 
 def test_sampling_errors_are_exported_errors():
