@@ -27,8 +27,8 @@ Group = dict[str, tuple[str, str]]
 GROUPS: dict[str, Group] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
-        "speak-all": ("mktts.synth.speak_all.command", "speak a table of sentences into a folder of audio files"),
-        "voice": ("mktts.synth.make_voice", "make a voice file from a recording"),
+        "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
+        "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
         "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),

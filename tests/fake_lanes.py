@@ -15,8 +15,7 @@ from torch import Tensor
 from mktts.batch.lanes import Made
 from mktts.batch.pages import NOBODY, Copy, Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import PrimedStates
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME

@@ -25,7 +25,7 @@ from mktts.speech.guard import Guard
 from mktts.speech.options import SCHEDULE, StreamOptions
 from mktts.speech.stream import Stream
 from mktts.synth import Synthesizer
-from mktts.synth.generation import StepModel
+from mktts.synth.one_by_one import StepModel
 
 WAIT_S = 60.0  # before a test that hangs fails
 _OF_BOOKS = 17 * torch.arange(NUM_CODEBOOKS)

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 from mktts.batch.board import FRAME_S, Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
-from mktts.errors import OptionsError
+from mktts.batch.tick import Tick, TickModel
+from mktts.common import counted
+from mktts.errors import BusyError, CapacityError, OptionsError
 from mktts.speech.executor import Wishes
 
 Decision = Literal["admit", "queue", "refuse"]
@@ -84,7 +84,7 @@ class AdmissionSettings:
 
 
 @dataclass(frozen=True)
-class Request:
+class Arrival:
     """A stream that would come in. prompt_rows: to compute, without a kept prefix. max_rows: prompt and frames
     together, at most. key: of the prompt's prefix. name: whatever the caller knows it by. An unpaced one waits while
     the others work.
@@ -122,8 +122,8 @@ class Door:
         self._board, self._pages, self._ticks, self.settings = board, pages, ticks, settings
         self.reserved_pages = 0
         self.elsewhere: Callable[[], int] = lambda: 0
-        self._listening: deque[Request] = deque()  # paced ones that wait
-        self._unheard: deque[Request] = deque()  # unpaced ones
+        self._listening: deque[Arrival] = deque()  # paced ones that wait
+        self._unheard: deque[Arrival] = deque()  # unpaced ones
         self._rows, self._frames = _MEAN_ROWS, _MEAN_FRAMES  # of recent ticks, exponentially weighted
         self._max_rows = _MEAN_MAX_ROWS  # of recent streams, likewise
         self._lead_s = math.inf
@@ -161,7 +161,7 @@ class Door:
             changes_s.append(min(request.arrived_s for request in self._listening) + self.settings.max_wait_s)
         return min(changes_s, default=now_s)
 
-    def ask(self, request: Request, model: TickModel) -> Verdict:
+    def ask(self, request: Arrival, model: TickModel) -> Verdict:
         """What becomes of a request that arrives now; one with "queue" stands in line. It never overtakes an earlier
         one, unless somebody listens to it and nobody to that."""
         if request.max_rows > self._pages.rows_per_slot:
@@ -176,7 +176,7 @@ class Door:
         (self._listening if request.paced else self._unheard).append(request)
         return Verdict("queue", reason)
 
-    def next(self, now_s: float, model: TickModel) -> tuple[Request, Verdict] | None:
+    def next(self, now_s: float, model: TickModel) -> tuple[Arrival, Verdict] | None:
         """One that leaves the line now: admitted, or refused after its longest wait. None: nobody, for now."""
         first = self._first(paced=False)
         if first is not None and not self.obstacle(first, model, now_s):
@@ -194,7 +194,7 @@ class Door:
         self._listening = deque(request for request in self._listening if request.name != name)
         self._unheard = deque(request for request in self._unheard if request.name != name)
 
-    def _first(self, paced: bool) -> Request | None:
+    def _first(self, paced: bool) -> Arrival | None:
         """Whose turn it is before that of a request that arrives now."""
         return next(iter(self._listening if paced else self._listening or self._unheard), None)
 
@@ -206,7 +206,7 @@ class Door:
         self._frames = keep * self._frames + len(tick.lanes)
         self._rows = keep * self._rows + tick.rows
 
-    def obstacle(self, request: Request, model: TickModel, now_s: float | None = None) -> Reason:
+    def obstacle(self, request: Arrival, model: TickModel, now_s: float | None = None) -> Reason:
         """What stands against admitting `request`, now or when it arrives; "" for nothing.
 
         A stream that would be alone may always come in, however slow the machine is and however long the prompt. An
@@ -278,3 +278,35 @@ class Door:
     def _weight(self, paced: bool) -> float:
         """Frames that a stream is due, in those of a listener: an unpaced one takes what is left, and a little."""
         return 1.0 if paced else FRAME_S / self._ticks.lead_s
+
+
+_OBSTACLES: dict[Reason, str] = {
+    "slots": "every slot is taken",
+    "pages": "the memory for keys and values is taken",
+    "listeners": "frames for one more listener would come too late for all",
+    "first_pcm": "too many prompts wait",
+    "most": "as many listen as the settings allow",
+    "line": "too many streams wait for a place",
+    "waited": "no place came free in time",
+    "held": "the streams that are open keep their places and wait for their text or their readers",
+}
+
+
+def too_long(request: Arrival, pages: Pages) -> CapacityError:
+    """Of a stream that could never have its pages."""
+    return CapacityError(
+        f"a stream of {request.max_rows} positions (prompt and frames) was asked for, one may have "
+        f"{pages.rows_per_slot}: shorten the text or lower max_frames"
+    )
+
+
+def refusal(reason: Reason, request: Arrival, pages: Pages, open_streams: int, carries: int) -> CapacityError:
+    """What ends a stream that was refused for `reason`. carries: listeners that would be admitted, about."""
+    if reason == "too_long":
+        return too_long(request, pages)
+    error = BusyError(
+        f"refused with {counted(open_streams, 'stream')} open, where about {carries} can be carried at once: "
+        f"{_OBSTACLES[reason]}; try again when some have ended, or on another machine"
+    )
+    error.carries = carries
+    return error

@@ -11,27 +11,87 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mktts.audio import rows_to_pcm16
-from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
+from mktts.batch.admission import AdmissionSettings, Arrival, Door, Verdict, refusal, too_long
 from mktts.batch.board import Board
 from mktts.batch.lanes import Made
-from mktts.batch.log import TickLog
-from mktts.batch.model import LaneModel
-from mktts.batch.pace import Pace
+from mktts.batch.model import LaneModel, LaneUtterance
 from mktts.batch.pages import kept_under
-from mktts.batch.refusal import refusal, too_long
-from mktts.batch.running import Lane, Running, fail_all
 from mktts.batch.scheduler import next_tick
-from mktts.batch.tick import Tick
-from mktts.batch.utterance import LaneUtterance
+from mktts.batch.tick import Tick, TickFit, TickLog, TickModel
+from mktts.errors import EngineError
 from mktts.model.backend import no_number
 from mktts.speech.executor import Standing, TickTimes, Wishes, abandoned
 from mktts.speech.job import EngineName, Job
+
+_EARLY_S = 2e-3  # until some ran
+# A gap on the device says that a tick was planned too late: the next is planned earlier by this part of the gap. Where
+# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
+_GAP_PART = 0.6
+_RELAX = 0.97
+_MOST_EARLY_S = 0.05
+
+
+class TickPace:
+    """early_s: before the tick that runs ends, when the next one is planned."""
+
+    def __init__(self, believed: TickModel) -> None:
+        """believed: what a tick takes, before any was seen."""
+        self._device, self._steps = TickFit(believed), TickFit(believed)
+        self.early_s = _EARLY_S
+
+    @property
+    def model(self) -> TickModel:
+        """What a tick takes on the device."""
+        return self._device.model
+
+    @property
+    def step_model(self) -> TickModel:
+        """What a tick takes with the pause before it, where there is one: a host may be slower than its device."""
+        return self._steps.model
+
+    def observe(self, tick: Tick, made: Made, follows: bool) -> None:
+        """A tick was read. follows: it was launched while the one before it ran."""
+        paused_s = made.idle_s if follows else 0.0
+        self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
+        self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        if follows:
+            self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
+
+
+class TickLane(NamedTuple):
+    """Who had a lane in a tick."""
+
+    slot: int
+    job: Job
+    work: LaneUtterance
+    segment: int
+
+
+@dataclass
+class Running:
+    """A launched tick. jobs: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before it
+    still ran."""
+
+    tick: Tick
+    lanes: list[TickLane]
+    jobs: list[Job]
+    launched: Any
+    ends_s: float
+    follows: bool
+
+
+def fail_all(jobs: Sequence[Job], error: Exception) -> None:
+    """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
+    for job in jobs:
+        job.fail(EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}"))
+
 
 # Who comes while others play is admitted beside the tick that runs. Where many come at once the next tick waits for as
 # many as it can take along: those who play are ahead, and one more tick costs the host what several arrivals do.
@@ -52,7 +112,7 @@ class Together:
         self._admission = admission
         self._ticks = TickTimes()
         self._elsewhere: Callable[[], int] = lambda: 0
-        self._pace = Pace(lanes.model)
+        self._pace = TickPace(lanes.model)
         self._reset()
 
     def _reset(self) -> None:
@@ -73,40 +133,32 @@ class Together:
 
     @property
     def open_jobs(self) -> int:
-        """See Executor."""
         return len(self._jobs) + len(self._arrived) + len(self._outside) + len(self._in_line)
 
     @property
     def listeners(self) -> int:
-        """See Executor."""
         return self._door.listeners(time.perf_counter())
 
     @property
     def carries(self) -> int:
-        """See Executor."""
         return self._door.carries(self._pace.step_model)
 
     @property
     def standing(self) -> Standing:
-        """See Executor."""
         pages, line = self._pages, self._door.line
         lanes = self._lanes.slots, len(self._jobs)
         return Standing(self.carries, self.listeners, line, *lanes, pages.all, pages.free, self._ticks)
 
     def admit(self, wishes: Wishes) -> None:
-        """See Executor."""
         self._admission = self._door.settings = self._admission.wished(wishes)
 
     def beside(self, elsewhere: Callable[[], int]) -> None:
-        """See Executor."""
         self._elsewhere = self._door.elsewhere = elsewhere
 
     def take(self, job: Job) -> None:
-        """See Executor."""
         self._arrived.append(job)
 
     def hear(self, job: Job) -> None:
-        """See Executor."""
         if job in self._outside:
             self._outside.discard(job)
             self._arrived.append(job)
@@ -117,7 +169,6 @@ class Together:
             self._waiting[slot] = None
 
     def turn(self, now_s: float, alone: bool) -> float:
-        """See Executor."""
         running = self._running[0] if self._running else None
         plan_s = now_s if running is None else running.ends_s - self._pace.early_s
         self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
@@ -145,14 +196,12 @@ class Together:
         return float("-inf")
 
     def abandon(self, error: BaseException) -> None:
-        """See Executor."""
         self._end_all(lambda job: job.fail(abandoned(error)))
         for slot in filter(self._pages.is_open, range(self._lanes.slots)):
             self._pages.close(slot)
         self._reset()  # whatever was wrong in the books, empty ones are right
 
     def close(self) -> None:
-        """See Executor."""
         self._end_all(lambda job: (job.cancel(), job.end(None)))
 
     def _end_all(self, end: Callable[[Job], None]) -> None:
@@ -208,13 +257,13 @@ class Together:
             job.fail(error)
         return not job.open
 
-    def _request(self, job: Job, now_s: float) -> Request:
+    def _request(self, job: Job, now_s: float) -> Arrival:
         segment = job.work.segment
         rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
         computed = rows - self._pages.find(key)
-        return Request(now_s, computed, rows + segment.max_frames, job.paced, key, job)
+        return Arrival(now_s, computed, rows + segment.max_frames, job.paced, key, job)
 
-    def _judged(self, request: Request, verdict: Verdict, now_s: float) -> None:
+    def _judged(self, request: Arrival, verdict: Verdict, now_s: float) -> None:
         job: Job = request.name
         if not job.open or job.cancelled:
             job.end(None)
@@ -329,7 +378,7 @@ class Together:
         for slot in tick.lanes.tolist():
             job = self._jobs[slot]
             work: LaneUtterance = job.work
-            lanes.append(Lane(slot, job, work, work.number))
+            lanes.append(TickLane(slot, job, work, work.number))
             rows.append(work.row)
         jobs = [*(lane.job for lane in lanes), *(self._jobs[piece.slot] for piece in tick.pieces if not piece.last)]
         try:
@@ -370,7 +419,7 @@ class Together:
             if lane.job.open and lane.work.number == lane.segment and lane.work.segment is not None:
                 self._keep_prefix(lane.slot, lane.work.segment.prompt)
 
-    def _give(self, lanes: Sequence[Lane], made: Made, tick_ms: float, ended_s: float) -> None:
+    def _give(self, lanes: Sequence[TickLane], made: Made, tick_ms: float, ended_s: float) -> None:
         board = self._board
         # Who listens takes 16 bits mostly: made here for all at once. Files are written by others.
         pcm16 = rows_to_pcm16(made.pcm) if any(lane.job.paced for lane in lanes) else [None] * len(lanes)

@@ -33,7 +33,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPrefix:
     """A prefix of `rows` rows; its pages in order, the last one partial where `rows` is no multiple of a page."""
 
     rows: int
@@ -69,7 +69,7 @@ class Pages:
         self._users = [0] * pages  # slots that have the page
         self._keepers = [0] * pages  # prefixes that have it
         self._slots: dict[int, _Slot] = {}
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
 
     # ---- what there is
@@ -189,7 +189,7 @@ class Pages:
         for page in pages:
             self._keepers[page] += 1
         held.shared = max(held.shared, full)
-        self._kept[key] = Kept(rows, tuple(pages))
+        self._kept[key] = KeptPrefix(rows, tuple(pages))
         return [Copy(held.pages[full], last[0], partial)] if partial else []
 
     def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
@@ -213,7 +213,7 @@ class Pages:
             (needed if key == but or self._in_use(kept) else idle).update(kept.pages)
         return idle - needed
 
-    def _in_use(self, kept: Kept) -> bool:
+    def _in_use(self, kept: KeptPrefix) -> bool:
         return any(self._users[page] for page in kept.pages)
 
     def _forget_one(self, but: Hashable | None = None) -> bool:

@@ -20,8 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from mktts.batch.board import FRAME_S, Board
-from mktts.batch.tick import Piece, Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Piece, Tick, TickModel
 from mktts.errors import OptionsError
 from mktts.speech.options import TOGETHER_SCHEDULE
 

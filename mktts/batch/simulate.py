@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mktts.batch.admission import AdmissionSettings, Door, Request
+from mktts.batch.admission import AdmissionSettings, Arrival, Door
 from mktts.batch.board import FRAME_S, Board
-from mktts.batch.log import TickLog
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, next_tick
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickFit, TickModel
+from mktts.batch.tick import Tick, TickFit, TickLog, TickModel
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Run:
 
     @property
     def ticks(self) -> np.ndarray:
-        """See `mktts.batch.log.TICKS`."""
+        """See `mktts.batch.tick.TICKS`."""
         return self.log.table()
 
     def ttfc_ms(self, percent: float) -> float:
@@ -160,7 +158,7 @@ class _Play:
             while index < len(arrivals) and arrivals[index][0] <= now_s:
                 at_s, frames = arrivals[index]
                 index += 1
-                request = Request(at_s, self._traffic.prompt_rows, self._rows_ahead + frames, name=frames)
+                request = Arrival(at_s, self._traffic.prompt_rows, self._rows_ahead + frames, name=frames)
                 self._enter(request, self._door.ask(request, self._model), now_s, run if live else None)
             tick = next_tick(self._board, now_s, self._model, self._ticks)
             self._door.planned(tick)
@@ -172,7 +170,7 @@ class _Play:
             now_s = self._play(tick, now_s, run, live)
         return run
 
-    def _enter(self, request: Request, verdict: tuple[str, str], now_s: float, run: Run | None) -> None:
+    def _enter(self, request: Arrival, verdict: tuple[str, str], now_s: float, run: Run | None) -> None:
         if run is not None:
             run.verdicts[tuple(verdict)] += 1
         if verdict[0] != "admit":

@@ -115,7 +115,7 @@ def _plain_scale(axes: Axes) -> None:
 def ticks(found: np.ndarray, folder: Path, source: str, shown: int = TICKS_SHOWN, name: str = "ticks") -> Figure:
     """What the scheduler did: `shown` ticks that follow each other, those in which most streams began.
 
-    found (n,): ticks of dtype mktts.batch.log.TICKS, oldest first. From top to bottom: the streams that were open;
+    found (n,): ticks of dtype mktts.batch.tick.TICKS, oldest first. From top to bottom: the streams that were open;
     every tick as a box, as wide as it took, as high as its bucket has lanes, coloured by what they were used for; the
     prompt rows that entered; by how much the latest frame of the tick was late for its listener. Without a tick, as a
     short load on a busy machine may be, the picture says so.
@@ -160,7 +160,7 @@ def cost(found: np.ndarray, folder: Path, source: str, name: str = "cost") -> Fi
     """What a frame costs by how many are made together: a dot for each tick without a prompt, its time over its lanes;
     the line joins their medians, the dashed one is what it would be if lanes beside the first were free.
 
-    found (n,): ticks of dtype mktts.batch.log.TICKS. Where none of them is without a prompt, the picture says so.
+    found (n,): ticks of dtype mktts.batch.tick.TICKS. Where none of them is without a prompt, the picture says so.
     """
     title = "What one frame costs, by how many are made together"
     found = found[(found["rows"] == 0) & (found["lanes"] > 0)]

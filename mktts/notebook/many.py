@@ -33,7 +33,7 @@ UTTERANCE_S = (1.0, 4.0)  # shorter than those of the bench, so that seconds see
 class Held:
     """A load. point: its figures, as `mktts.measure.load.client.measured` has them. waits_ms: to the first PCM of
     every arrival that was measured here, infinite where there was none. ticks (n,): of the held time, of dtype
-    mktts.batch.log.TICKS; None where none are known."""
+    mktts.batch.tick.TICKS; None where none are known."""
 
     point: Mapping[str, Any]
     waits_ms: tuple[float, ...] = ()

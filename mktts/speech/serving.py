@@ -72,7 +72,7 @@ def many_streams(collect: bool = True) -> Iterator[None]:
         _PROCESS.leave()
 
 
-class Crowd:
+class ManyStreams:
     """An engine's part in `many_streams`, by how many of its streams are open. One thread at a time."""
 
     def __init__(self) -> None:

@@ -129,7 +129,6 @@ class Stream:
             raise
 
     def __aiter__(self) -> Stream:
-        """As `__iter__`."""
         self._job.check_unread()
         return self
 

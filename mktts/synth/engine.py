@@ -28,7 +28,7 @@ import torch
 from mktts.errors import EngineError
 from mktts.speech.executor import Executor, Standing, Wishes
 from mktts.speech.job import Away, Bell, EngineName, Job, News, Tally, Work
-from mktts.speech.serving import Crowd
+from mktts.speech.serving import ManyStreams
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -160,7 +160,7 @@ class _Worker:
         self.executors: list[Executor] = []
         self._wishes: Wishes | None = None
         self._bell = bell
-        self._crowd = Crowd()
+        self._crowd = ManyStreams()
         for executor in executors:
             self._add(executor)
 

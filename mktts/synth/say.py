@@ -18,7 +18,7 @@ from mktts.common import require_writable
 from mktts.errors import MkttsError, OptionsError, TextError
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics, summarise
-from mktts.synth.make_voice import recorded_voice
+from mktts.synth.cloning import recorded_voice
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
-from mktts.batch.log import TICKS
 from mktts.batch.settings import BatchSettings
+from mktts.batch.tick import TICKS
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import whole_number
 from mktts.errors import BusyError, OptionsError, PromptError
@@ -29,17 +29,15 @@ from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
 from mktts.speech.stream import FedWork, Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
-from mktts.synth.generation import StepModel
-from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_models
+from mktts.synth.loading import BackendName, EngineChoice, Loading, Models, default_cpu_threads, load_models
 from mktts.synth.many import Asked, Said, say_each, say_many
-from mktts.synth.models import Models
-from mktts.synth.one_by_one import OneByOne
+from mktts.synth.one_by_one import OneByOne, StepModel
 
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
     from mktts.batch.lanes import Lanes
     from mktts.batch.model import LaneModel
-    from mktts.synth.upstream_model import UpstreamModel
+    from mktts.synth.upstream import UpstreamModel
 
 __all__ = [
     "BatchSettings",
@@ -281,7 +279,7 @@ class Synthesizer:
 
     @property
     def ticks(self) -> np.ndarray:
-        """What the batch engine did last, one record a tick of dtype `mktts.batch.log.TICKS`, oldest first."""
+        """What the batch engine did last, one record a tick of dtype `mktts.batch.tick.TICKS`, oldest first."""
         together = self._models.together
         return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
 

@@ -21,8 +21,7 @@ from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.simulate import Traffic
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Tick, TickModel
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.speech.job import Job

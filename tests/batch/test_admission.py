@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.admission import AdmissionSettings, Door, Request, Verdict
+from mktts.batch.admission import AdmissionSettings, Arrival, Door, Verdict
 from mktts.batch.board import Board
 from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import OptionsError
 
 MODEL = TickModel.h200()
@@ -27,13 +27,13 @@ class Place:
         self.inside = 0
 
     def ask(self, **request) -> Verdict:
-        request = Request(**({"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | request))
+        request = Arrival(**({"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | request))
         verdict = self.door.ask(request, self.model)
         if verdict.decision == "admit":
             self.enter(request)
         return verdict
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Arrival) -> None:
         self.pages.open(self.inside, request.max_rows)
         self.board.enter(self.inside, request.arrived_s, request.paced)
         self.board.context_rows[self.inside] = 107
@@ -149,7 +149,7 @@ def test_listeners_stand_before_others_and_of_each_kind_the_first_comes_first(da
         deed = data.draw(st.sampled_from(["listener", "listener", "book", "leaves", "cancels", "waits"]))
         if deed in ("listener", "book"):
             paced, rows = deed == "listener", data.draw(st.sampled_from([100, 300, 1_400]))
-            request = Request(now_s, 32, rows, paced, name=next(names))
+            request = Arrival(now_s, 32, rows, paced, name=next(names))
             verdict = place.door.ask(request, MODEL)
             before = [one for one in waiting if one.paced or not paced]
             assert (verdict.decision == "admit") == (not before and not place.door.obstacle(request, MODEL))

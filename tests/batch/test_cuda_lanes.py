@@ -77,11 +77,11 @@ def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtyp
     from triton import knobs
 
     from mktts.batch.cuda.codec import CudaCodec
-    from mktts.batch.cuda.kernels import attention, codec_products, codec_rows, draws, inputs, pages, products
+    from mktts.batch.cuda.kernels import attention, codec_products, codec_rows, draws, products, rows
     from mktts.batch.cuda.lanes import CudaLanes
-    from mktts.kernel import rows
+    from mktts.kernel import rows as kernel_rows
 
-    for module in (attention, codec_products, codec_rows, draws, inputs, pages, products, rows):
+    for module in (attention, codec_products, codec_rows, draws, products, rows, kernel_rows):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):
                 kernel.device_caches.clear()  # as in a new process
@@ -184,7 +184,7 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
 
 
 def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
-    from mktts.batch.cuda.paged import PagedMemory
+    from mktts.batch.cuda.stage import PagedMemory
 
     pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
     memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)

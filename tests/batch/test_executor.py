@@ -14,7 +14,7 @@ from fakes import OFF, ONE, FakeBackend, FakeCodec
 
 from mktts.batch.admission import HELD_S, AdmissionSettings
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import CapacityError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 

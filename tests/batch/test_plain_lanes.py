@@ -12,8 +12,7 @@ import torch
 from lane_player import Player, differences, random_segments
 
 from mktts.batch.lanes import Made
-from mktts.batch.plain.in_order import InOrder
-from mktts.batch.plain.lanes import TorchLanes
+from mktts.batch.plain.lanes import InOrder, TorchLanes
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder

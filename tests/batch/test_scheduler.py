@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mktts.batch.board import FRAME_S, Board
 from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import EngineError, OptionsError
 
 NOW_S = 100.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mktts.batch.admission import AdmissionSettings, Door
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.simulate import Traffic, _Play, simulate
-from mktts.batch.tick_model import TickFit, TickModel
+from mktts.batch.tick import TickFit, TickModel
 
 H200 = TickModel.h200()
 # As the live loop was: no bucket under 64 lanes, no lane given away, no admission.

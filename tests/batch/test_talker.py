@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mktts.batch.plain.keys_values import CHUNK_POSITIONS
-from mktts.batch.plain.noise import LaneNoise
-from mktts.batch.plain.talker import TorchTalker
+from mktts.batch.plain.stack import CHUNK_POSITIONS
+from mktts.batch.plain.talker import LaneNoise, TorchTalker
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.model.backend import PromptRows

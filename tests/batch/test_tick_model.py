@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.tick_model import TickFit, TickModel
+from mktts.batch.tick import TickFit, TickModel
 from mktts.errors import OptionsError
 
 # (lanes, prompt rows): ms of a tick, frame and codec and PCM on the host, one H200, all lanes at 400 rows

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mktts.batch import executor as batch_executor
 from mktts.batch.lanes import Made
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TickModel
 from mktts.errors import CapacityError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling

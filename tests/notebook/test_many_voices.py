@@ -11,8 +11,7 @@ import torch
 from fakes import FakeBackend, fake_synthesizer
 from load_document import load_file, point
 
-from mktts.batch.log import TICKS
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import TICKS, TickModel
 from mktts.errors import OptionsError
 from mktts.measure.load.client import Listener, LoadRun, Moment
 from mktts.notebook import evidence, figure, load_plots, many

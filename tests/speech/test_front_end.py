@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -206,8 +204,3 @@ def test_front_ends_are_named_once_for_checkpoints_and_here():
     assert FRONT_ENDS == NAMED
     with pytest.raises(OptionsError, match="klingon"):
         FrontEnd("klingon")
-
-
-def test_the_package_of_numbers_is_imported_only_where_a_checkpoint_reads_by_it():
-    code = "import sys, mktts.synth, mktts.speech.front; sys.exit('num2words' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -26,7 +26,7 @@ from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 from mktts.synth.apart import ApartSynthesizer
-from mktts.synth.apart.wire import Over, Wire
+from mktts.synth.apart_engine import Over, Wire
 
 BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
@@ -134,15 +134,21 @@ def test_dropped_streams_are_forgotten_on_both_sides(far):
     until(lambda: not far._jobs and not far.standing["batch"].lanes_used, "all to be gone")
 
 
-def test_admission_speaks_through_it(tiny):
-    with apart("random:tiny") as far:
-        far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
-        first = far.stream("The only place.", **LONG)
-        next(first)
-        with pytest.raises(BusyError) as refused:
-            far.stream("One too many.", **LONG).read()
-        assert refused.value.carries == 1
-        until(lambda: far.carries == 1, "the standing")
+def test_admission_speaks_through_it_and_closing_ends_streams_and_the_process(tiny):
+    far = apart("random:tiny")
+    far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
+    first = far.stream("The only place.", **LONG)
+    next(first)
+    with pytest.raises(BusyError) as refused:
+        far.stream("One too many.", **LONG).read()
+    assert refused.value.carries == 1
+    until(lambda: far.carries == 1, "the standing")
+    far.close()
+    assert far._process.returncode == 0 and not far.gone
+    assert list(first) == [] and first.finish_reason == "cancelled"
+    far.close()
+    with pytest.raises(EngineError, match="closed"):
+        far.stream("Too late.")
 
 
 def test_a_voice_goes_over_once_and_is_dropped_with_its_last_holder(tiny_base):
@@ -180,18 +186,6 @@ def test_where_the_other_process_is_killed_streams_end_at_once_and_it_says_so():
             far.stream("Hello?")
         with pytest.raises(EngineError):
             far.warm_up()
-
-
-def test_closing_ends_streams_and_the_process(tiny):
-    far = apart("random:tiny")
-    stream = far.stream("Not to its end.", **LONG)
-    next(stream)
-    far.close()
-    assert far._process.returncode == 0 and not far.gone
-    assert list(stream) == [] and stream.finish_reason == "cancelled"
-    far.close()
-    with pytest.raises(EngineError, match="closed"):
-        far.stream("Too late.")
 
 
 def test_it_ends_with_the_process_that_it_speaks_for():

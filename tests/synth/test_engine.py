@@ -10,12 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 from fakes import (
-    FAKE_ENGINES,
     OFF,
     ONE,
     WAIT_S,
     FakeBackend,
-    fake_synthesizer,
     in_thread,
     joined,
     launched_ahead,
@@ -24,22 +22,6 @@ from fakes import (
 )
 
 from mktts.speech.stream import Stream
-
-
-@pytest.fixture(params=FAKE_ENGINES)
-def make(request):
-    """Makes synthesizers on each engine."""
-    return partial(fake_synthesizer, engine=request.param)
-
-
-@pytest.fixture
-def held(make):
-    """A synthesizer whose every step waits for a permit."""
-    backend = FakeBackend(held=True)
-    with make(backend) as synth:
-        yield synth, backend
-        backend.release()
-
 
 # ---- turns
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,18 +25,13 @@ SEGMENTS = replace(OFF, max_chars_per_segment=25)
 REFERENCE = torch.arange(5 * NUM_CODEBOOKS).reshape(5, NUM_CODEBOOKS) % 97
 
 
-@pytest.fixture(params=["batch", "batch-ahead"])
-def make(request):
-    """Makes synthesizers that serve many streams together."""
-    return partial(fake_synthesizer, engine=request.param)
-
-
 @dataclass(frozen=True)
 class Case:
     """A stream, the model that it is opened on, and why it ends."""
 
     text: str
     reason: str
+    frames: tuple[int, ...]  # of each chunk
     options: StreamOptions = OFF
     max_frames: int | None = None
     eos_after: int | None = None
@@ -52,27 +46,38 @@ def _guarded(**guard: float | None) -> StreamOptions:
 
 
 CASES = {
-    "a schedule": Case("Hello.", "max_frames", replace(OFF, schedule=(3, 5)), max_frames=13),
-    "one chunk": Case("Hello.", "max_frames", replace(OFF, schedule=(50,)), max_frames=13),
-    "end of speech": Case("Hello.", "eos", eos_after=6),
-    "no frames": Case("Hello.", "eos", eos_after=0),
-    "one frame": Case("Hello.", "max_frames", max_frames=1),
-    "segments": Case(THREE, "eos", SEGMENTS, eos_after=4),
-    "segments of one frame": Case(THREE, "eos", SEGMENTS, eos_after=1),
-    "segments of no frames": Case(THREE, "eos", SEGMENTS, eos_after=0),
-    "max_frames within a segment": Case(THREE, "max_frames", SEGMENTS, max_frames=10, eos_after=4),
-    "max_frames at a join": Case(THREE, "max_frames", SEGMENTS, max_frames=8, eos_after=4),
-    "a repeated code": Case("Hello.", "runaway", _guarded(), code0=lambda frame: min(frame, 10)),
-    "a missing end": Case("12345", "runaway", _guarded(frames_per_text_token=3.0, slack_frames=10)),
-    "silence first": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=12, silent=5),
-    "no silence": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=12),
-    "silence alone": Case("Hello.", "max_frames", replace(OFF, trim_lead=True), max_frames=9, silent=100),
-    "a small buffer": Case("Hello.", "max_frames", replace(ONE, buffer_frames=1), max_frames=30),
-    "silence over a small buffer": Case(
-        "Hello.", "max_frames", replace(ONE, trim_lead=True, buffer_frames=2), max_frames=30, silent=12
+    "a schedule": Case("Hello.", "max_frames", (3, 5, 5), replace(OFF, schedule=(3, 5)), max_frames=13),
+    "one chunk": Case("Hello.", "max_frames", (13,), replace(OFF, schedule=(50,)), max_frames=13),
+    "end of speech": Case("Hello.", "eos", (1, 1, 2, 2), eos_after=6),
+    "no frames": Case("Hello.", "eos", (), eos_after=0),
+    "one frame": Case("Hello.", "max_frames", (1,), max_frames=1),
+    "segments": Case(THREE, "eos", (1, 1, 2, 4, 4), SEGMENTS, eos_after=4),
+    "segments of one frame": Case(THREE, "eos", (1, 1, 1), SEGMENTS, eos_after=1),
+    "segments of no frames": Case(THREE, "eos", (), SEGMENTS, eos_after=0),
+    "max_frames within a segment": Case(THREE, "max_frames", (1, 1, 2, 4, 2), SEGMENTS, max_frames=10, eos_after=4),
+    "max_frames at a join": Case(THREE, "max_frames", (1, 1, 2, 4), SEGMENTS, max_frames=8, eos_after=4),
+    "a repeated code": Case(
+        "Hello.", "runaway", (1, 1, 2, 4, *[8] * 5, 2), _guarded(), code0=lambda frame: min(frame, 10)
     ),
-    "a voice with codes": Case("Hello.", "max_frames", max_frames=7, voice=SimpleNamespace(codes=REFERENCE)),
-    "a kept prefix": Case(THREE, "eos", SEGMENTS, eos_after=4, prefix="v" * 150),
+    "a missing end": Case(
+        "12345", "runaway", (1, 1, 2, 4, 8, 8, 1), _guarded(frames_per_text_token=3.0, slack_frames=10)
+    ),
+    "silence first": Case("Hello.", "max_frames", (6, 1, 2, 3), replace(OFF, trim_lead=True), max_frames=12, silent=5),
+    "no silence": Case("Hello.", "max_frames", (1, 1, 2, 4, 4), replace(OFF, trim_lead=True), max_frames=12),
+    "silence alone": Case("Hello.", "max_frames", (), replace(OFF, trim_lead=True), max_frames=9, silent=100),
+    "a small buffer": Case("Hello.", "max_frames", (1,) * 30, replace(ONE, buffer_frames=1), max_frames=30),
+    "silence over a small buffer": Case(
+        "Hello.",
+        "max_frames",
+        (13,) + (1,) * 17,
+        replace(ONE, trim_lead=True, buffer_frames=2),
+        max_frames=30,
+        silent=12,
+    ),
+    "a voice with codes": Case(
+        "Hello.", "max_frames", (1, 1, 2, 3), max_frames=7, voice=SimpleNamespace(codes=REFERENCE)
+    ),
+    "a kept prefix": Case(THREE, "eos", (1, 1, 2, 4, 4), SEGMENTS, eos_after=4, prefix="v" * 150),
 }
 
 
@@ -100,7 +105,7 @@ def heard(stream: Stream) -> dict:
 def test_a_stream_is_the_same_on_every_engine_alone_and_beside_others(make, case):
     with fake_synthesizer(**model_of(case)) as synth:
         wanted = {seed: heard(speak(synth, case, seed)) for seed in (3, 4, 5)}
-    assert wanted[3]["reason"] == case.reason
+    assert (wanted[3]["reason"], tuple(wanted[3]["frames"])) == (case.reason, case.frames)
     with make(**model_of(case)) as synth:
         assert heard(speak(synth, case, 3)) == wanted[3]
         streams = {seed: speak(synth, case, seed) for seed in wanted}
@@ -120,8 +125,12 @@ def test_chunks_are_contiguous_float32_and_end_where_the_codes_end(make):
 
 def test_where_no_schedule_is_asked_for_chunks_of_many_streams_stay_small(make):
     with make() as synth:
-        frames = [chunk.frames for chunk in synth.stream("Hello.", max_frames=10, seed=1)]
-    assert frames == [1, 1, 2, 2, 4] and tuple(frames) == TOGETHER_SCHEDULE
+        stream = synth.stream("Hello.", max_frames=16, seed=1)
+        frames, schedule = (
+            [chunk.frames for chunk in stream],
+            SCHEDULE if stream.engine == "single" else TOGETHER_SCHEDULE,
+        )
+    assert tuple(frames[: len(schedule)]) == schedule
 
 
 def test_a_voice_is_heard_once_for_many_streams(make):

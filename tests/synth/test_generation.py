@@ -1,4 +1,4 @@
-"""One utterance, step by step, without threads."""
+"""One utterance, step by step, without threads, its text known or fed; and the options of a stream."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import FakeBackend, FakeCodec, fake_model
+from fakes import OFF, FakeBackend, FakeCodec, fake_model
 
 from mktts.codec.decoder import CodecDecoder
+from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
+from mktts.speech.text import SEGMENT_CHARS
 from mktts.speech.utterance import MAX_SEGMENT_FRAMES
-from mktts.synth.generation import Generation, StepModel
+from mktts.synth.one_by_one import Generation, StepModel
 
-OFF = StreamOptions(guard=Guard.off())
 HELLO = "Hello."
 
 
@@ -97,34 +98,6 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     assert np.array_equal(*map(pcm_of, chunks))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "frames", "sizes"),
-    [
-        ((1, 1, 2, 4, 8), 30, [1, 1, 2, 4, 8, 8, 6]),
-        ((1,), 4, [1, 1, 1, 1]),
-        ((3, 5), 13, [3, 5, 5]),
-        ((50,), 13, [13]),
-    ],
-)
-def test_chunks_follow_the_schedule_whose_last_size_repeats(schedule, frames, sizes):
-    model = fake_model()
-    utterance = generation(model, options=replace(OFF, schedule=schedule), max_frames=frames)
-    chunks = run(utterance)
-    assert [chunk.frames for chunk in chunks] == sizes
-    assert [len(chunk.pcm) for chunk in chunks] == [size * SAMPLES_PER_FRAME for size in sizes]
-    assert model.codec.decoded == sizes
-
-
-def test_chunks_are_contiguous_float32_and_end_where_the_codes_end():
-    chunks = run(utterance := generation(fake_model(), max_frames=21))
-    ends = np.cumsum([len(chunk.pcm) for chunk in chunks])
-    assert [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks] == [0, *ends[:-1]]
-    assert chunks[-1].start_s + chunks[-1].duration_s == pytest.approx(
-        len(utterance.codes) * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
-    )
-    assert {chunk.pcm.dtype for chunk in chunks} == {np.dtype(np.float32)}
-
-
 def test_a_chunk_comes_with_the_frame_that_completes_it():
     utterance = generation(fake_model(), max_frames=8)
     given_after = []
@@ -164,33 +137,12 @@ def test_the_schedule_does_not_change_the_samples(codec, schedule):
 # ---- the end
 
 
-def test_end_of_speech_ends_with_what_was_left():
-    utterance = generation(fake_model(FakeBackend(eos_after=6)))
-    chunks = run(utterance)
-    assert utterance.finish_reason == "eos"
-    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 2]
-    assert len(utterance.codes) == 6
-
-
-def test_an_utterance_of_no_frames_ends_without_a_chunk():
-    utterance = generation(fake_model(FakeBackend(eos_after=0)))
-    assert (run(utterance), utterance.finish_reason) == ([], "eos")
-
-
 def test_max_frames_counts_the_whole_utterance():
     backend = FakeBackend(eos_after=4)
     utterance = generation(fake_model(backend), "One.", "Two.", "Three.", max_frames=10)
     run(utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 10)
     assert [state.max_frames for state in backend.states] == [10, 6, 2]
-
-
-def test_a_repeated_first_code_is_a_runaway():
-    backend = FakeBackend(code0=lambda frame: frame if frame < 10 else 7)
-    utterance = generation(fake_model(backend), options=StreamOptions(guard=Guard(frames_per_text_token=None)))
-    chunks = run(utterance)
-    assert utterance.finish_reason == "runaway"
-    assert len(utterance.codes) == 10 + Guard().repeat_frames == sum(chunk.frames for chunk in chunks)
 
 
 def test_the_longest_repetition_of_real_speech_is_no_runaway():
@@ -290,15 +242,6 @@ def test_the_codec_hears_the_reference_first_and_its_audio_is_left_out(codec, fr
     assert chunks[0].start_s == 0
 
 
-def test_a_voice_is_heard_once_for_many_utterances():
-    model = fake_model()
-    reference = torch.zeros((20, NUM_CODEBOOKS), dtype=torch.int64)
-    first = run(generation(model, max_frames=3, reference=reference))
-    second = run(generation(model, max_frames=3, reference=reference))
-    assert model.codec.decoded == [20, 1, 1, 1, 1, 1, 1]
-    assert np.array_equal(pcm_of(first), pcm_of(second))
-
-
 # ---- the silent lead
 
 
@@ -336,12 +279,6 @@ def test_forty_milliseconds_are_kept_across_the_edge_of_a_frame_and_a_click_is_s
     assert first.start_s == pytest.approx((2 * SAMPLES_PER_FRAME - kept) / SAMPLE_RATE_HZ)
 
 
-def test_an_utterance_of_silence_is_all_lead():
-    model = fake_model(codec=FakeCodec(silent_frames=100))
-    utterance = generation(model, options=replace(OFF, trim_lead=True), max_frames=9)
-    assert (run(utterance), utterance.finish_reason) == ([], "max_frames")
-
-
 @pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 21])
 def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
     plain = run(generation(fake_model(), max_frames=frames))
@@ -353,3 +290,83 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
     ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
     assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
+
+
+def fed(model: StepModel, options: StreamOptions = OFF, max_frames: int | None = None):
+    max_chars = options.max_chars_per_segment or SEGMENT_CHARS
+    return model.listen(Request(""), max_chars, Plan(Sampling(), 5, max_frames, options))
+
+
+def test_without_text_nothing_is_made():
+    backend = FakeBackend()
+    utterance, _ = fed(fake_model(backend))
+    assert not utterance.ready()
+    assert backend.entered == 0 and backend.states == []
+
+
+def test_the_model_steps_as_far_as_the_text_goes_and_hands_out_what_it_has():
+    backend = FakeBackend(eos_after=12)
+    utterance, script = fed(fake_model(backend))
+    script.feed("abcdef")  # a token a character: the first is in the prompt, five more frames follow
+    chunks = run(utterance)
+    assert not utterance.ready() and utterance.finish_reason is None
+    assert len(utterance.codes) == 6 == backend.entered
+    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 2]  # the last one early: the listener need not wait
+    script.feed("gh")
+    chunks += run(utterance)
+    assert (len(utterance.codes), utterance.finish_reason) == (8, None)
+    script.finish()
+    chunks += run(utterance)
+    assert (len(utterance.codes), utterance.finish_reason) == (12, "eos")
+    assert sum(chunk.frames for chunk in chunks) == 12
+
+
+def test_text_that_comes_after_end_of_speech_is_spoken_too():
+    model = fake_model(FakeBackend(eos_after=3))
+    utterance, script = fed(model)
+    script.feed("Hello there")
+    run(utterance)
+    assert (len(utterance.codes), utterance.finish_reason) == (3, None)
+    script.feed(" you")
+    script.finish()
+    run(utterance)
+    assert [prompt.text for prompt in model.prompts.opened] == ["Hello there", "you"]
+    assert (len(utterance.codes), utterance.finish_reason) == (6, "eos")
+
+
+def test_the_end_of_the_text_after_the_last_frame_ends_the_utterance():
+    utterance, script = fed(fake_model(FakeBackend(eos_after=2)))
+    script.feed("abc")
+    run(utterance)
+    assert not utterance.ready()
+    script.finish()
+    assert run(utterance) == [] and utterance.finish_reason == "eos"
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StreamOptions(schedule=()),
+        lambda: StreamOptions(schedule=(1, 0)),
+        lambda: StreamOptions(schedule=(1.5,)),
+        lambda: StreamOptions(schedule=(1, 9), buffer_frames=8),
+        lambda: StreamOptions(max_chars_per_segment=0),
+        lambda: Guard(repeat_frames=1),
+        lambda: Guard(frames_per_text_token=0),
+        lambda: Guard(slack_frames=0),
+        lambda: Plan(Sampling(), -1, None, OFF),
+        lambda: Plan(Sampling(), 2**63, None, OFF),
+        lambda: Plan(Sampling(), 0, 0, OFF),
+        lambda: Plan(Sampling(), "7", None, OFF),
+    ],
+)
+def test_options_out_of_range_are_refused(make):
+    with pytest.raises(OptionsError, match="must"):
+        make()
+
+
+def test_options_take_lists_and_numpy_integers():
+    assert StreamOptions(schedule=[1, np.int64(2)]).schedule == (1, 2)

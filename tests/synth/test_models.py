@@ -1,18 +1,27 @@
-"""Which engine serves a stream, and what may be asked of `Synthesizer.load` about it."""
+"""Which engine serves a stream, what each then does beside the other, and how many each carries."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from fakes import ONE, FakeBackend, fake_synthesizer, settle, speak
+from fakes import FAKE_ENGINES, OFF, ONE, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from served import until
 
-from mktts.errors import BackendUnavailable, EngineError, OptionsError, SamplingError
+from mktts.batch.tick import TickModel
+from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, SamplingError, TextError
 from mktts.model.sampling import Sampling
-from mktts.synth import Synthesizer
-from mktts.synth.loading import Loading
-from mktts.synth.models import Models
+from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
+from mktts.speech.job import Job
+from mktts.speech.stream import Session
+from mktts.synth import Synthesizer, one_by_one
+from mktts.synth.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
+from mktts.synth.one_by_one import MAX_FRAMES_AHEAD, OneByOne
 from mktts.synth.synthesizer import BatchSettings
 
 SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))
@@ -127,9 +136,6 @@ def test_what_is_loaded_for_what_is_asked(settings, single, together):
     ("settings", "engines"),
     [
         ({}, ["single", "single", "batch"]),
-        ({"backend": "torch"}, ["single"] * 3),
-        ({"engine": "single"}, ["single"] * 3),
-        ({"engine": "batch"}, ["batch"] * 3),
         ({"deterministic": True}, ["batch"] * 3),
     ],
     ids=str,
@@ -148,3 +154,263 @@ def test_the_batch_may_be_limited(tiny):
     with Synthesizer.load(tiny, device="cpu", engine="batch", batch=limits) as synth:
         assert synth._models.room == 2
         assert len(list(synth.say_many(["One.", "Two.", "Three."], max_frames=2, seed=1))) == 3
+
+
+SLOW = replace(ONE, buffer_frames=2)
+
+
+class Launches(FakeBackend):
+    """Notes how many frames each launch of the single engine makes."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.launched: list[int] = []
+
+    def frames(self, state: Any, rows: Sequence[torch.Tensor | None]) -> Iterator[Any]:
+        self.launched.append(len(rows))
+        return super().frames(state, rows)
+
+
+@pytest.fixture
+def synth() -> Iterator[Synthesizer]:
+    with fake_synthesizer(engine="auto") as made:
+        yield made
+
+
+def waiting(synth: Synthesizer, seed: int = 1) -> Session:
+    """A stream that has spoken what it has, and waits for more text."""
+    session = synth.open(seed=seed, options=ONE)
+    session.feed("abc")
+    assert [next(session).frames for _ in range(3)] == [1, 1, 1]
+    settle(synth)
+    return session
+
+
+def test_streams_without_text_count_for_nothing(synth):
+    idle = [synth.open() for _ in range(100)]
+    streams = [speak(synth, seed, frames=400, options=replace(ONE, buffer_frames=10_000)) for seed in range(3)]
+    assert [stream.engine for stream in streams][:2] == ["single", "single"]
+    assert {session.engine for session in idle} == {None}
+    assert synth._engine.open_streams <= 3
+
+
+def test_streams_that_wait_for_text_or_for_their_reader_leave_the_single_engine_to_others(synth):
+    resting = [waiting(synth), speak(synth, seed=2, frames=None, options=SLOW)]
+    settle(synth)
+    assert [stream.engine for stream in resting] == ["single", "single"]
+    assert (synth._engine.open_streams, synth._engine.due_streams) == (2, 0)
+    assert speak(synth, seed=3).engine == "single"
+
+
+def test_resting_streams_pile_up_on_the_single_engine_only_so_far(synth):
+    streams = []
+    for seed in range(OPEN_SINGLY + 3):
+        streams.append(speak(synth, seed, frames=None, options=SLOW))
+        while synth._engine.due_streams:
+            pass  # until its buffer is full
+    assert [stream.engine for stream in streams] == ["single"] * OPEN_SINGLY + ["batch"] * 3
+
+
+def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
+    backend = FakeBackend(held=True)
+    with fake_synthesizer(backend, engine="auto") as synth:
+        sessions = [synth.open(seed=seed, options=ONE) for seed in range(4)]
+        for session in sessions:
+            session.feed("abcdef")
+        wanted = ["single"] * SINGLE_STREAMS + ["batch"] * 2
+        assert [session.engine for session in sessions] == wanted
+        backend.release()
+        for session in sessions:
+            assert [next(session).frames for _ in range(6)] == [1] * 6
+        settle(synth)
+        assert synth._engine.due_streams == 0
+        backend.hold()
+        begun = backend.entered
+        for session in sessions:
+            session.feed("ghi")
+        backend.wait_entered(begun + 1)
+        backend.let(1)  # the worker may have gone on before it heard of all four
+        backend.wait_entered(begun + 2)
+        assert synth._engine.due_streams == 4 and speak(synth, seed=9).engine == "batch"
+        assert [session.engine for session in sessions] == wanted
+        backend.release()
+        for session in sessions:
+            assert [next(session).frames for _ in range(3)] == [1] * 3
+            session.cancel()
+
+
+@pytest.mark.parametrize("batched", ["none", "speaking", "waiting"])
+def test_while_batched_streams_are_open_a_launch_of_the_megakernel_makes_one_frame(batched):
+    backend = Launches()
+    with fake_synthesizer(backend, engine="auto") as synth:
+        holding = [waiting(synth, seed) for seed in range(2 * OPEN_SINGLY)] if batched == "waiting" else []
+        for session in holding:
+            if session.engine == "single":
+                session.cancel()
+        settle(synth)
+        backend.launched.clear()
+        if batched == "speaking":
+            backend.held = True
+            singles = [speak(synth, seed, frames=40) for seed in range(SINGLE_STREAMS)]
+            holding = [speak(synth, 5, frames=4_000, options=replace(ONE, buffer_frames=10_000))]
+            for stream in singles:
+                stream.cancel()
+            backend.release()
+        beside = [stream for stream in holding if not stream._job.over]
+        assert all(stream.engine == "batch" for stream in beside) and bool(beside) == (batched != "none")
+        model, _ = synth._models.each()[0]
+        stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, 0.0, True, (model, "single"))
+        assert sum(chunk.frames for chunk in stream) == 40
+        assert max(backend.launched, default=1) == (MAX_FRAMES_AHEAD if batched == "none" else 1)
+        for other in beside:
+            other.cancel()
+
+
+# ---- streams that have not begun, on every engine
+
+
+@pytest.fixture(params=FAKE_ENGINES)
+def made(request) -> Iterator[Synthesizer]:
+    with fake_synthesizer(engine=request.param) as synth:
+        yield synth
+
+
+def test_a_stream_begins_with_its_first_visible_text(made):
+    session = made.open(seed=1, options=ONE)
+    session.feed(" \n")
+    settle(made)
+    assert session.engine is None and made._engine.open_streams == 0 and not session._job.over
+    session.feed("ab")
+    assert session.engine in ("single", "batch")
+    assert next(session).frames == 1
+    session.cancel()
+
+
+def test_a_stream_that_has_not_begun_ends_in_every_way(made):
+    cancelled, ended, silent, closed = (made.open() for _ in range(4))
+    cancelled.cancel()
+    with ended:
+        pass
+    for session in (cancelled, ended):
+        assert list(session) == [] and session.finish_reason == "cancelled"
+        session.feed("dropped"), session.finish()
+        assert session.engine is None and len(session.codes) == 0
+    with pytest.raises(TextError, match="expected text"):
+        silent.finish()
+    made.close()
+    assert closed.finish_reason == "cancelled" and list(closed) == []
+    closed.feed("dropped"), closed.finish()
+    with pytest.raises(EngineError, match="closed"):
+        made.open()
+
+
+def test_whoever_waits_for_a_stream_that_has_not_begun_gets_what_it_then_makes(made):
+    session = made.open(seed=1, options=ONE, max_frames=2)
+    heard: list[int] = []
+    reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
+    session.feed("abc")
+    joined(reader)
+    assert heard == [1, 1]
+
+
+class Work:
+    """An utterance whose frames take a time that is known."""
+
+    def __init__(self, clock: Any, frame_s: float) -> None:
+        self.codes: list[int] = []
+        self.finish_reason, self.cancelled, self.pending_frames = None, False, 0
+        self._clock, self._frame_s = clock, frame_s
+
+    def ready(self) -> bool:
+        return True
+
+    def step(self) -> None:
+        self._clock.now_s += self._frame_s
+        self.codes.append(0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(one_by_one, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    return clock
+
+
+def opened(executor: OneByOne, clock: Any, frame_s: float, paced: bool = True) -> Job:
+    job = Job(10_000, SimpleQueue(), paced=paced)
+    job.begin(Work(clock, frame_s), "single")
+    executor.take(job)
+    executor.turn(clock.now_s, False)
+    return job
+
+
+def test_one_stream_a_step_carries_as_many_as_its_frames_have_time_for(clock):
+    executor = OneByOne()
+    executor.admit(Wishes(max_waiting=0))
+    first = opened(executor, clock, 0.01)
+    for _ in range(600):
+        executor.turn(clock.now_s, True)
+    # By hand: 80 ms a frame of every listener, less a tenth, in frames of 10 ms and 0.3 ms between two.
+    assert executor.carries == int(0.9 * 80 / 10.3) == 6
+    jobs = [first, *(opened(executor, clock, 0.01) for _ in range(9))]
+    assert [type(job.error) for job in jobs] == [type(None)] * 6 + [BusyError] * 4
+    assert jobs[-1].error.carries == 6 and "about 6 can be carried" in str(jobs[-1].error)
+    assert executor.listeners == 6 and executor.standing.lanes_used == 6
+
+
+def test_nobody_is_refused_before_a_server_asks_for_it(clock):
+    executor = OneByOne()
+    jobs = [opened(executor, clock, 0.05) for _ in range(50)]
+    assert all(job.open and job.error is None for job in jobs)
+
+
+def test_who_waits_comes_in_when_somebody_leaves_and_is_refused_in_time(clock):
+    executor = OneByOne()
+    executor.admit(Wishes(max_listeners=1, max_waiting=2, max_wait_s=1.0))
+    first, second, third = (opened(executor, clock, 0.001) for _ in range(3))
+    assert executor.standing.waiting == 2 and second.open and third.open
+    first.cancel()
+    executor.turn(clock.now_s, False)
+    executor.turn(clock.now_s, False)
+    assert executor.standing.waiting == 1 and second.codes
+    clock.now_s += 1.5
+    executor.turn(clock.now_s, False)
+    assert isinstance(third.error, BusyError) and "no place came free in time" in str(third.error)
+    assert executor.open_jobs == 1
+
+
+@pytest.mark.parametrize("engine", ["single", "batch"])
+def test_a_synthesizer_refuses_by_name_what_a_server_may_not_have(engine):
+    with fake_synthesizer(engine=engine) as synthesizer:
+        synthesizer.admit(Wishes(max_listeners=1, max_waiting=0))
+        until(lambda: synthesizer.carries == 1, "the engine to have heard")
+        assert set(synthesizer.standing) == {engine}
+        with synthesizer.stream("One two three.", max_frames=100_000) as first:
+            next(first)
+            with pytest.raises(BusyError) as refused:
+                synthesizer.stream("Four.", max_frames=2).read()
+            assert refused.value.carries == 1
+            assert len(synthesizer.say("Five.", max_frames=2))  # nobody listens to it
+        until(lambda: not synthesizer.standing[engine].listeners, "the first to have left")
+        assert len(synthesizer.stream("Six.", max_frames=2).read())
+
+
+def test_ticks_are_counted_by_how_long_they_took():
+    times = TickTimes()
+    for took_s in (0.0005, TICK_BOUNDS_S[0], 0.0011, 9.0):
+        times.add(took_s)
+    assert times.counts[:2] == [2, 1] and times.counts[-1] == 1 and sum(times.counts) == 4
+    assert times.sum_s == pytest.approx(0.0026 + 9.0)
+
+
+@pytest.mark.parametrize("wrong", [{"max_listeners": 0}, {"max_waiting": -1}, {"max_wait_s": -0.1}])
+def test_impossible_wishes_are_refused(wrong):
+    with pytest.raises(OptionsError):
+        Wishes(**wrong)
+
+
+def test_the_model_of_a_tick_needs_a_part():
+    assert OneByOne().carries >= 1 and isinstance(OneByOne()._model, TickModel)

@@ -5,31 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from fakes import FAKE_ENGINES, ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from fakes import ONE, WAIT_S, FakeBackend, in_thread, joined, settle, speak
 
 from mktts.errors import EngineError, TextError
 from mktts.speech import job
 from mktts.speech.stream import Session
-
-
-@pytest.fixture(params=FAKE_ENGINES)
-def make(request):
-    """Makes synthesizers on each engine."""
-    return partial(fake_synthesizer, engine=request.param)
-
-
-@pytest.fixture
-def held(make):
-    """A synthesizer whose every step waits for a permit."""
-    backend = FakeBackend(held=True)
-    with make(backend) as synth:
-        yield synth, backend
-        backend.release()
-
 
 # ---- event loops
 

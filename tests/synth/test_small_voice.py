@@ -1,13 +1,9 @@
-"""The voice that comes with the package: where it is found, how large it is, and that upstream gives its codes.
-
-Until the folder is there, an untrained checkpoint of its dimensions stands in; what only training can give is skipped.
-"""
+"""The voice that comes with the package: where it is found, how large it is, and that upstream gives its codes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -25,11 +21,7 @@ from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 from mktts.synth.upstream import load_upstream
-from mktts.training.codec.model import Codec, write_codec
-from mktts.training.ship import ship
 from mktts.training.talker import sizes
-from mktts.training.talker.checkpoint import prepare, write_checkpoint
-from mktts.training.talker.model import TalkerModel
 
 MAX_BYTES = 32 * 10**6
 SENTENCES = (
@@ -54,34 +46,17 @@ SENTENCES = (
     "Can you hear me?",
     "The first word plays while the last one is still being computed.",
 )
-TRAINED = (SMALL_FOLDER / "config.json").is_file()
-
-trained = pytest.mark.skipif(not TRAINED, reason="the trained voice is not in this checkout")
-
-
-def untrained(folder: Path) -> Path:
-    """A shipped folder of the voice's dimensions. Random weights, scaled up, so that greedy choices have a margin."""
-    config = prepare(folder / "prepared", SENTENCES, sizes.VOICE)
-    model, generator = TalkerModel(config), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * (0.1 if p.dim() == 1 else p.shape[-1] ** -0.5))
-    torch.manual_seed(0)
-    codec = Codec()
-    for chain in (codec.quantizer.first, codec.quantizer.rest):
-        chain.books.normal_()  # so that what is heard depends on the codes
-    write_codec(folder / "codec", codec)
-    write_checkpoint(folder / "voice", folder / "prepared", model.state_dict(), folder / "codec")
-    return ship(folder / "voice", folder / "small")
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Checkpoint:
-    """`open_checkpoint("small")`, of the trained folder or of the one that stands in."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not TRAINED:
-            patch.setattr(checkpoint_module, "SMALL_FOLDER", untrained(tmp_path_factory.mktemp("voice")))
-        return open_checkpoint(SMALL)
+def small() -> Checkpoint:
+    return open_checkpoint(SMALL)
+
+
+@pytest.fixture(scope="module")
+def speaking(small) -> Iterator[Synthesizer]:
+    with Synthesizer.load(small, device="cpu") as synthesizer:
+        yield synthesizer
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +109,7 @@ def test_codes_are_upstreams(small, upstream, sampled):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_codes_of_twenty_whole_sentences_are_upstreams(small, upstream, sampled):
     assert len(SENTENCES) == 20
-    assert unequal(small, upstream, SENTENCES, sampled, 160 if TRAINED else 24) == []
+    assert unequal(small, upstream, SENTENCES, sampled, 160) == []
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 108, 82])
@@ -154,37 +129,25 @@ def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
     assert found["divergence"]["passed"] and not found["errors"], found["divergence"]
 
 
-def test_it_speaks_through_the_synthesizer(small):
-    with Synthesizer.load(small, device="cpu") as synthesizer:
-        for speaker in sizes.SPEAKERS:
-            pcm = synthesizer.say("Hello there.", speaker=speaker, seed=0, max_frames=5)
-            assert len(pcm) and abs(pcm).max() > 0
+def test_every_speaker_ends_by_itself(speaking):
+    for i, speaker in enumerate(sizes.SPEAKERS):
+        stream = speaking.stream(SENTENCES[i], speaker=speaker, seed=i)
+        assert abs(stream.read()).max() > 0 and stream.finish_reason == "eos", SENTENCES[i]
 
 
-@trained
-def test_it_ends_by_itself(small):
-    with Synthesizer.load(small, device="cpu") as synthesizer:
-        for i, sentence in enumerate(SENTENCES[:6]):
-            stream = synthesizer.stream(sentence, speaker=sizes.SPEAKERS[i % 3], seed=i)
-            assert stream.read().size and stream.finish_reason == "eos", sentence
-
-
-@trained
 @pytest.mark.parametrize("fed", [False, True])
-def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(small, fed):
+def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(speaking, fed):
     """In one piece 200 characters took 37 s."""
     text = " ".join(SENTENCES[:6])
     assert len(text) > 150
-    with Synthesizer.load(small, device="cpu") as synthesizer:
-        stream = synthesizer.open(speaker="rms", seed=0) if fed else synthesizer.stream(text, speaker="rms", seed=0)
-        if fed:
-            stream.feed(text)
-            stream.finish()
-        seconds = len(stream.read()) / SAMPLE_RATE_HZ
+    stream = speaking.open(speaker="rms", seed=0) if fed else speaking.stream(text, speaker="rms", seed=0)
+    if fed:
+        stream.feed(text)
+        stream.finish()
+    seconds = len(stream.read()) / SAMPLE_RATE_HZ
     assert stream.finish_reason == "eos" and 0.04 < seconds / len(text) < 0.09
 
 
-@trained
 def test_its_card_says_what_it_is():
     card = (SMALL_FOLDER / "README.md").read_text(encoding="utf-8")
     for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts train"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 
@@ -325,29 +324,6 @@ async def test_astream_gives_what_stream_gives(synth):
     stream = synth.astream(TEXT, seed=1, max_frames=12, options=OFF, **WHO)
     assert np.array_equal(np.concatenate([chunk.pcm async for chunk in stream]), pcm)
     assert np.array_equal(await speak(synth).aread(), pcm)
-
-
-async def test_two_async_streams_run_beside_a_heartbeat(synth):
-    beats = 0
-    running = True
-
-    async def heartbeat() -> None:
-        nonlocal beats
-        while running:
-            beats += 1
-            await asyncio.sleep(0)
-
-    async def read(seed: int) -> list[int]:
-        seen = []
-        async for _ in synth.astream(TEXT, seed=seed, max_frames=10, options=OFF, **WHO):
-            seen.append(beats)
-        return seen
-
-    beating = asyncio.create_task(heartbeat())
-    for seen in await asyncio.gather(read(1), read(2)):
-        assert len(set(seen)) == len(seen) == 5  # the heart beat between any two chunks
-    running = False
-    await beating
 
 
 def test_a_voice_that_holds_nan_ends_its_stream_by_name_and_the_next_one_is_right(tiny_base, loading):

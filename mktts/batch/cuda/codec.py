@@ -14,8 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.codec_states import PIECE_VALUES, RingStates
-from mktts.batch.cuda.codec_work import UNIT, Rows, RowsShape, Work
+from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import Precision
@@ -63,7 +62,7 @@ class CudaCodec:
         ]
         cached = torch.float16 if fast else torch.float32
         self._states = RingStates(slots, decoder.layout, self._inputs, cached, self.device)
-        self._work = Work(self.device)
+        self._work = CodecWork(self.device)
         self._pieces: dict[int, Tensor] = {}
 
     @property
@@ -73,7 +72,7 @@ class CudaCodec:
 
     @property
     def work_bytes(self) -> int:
-        """Working memory taken so far, which the passes of all sizes share; see `Work`."""
+        """Working memory taken so far, which the passes of all sizes share; see `CodecWork`."""
         return self._work.bytes
 
     @torch.inference_mode()
@@ -248,7 +247,7 @@ class CudaCodec:
         self._products.run_product(x, weight, len(x.memory) // x.lane, **end)
 
     def _fresh(self, name: str, lanes: int, new: int, channels: int, split: bool = True, least: int = 0) -> Rows:
-        """Memory for rows without older ones. least: values of a lane, as of `Work.tensor`."""
+        """Memory for rows without older ones. least: values of a lane, as of `CodecWork.tensor`."""
         shape = RowsShape(0, new, channels, split)
         return self._work.rows(name, lanes, shape, lanes * least * shape.planes)
 

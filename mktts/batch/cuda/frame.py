@@ -1,30 +1,121 @@
 """One frame of many streams: a talker step over the rows of lanes and prompts together, sixteen draws, and the codec.
 
-A `Frame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a CUDA
-graph. Padded lanes and rows work on the slot that is nobody's.
+A `BatchFrame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a
+CUDA graph. Padded lanes and rows work on the slot that is nobody's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
-from mktts.batch.cuda.kernels import attention, draws, inputs, rows
+from mktts.batch.cuda.codec import CudaCodec
+from mktts.batch.cuda.kernels import attention, draws, rows
 from mktts.batch.cuda.kernels.launching import launch
-from mktts.batch.cuda.paged import PagedMemory
+from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import Products
-from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.weights import FrameWeights, StackWeights
-from mktts.batch.cuda.workspace import ATTENTION_PARTS, Workspace, space_shapes
+from mktts.batch.cuda.stage import PagedMemory
 from mktts.batch.pages import PAGE_ROWS
-from mktts.codec.decoder import CodecState
 from mktts.kernel.rows import add_norm
-from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
+
+EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
+    f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in range(NUM_CODEBOOKS - 1)
+)  # the codebooks' tables by Hub name
+
+
+@dataclass(frozen=True)
+class StackWeights:
+    """One decoder stack. Matrices are (out, in); `cos`, `sin` (positions, head_dim / 2) are of the first half."""
+
+    config: StackConfig
+    input_norm: list[Tensor]
+    qkv: list[Tensor]
+    q_norm: list[Tensor]
+    k_norm: list[Tensor]
+    o: list[Tensor]
+    post_norm: list[Tensor]
+    gate_up: list[Tensor]
+    down: list[Tensor]
+    norm: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, stack: Qwen3Stack, positions: int) -> StackWeights:
+        """Takes over the weights of `stack`, which is not to be used afterwards."""
+        layers = [stack.layer_weights(i) for i in range(stack.config.num_hidden_layers)]
+        half = stack.config.head_dim // 2
+        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(0, positions))
+        return cls(
+            config=stack.config,
+            input_norm=[w.input_norm for w in layers],
+            qkv=[w.qkv for w in layers],
+            q_norm=[w.q_norm for w in layers],
+            k_norm=[w.k_norm for w in layers],
+            o=[w.o.contiguous() for w in layers],
+            post_norm=[w.post_norm for w in layers],
+            gate_up=[w.gate_up for w in layers],
+            down=[w.down.contiguous() for w in layers],
+            norm=stack.norm,
+            cos=cos,
+            sin=sin,
+        )
+
+
+@dataclass(frozen=True)
+class FrameWeights:
+    """All that a frame reads: both stacks, the heads, the embeddings of all codebooks, the projection if there is one.
+
+    embeddings[g] holds the rows of codebook g; heads[g] gives codebook g, head 0 being the talker's.
+    """
+
+    talker: StackWeights
+    predictor: StackWeights
+    heads: list[Tensor]
+    embeddings: list[Tensor]
+    projection: tuple[Tensor, Tensor] | None
+    eos: int
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        positions: int,
+        embeddings: list[Tensor] | None = None,
+    ) -> FrameWeights:
+        """`tensors` by Hub name. positions: of the longest stream. embeddings: the codebooks' tables where another
+        backend has them on the device already, so that they are there once."""
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(device, dtype)
+
+        groups = range(NUM_CODEBOOKS - 1)
+        if embeddings is None:
+            embeddings = [get(name) for name in EMBEDDINGS]
+        projection = "talker.code_predictor.small_to_mtp_projection."
+        projected = projection + "weight" in tensors
+        return cls(
+            talker=StackWeights.of(Qwen3Stack(config.talker, tensors, "talker.model.", device, dtype), positions),
+            predictor=StackWeights.of(
+                Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", device, dtype), NUM_CODEBOOKS
+            ),
+            heads=[get("talker.codec_head.weight")]
+            + [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups],
+            embeddings=embeddings,
+            projection=(get(projection + "weight"), get(projection + "bias")) if projected else None,
+            eos=config.codec_ids.eos,
+        )
+
 
 _BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
 _QUERIES = 8  # the least columns that a matrix product takes
@@ -35,23 +126,7 @@ _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
-class SlotCodec(Protocol):
-    """The codec of many streams by slot, one slot more than the engine's: the last is nobody's."""
-
-    name: str
-    state_bytes: int  # of one slot
-
-    def enter(self, slot: int, primed: CodecState | None) -> None:
-        """The slot begins with silence, or goes on from `primed`. Queued on the current CUDA stream."""
-
-    def silence(self, slots: Tensor) -> None:
-        """The slots (n,) int64, on the device, begin with silence. Queued on the current CUDA stream."""
-
-    def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
-        """codes (B, 16) int32 of slots `lanes` (B,) int32 -> pcm (B, 1920) float32 in [-1, 1]."""
-
-
-class Frame:
+class BatchFrame:
     """`run` makes one frame for the lanes that stand in `block`, and takes the prompt rows in it along.
 
     block (words,) int64 on the device: see `BlockLayout`. `space`: where it works, and what it made: `made` and `pcm`
@@ -68,7 +143,7 @@ class Frame:
         block: Tensor,
         workspace: Workspace,
         products: Products,
-        codec: SlotCodec | None = None,
+        codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
         self._products = products
@@ -93,7 +168,7 @@ class Frame:
     def _talk(self) -> None:
         stack, slots, space, of = self._weights.talker, self._slots, self.space, self._numbers
         width, vocabulary = stack.config.hidden_size, slots.seen.shape[1]
-        launch(inputs.inputs, (len(space.x),),
+        launch(rows.inputs, (len(space.x),),
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
             stack.input_norm[0], stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,

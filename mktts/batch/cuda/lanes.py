@@ -18,19 +18,16 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.block import SETTINGS, BlockLayout, Entering, packed
-from mktts.batch.cuda.frame import Frame, SlotCodec
+from mktts.batch.cuda.codec import CudaCodec
+from mktts.batch.cuda.frame import EMBEDDINGS, BatchFrame, FrameWeights
 from mktts.batch.cuda.kernels.launching import compiling
-from mktts.batch.cuda.paged import PagedMemory
+from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import products_for
-from mktts.batch.cuda.slots import Slots
-from mktts.batch.cuda.stage import Stage, uploaded
-from mktts.batch.cuda.weights import EMBEDDINGS, FrameWeights
-from mktts.batch.cuda.workspace import Workspace
+from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.graphs import Precision
 from mktts.common import announced
@@ -50,7 +47,7 @@ class _Bucket:
     """padded (words,) int64: the block of a tick without lanes."""
 
     layout: BlockLayout
-    frame: Frame
+    frame: BatchFrame
     padded: np.ndarray
 
 
@@ -73,7 +70,7 @@ class CudaLanes:
         slots: int,
         positions: int,
         pages: int,
-        codec: SlotCodec | None = None,
+        codec: CudaCodec | None = None,
         primed: PrimedStates | None = None,
         embeddings: list[Tensor] | None = None,
         settings: TickSettings | None = None,
@@ -106,7 +103,7 @@ class CudaLanes:
         self._buckets = {
             (layout.lanes, layout.prompt_rows): _Bucket(
                 layout,
-                Frame(config, weights, state, self._memory, layout, self._block, workspace, products, codec),
+                BatchFrame(config, weights, state, self._memory, layout, self._block, workspace, products, codec),
                 layout.padded(state.nobody),
             )
             for layout in layouts
@@ -176,7 +173,6 @@ class CudaLanes:
         self._kept += [reference, state]
 
     def forget(self, reference: Tensor) -> None:
-        """See Lanes."""
         if self._primed is not None:
             self._primed.forget(reference)
 
@@ -196,11 +192,9 @@ class CudaLanes:
         self._memory.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """See `Lanes.copy`."""
         self._memory.copy(copies)
 
     def leave(self, slot: int) -> None:
-        """See `Lanes.leave`."""
         self._prompts.pop(slot, None)
 
     # ---- ticks

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
+from mktts.batch.cuda.frame import EMBEDDINGS
 from mktts.batch.cuda.lanes import CudaLanes
-from mktts.batch.cuda.sizes import LaneMemory
-from mktts.batch.cuda.weights import EMBEDDINGS
+from mktts.batch.cuda.memory import LaneMemory
 from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
@@ -120,13 +120,11 @@ class _Primed:
         self._states: PrimedStates | None = None
 
     def of(self, reference: Tensor) -> CodecState:
-        """As `PrimedStates.of`."""
         if self._states is None:
             self._states = PrimedStates(self._plain())
         return self._states.of(reference)
 
     def forget(self, reference: Tensor) -> None:
-        """As `PrimedStates.forget`."""
         if self._states is not None:
             self._states.forget(reference)
 

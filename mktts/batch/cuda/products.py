@@ -44,13 +44,11 @@ class CublasProducts:
     deterministic = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Products`."""
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Products`."""
         gate_up = F.linear(x, weight)
         inner = weight.shape[0] // 2
         if out is None:
@@ -59,7 +57,6 @@ class CublasProducts:
         return out
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
-        """See `Products`."""
         delta = F.linear(h, weight)
         launch(rows.add_norm, (len(x),), x, delta, norm, out, eps, N=x.shape[1], ADDS=True, num_warps=4)
 
@@ -79,21 +76,18 @@ class FixedOrderProducts:
             self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Products`."""
         if out is None:
             out = x.new_empty(len(x), weight.shape[0])
         self._product(Kind.LINEAR, x, weight, out, bias)
         return out
 
     def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Products`."""
         if out is None:
             out = x.new_empty(len(x), weight.shape[0] // 2)
         self._product(Kind.GATED, x, weight, out)
         return out
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
-        """See `Products`."""
         plan = plan_of(Kind.JOINED, *weight.shape, x.element_size(), self._limit)
         parts = plan.parts if plan.tile(len(x)).split else 1
         delta = x.new_empty(parts, *x.shape, dtype=torch.float32)

@@ -1,13 +1,17 @@
-"""Tiles of the fixed-order products: which one a product of so many rows takes, and the parts of its sum.
+"""Tiles of the fixed-order products and of the codec's: which one a product of so many rows takes.
 
-The parts belong to the matrix alone. All else may depend on the rows, since it does not change a bit of the result:
-tests/batch/cuda/test_products.py holds every tile to that.
+The parts of a sum belong to the matrix alone. All else may depend on the rows, since it does not change a bit of the
+result: tests/batch/cuda/test_products.py holds every tile to that.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 
 class Kind(Enum):
@@ -19,7 +23,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Tile:
+class FixedOrderTile:
     """What one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time.
 
     stages: blocks of operands on their way at once. turned: the weights take the matrix unit's operand that needs 64
@@ -39,7 +43,7 @@ class Tile:
         columns = 2 * self.columns if kind is Kind.GATED else self.columns
         return (self.rows + columns) * self.depth * itemsize * self.stages + 1024
 
-    def fitted(self, kind: Kind, itemsize: int, limit: int) -> Tile:
+    def fitted(self, kind: Kind, itemsize: int, limit: int) -> FixedOrderTile:
         """With as many stages, at least two, as `limit` bytes hold."""
         tile = self
         while tile.stages > 2 and tile.shared_bytes(kind, itemsize) > limit:
@@ -48,204 +52,36 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """The parts of a matrix's sums, and its tiles by the most rows that each serves; the last serves any number."""
 
     parts: int
-    tiles: tuple[tuple[int, Tile], ...]
+    tiles: tuple[tuple[int, FixedOrderTile], ...]
 
-    def tile(self, rows: int) -> Tile:
+    def tile(self, rows: int) -> FixedOrderTile:
         """The tile for `rows` rows."""
         return next((tile for most, tile in self.tiles if rows <= most), self.tiles[-1][1])
 
 
-_LINEAR = (
-    (16, Tile(16, 64, 128, 4, 5, turned=True)),
-    (32, Tile(32, 64, 128, 4, 5, turned=True)),
-    (128, Tile(64, 64, 128, 4, 4)),
-    (256, Tile(128, 64, 64, 4, 4)),
-    (512, Tile(128, 128, 64, 8, 4)),
-    (1024, Tile(128, 256, 64, 8, 4)),
-)
-_GATED = (
-    (16, Tile(16, 64, 128, 4, 5, turned=True)),
-    (32, Tile(32, 64, 128, 4, 4, turned=True)),
-    (128, Tile(64, 64, 64, 4, 5)),
-    (1024, Tile(128, 128, 64, 8, 4)),
-)
-_JOINED = (
-    (16, Tile(16, 64, 128, 4, 5, turned=True, split=True)),
-    (32, Tile(32, 64, 128, 4, 5, turned=True, split=True)),
-    (128, Tile(64, 64, 128, 4, 4, split=True)),
-    (256, Tile(128, 64, 64, 4, 4, split=True)),
-    (512, Tile(128, 128, 64, 8, 4, split=True)),
-    (1024, Tile(128, 128, 64, 8, 4)),
-)
-_PARTS = 4  # of a joined product: 1 024 columns in tiles of 64 then have 64 programs, which stream the weights
-_RULE = {
-    Kind.LINEAR: Plan(1, _LINEAR),
-    Kind.GATED: Plan(1, _GATED),
-    Kind.JOINED: Plan(_PARTS, _JOINED),
-}
+_TABLE = json.loads(Path(__file__).with_name("tiles.json").read_text())
+
+
+def _plan(table: dict[str, Any]) -> TilePlan:
+    return TilePlan(table["parts"], tuple((most, FixedOrderTile(*sizes)) for most, *sizes in table["tiles"]))
+
+
+_RULE = {kind: _plan(_TABLE["rule"][kind.value]) for kind in Kind}
 # Cards with less shared memory multiply by instructions that take operands from registers: smaller tiles fit those.
-_SMALL_RULE = _RULE | {
-    Kind.LINEAR: Plan(1, _LINEAR[:-1]),
-    Kind.GATED: Plan(
-        1,
-        (
-            (16, Tile(16, 64, 64, 4, 4, turned=True)),
-            (32, Tile(32, 64, 64, 4, 4, turned=True)),
-            (128, Tile(64, 64, 64, 4, 4)),
-            (1024, Tile(128, 64, 64, 8, 3)),
-        ),
-    ),
-}
-LARGE_SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 9.0, CUDA C++ Programming Guide
-_SINGLE = Plan(1, ((1, Tile(32, 32, 16, 4, 2)),))  # fp32 has no matrix unit: more accumulators would not fit registers
+_SMALL_RULE = {kind: _plan(_TABLE["small_rule"][kind.value]) for kind in Kind}
 # By (kind, columns, depth), the fastest of 182 on an H200; others go by `_RULE`.
-_MEASURED: dict[tuple[Kind, int, int], Plan] = {
-    (Kind.GATED, 3072, 1024): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 4, turned=True)),
-            (32, Tile(32, 64, 128, 4, 4, turned=True)),
-            (64, Tile(64, 32, 128, 4, 4)),
-            (128, Tile(64, 32, 128, 4, 3)),
-            (256, Tile(64, 64, 64, 4, 4)),
-            (512, Tile(128, 64, 64, 4, 3)),
-            (1024, Tile(128, 64, 64, 8, 3)),
-        ),
-    ),
-    (Kind.JOINED, 1024, 3072): Plan(
-        4,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True, split=True)),
-            (32, Tile(32, 64, 128, 4, 5, turned=True, split=True)),
-            (64, Tile(64, 32, 128, 4, 5, split=True)),
-            (128, Tile(64, 32, 128, 4, 4, split=True)),
-            (256, Tile(64, 64, 64, 4, 4, split=True)),
-            (512, Tile(64, 128, 64, 4, 4, split=True)),
-            (1024, Tile(128, 256, 64, 8, 4, split=True)),
-        ),
-    ),
-    (Kind.LINEAR, 4096, 1024): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True)),
-            (32, Tile(32, 64, 128, 4, 5, turned=True)),
-            (64, Tile(64, 32, 128, 4, 5)),
-            (128, Tile(64, 32, 128, 4, 4)),
-            (256, Tile(64, 64, 64, 4, 4)),
-            (512, Tile(64, 128, 64, 4, 4)),
-            (1024, Tile(128, 128, 64, 8, 3)),
-        ),
-    ),
-    (Kind.JOINED, 1024, 2048): Plan(
-        2,
-        (
-            (16, Tile(16, 64, 256, 4, 3, turned=True, split=True)),
-            (32, Tile(32, 64, 256, 4, 3, turned=True, split=True)),
-            (64, Tile(64, 16, 128, 4, 5, split=True)),
-            (128, Tile(64, 32, 128, 4, 4, split=True)),
-            (256, Tile(64, 64, 128, 4, 4, split=True)),
-            (1024, Tile(128, 64, 64, 4, 4, split=True)),
-        ),
-    ),
-    (Kind.LINEAR, 2048, 1024): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 256, 4, 3, turned=True)),
-            (32, Tile(32, 64, 256, 4, 3, turned=True)),
-            (64, Tile(64, 16, 128, 4, 5)),
-            (128, Tile(64, 32, 128, 4, 4)),
-            (256, Tile(64, 64, 128, 4, 4)),
-            (1024, Tile(128, 64, 64, 4, 4)),
-        ),
-    ),
-    (Kind.LINEAR, 3072, 1024): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 256, 4, 3, turned=True)),
-            (64, Tile(32, 64, 128, 4, 5, turned=True)),
-            (128, Tile(64, 64, 128, 4, 4)),
-            (256, Tile(64, 64, 64, 4, 4)),
-            (512, Tile(64, 128, 64, 4, 4)),
-            (1024, Tile(128, 128, 64, 8, 3)),
-        ),
-    ),
-    (Kind.GATED, 6144, 2048): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 4, turned=True)),
-            (32, Tile(32, 64, 128, 4, 4, turned=True)),
-            (64, Tile(64, 64, 128, 4, 3)),
-            (128, Tile(64, 64, 64, 4, 4)),
-            (256, Tile(128, 128, 64, 8, 4)),
-            (512, Tile(128, 64, 64, 4, 3)),
-            (1024, Tile(128, 128, 64, 8, 4)),
-        ),
-    ),
-    (Kind.JOINED, 2048, 6144): Plan(
-        4,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True, split=True)),
-            (32, Tile(32, 64, 128, 4, 5, turned=True, split=True)),
-            (64, Tile(64, 64, 128, 4, 4, split=True)),
-            (128, Tile(64, 64, 64, 4, 7, split=True)),
-            (256, Tile(64, 128, 64, 4, 4, split=True)),
-            (512, Tile(128, 256, 64, 8, 4, split=True)),
-            (1024, Tile(128, 64, 64, 4, 4)),
-        ),
-    ),
-    (Kind.LINEAR, 4096, 2048): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True)),
-            (64, Tile(32, 64, 128, 4, 5, turned=True)),
-            (128, Tile(64, 32, 128, 4, 4)),
-            (256, Tile(64, 64, 64, 4, 4)),
-            (512, Tile(64, 128, 64, 4, 4)),
-            (1024, Tile(256, 128, 64, 8, 4)),
-        ),
-    ),
-    (Kind.JOINED, 2048, 2048): Plan(
-        2,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True, split=True)),
-            (64, Tile(32, 64, 128, 4, 5, turned=True, split=True)),
-            (128, Tile(64, 32, 128, 4, 4, split=True)),
-            (256, Tile(64, 64, 64, 4, 4, split=True)),
-            (512, Tile(64, 128, 64, 4, 4, split=True)),
-            (1024, Tile(128, 128, 64, 8, 4)),
-        ),
-    ),
-    (Kind.LINEAR, 1024, 2048): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True)),
-            (32, Tile(32, 64, 128, 4, 5, turned=True)),
-            (64, Tile(64, 16, 128, 4, 5)),
-            (128, Tile(64, 32, 128, 4, 4)),
-            (256, Tile(64, 64, 128, 4, 4)),
-            (1024, Tile(128, 64, 64, 4, 4)),
-        ),
-    ),
-    (Kind.LINEAR, 3072, 2048): Plan(
-        1,
-        (
-            (16, Tile(16, 64, 128, 4, 5, turned=True)),
-            (32, Tile(32, 64, 128, 4, 5, turned=True)),
-            (64, Tile(64, 32, 128, 4, 5)),
-            (128, Tile(64, 64, 128, 4, 4)),
-            (256, Tile(64, 64, 64, 4, 4)),
-            (512, Tile(64, 128, 64, 4, 4)),
-            (1024, Tile(256, 128, 64, 8, 4)),
-        ),
-    ),
-}
+_MEASURED = {(Kind(table["kind"]), table["columns"], table["depth"]): _plan(table) for table in _TABLE["products"]}
+LARGE_SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 9.0, CUDA C++ Programming Guide
+_SINGLE = TilePlan(
+    1, ((1, FixedOrderTile(32, 32, 16, 4, 2)),)
+)  # fp32 has no matrix unit: more sums would not fit registers
 
 
-def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> Plan:
+def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> TilePlan:
     """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes.
 
     limit: bytes of shared memory that a program may have. It is of a device, so that a device has one plan of a matrix.
@@ -258,5 +94,109 @@ def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> 
         plan = _SMALL_RULE[kind]
     if any(depth % (plan.parts * tile.depth) for _, tile in plan.tiles):
         # One part reads beyond the last column as zeros; several would read into the next.
-        return Plan(1, tuple((most, replace(tile, split=False)) for most, tile in plan.tiles))
+        return TilePlan(1, tuple((most, replace(tile, split=False)) for most, tile in plan.tiles))
     return plan
+
+
+# ---- of the batched codec
+#
+# The depth of a step is one for a layer, whatever the rows: matrix units add the values of a step in one order, so that
+# steps of another depth could round otherwise. The other sizes of a tile only choose which program makes a value.
+
+_PROGRAMS = 132  # that fill a large GPU once: the multiprocessors of an H100 or H200
+_LEAST_ROWS = 64  # of Hopper's matrix instructions: with fewer, another instruction would run, and round otherwise
+_SHORT_DEPTH = 768  # terms
+_PLANE_BYTES = 2  # of an fp16 value
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step.
+
+    Sizes are powers of two; `extra` (0: none) lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste.
+    """
+
+    rows: int
+    outs: int
+    depth: int
+    warps: int
+    stages: int  # steps whose loads are in flight
+    extra: int = 0
+
+    def programs(self, rows: int, outs: int) -> int:
+        return -(-rows // self.rows) * -(-outs // (self.outs + self.extra))
+
+    def shared_bytes(self, split: bool) -> int:
+        """Of shared memory, for operands of one fp16 number, or of two (`split`)."""
+        return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
+
+
+# The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order
+# of rows; the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a
+# program.
+MEASURED = {
+    (table["outs"], table["depth"], table["channels"], table["split"]): tuple(
+        (most, ProductTile(*sizes)) for most, *sizes in table["tiles"]
+    )
+    for table in _TABLE["codec"]
+}
+
+
+def product_tile(rows: int, outs: int, depth: int, channels: int, split: bool, shared_bytes: int) -> ProductTile:
+    """The tile of a product (rows, depth) @ (depth, outs) over `channels` a tap, on a device whose programs have
+    `shared_bytes` of shared memory."""
+    measured = MEASURED.get((outs, depth, channels, split), ())
+    tile = next((tile for most, tile in measured if rows <= most), measured[-1][1] if measured else None)
+    if tile is None:
+        tiles = candidates(outs, depth, channels, split)
+        enough = (tile for tile in tiles if tile.programs(rows, outs) >= _PROGRAMS)
+        tile = next(enough, _smallest(outs, step_depth(channels)))
+    return fitted(tile, split, shared_bytes)
+
+
+def step_depth(channels: int) -> int:
+    """Terms of a step: within one tap, if the channels allow it."""
+    return next((depth for depth in (64, 32, 16) if channels % depth == 0), 16)
+
+
+def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[ProductTile]:
+    """Tiles for a product that was not measured, the largest first. Sums take 128 registers of a thread at most.
+
+    Short sums take small tiles: while some programs store, others on the same multiprocessor compute.
+    """
+    step = step_depth(channels)
+    stages = 4 if step < 64 else 3
+    short = depth <= _SHORT_DEPTH
+    if outs % 96 == 0 and outs % 64 and channels % step == 0:
+        yield ProductTile(128, 64, step, 8, stages, extra=32)
+        yield ProductTile(64, 64, step, 4, stages, extra=32)
+    if outs == 192 and not short and not split:
+        yield ProductTile(128, 128, step, 8, stages, extra=64)
+    if outs % 256 == 0 and not short and not split:
+        yield ProductTile(128, 256, step, 8, stages)
+    if outs % 128 == 0 and not short:
+        yield ProductTile(128, 128, step, 8, stages)
+    if outs % 64 == 0:
+        yield ProductTile(128, 64, step, 8 if split else 4, stages)
+        yield ProductTile(64, 64, step, 4, stages)
+    yield _smallest(outs, step)
+
+
+def _smallest(outs: int, step: int) -> ProductTile:
+    return ProductTile(_LEAST_ROWS, 32 if outs > 16 else 16, step, 4, 6)
+
+
+def fitted(tile: ProductTile, split: bool, shared_bytes: int) -> ProductTile:
+    """`tile` with fewer stages, then fewer rows and columns, as far as its operands must fit into `shared_bytes`."""
+    while tile.shared_bytes(split) > shared_bytes:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.extra:
+            tile = replace(tile, outs=tile.extra, extra=0)
+        elif tile.outs > 64:
+            tile = replace(tile, outs=tile.outs // 2)
+        elif tile.rows > _LEAST_ROWS:
+            tile = replace(tile, rows=tile.rows // 2)
+        else:
+            break
+    return tile

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,15 +20,33 @@ from torch import Tensor
 from mktts.batch.lanes import Made
 from mktts.batch.pages import PAGE_ROWS, Copy, Pages
 from mktts.batch.plain.codec import CodecLanes
-from mktts.batch.plain.in_order import InOrder
 from mktts.batch.plain.talker import TorchTalker
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick
-from mktts.batch.tick_model import TickModel
+from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.model.backend import no_number
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
+
+
+class InOrder:
+    """`do` gives a future of the work's result. Without a thread of its own the caller does the work, at once."""
+
+    def __init__(self, thread: str | None) -> None:
+        """thread: the name of a thread, whose operators have that one thread; None: there is none."""
+        self._thread = None if thread is None else ThreadPoolExecutor(1, thread, torch.set_num_threads, (1,))
+
+    def do(self, work: Callable, *arguments: object) -> Future:
+        """Errors are raised by the future's `result`."""
+        if self._thread is not None:
+            return self._thread.submit(work, *arguments)
+        done: Future = Future()
+        try:
+            done.set_result(work(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
 
 _FAILED = -1  # code 0 of a lane whose input was no number
 # Of fewer lanes the operators are so short that the two threads only take turns with the interpreter.
@@ -104,12 +122,10 @@ class TorchLanes:
         return self._talker.embeddings
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
-        """See Lanes."""
         primed = None if reference is None else self._primed.of(reference)
         self._errands.append(self._talking.do(self._decoding.do, self._enter, slot, primed))
 
     def forget(self, reference: Tensor) -> None:
-        """See Lanes."""
         self._primed.forget(reference)
 
     def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
@@ -124,18 +140,15 @@ class TorchLanes:
         """See Lanes."""
 
     def leave(self, slot: int) -> None:
-        """See Lanes."""
         self._errands.append(self._talking.do(self._leave, self._talker_slot.pop(slot, None), slot))
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
-        """See Lanes."""
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
         lanes = [self._talker_slot[slot] for slot in slots]
         return _Launched(self._talking.do(self._talk, slots, lanes, list(rows)), self.overlaps)
 
     def collect(self, launched: _Launched) -> Made:
-        """See Lanes."""
         codes, ended, speaking, took_s, decoded = launched.said.result()
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
         if decoded is not None:

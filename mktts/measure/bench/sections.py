@@ -22,7 +22,7 @@ from mktts.spec import CODEBOOK_SIZE, FRAME_RATE_HZ, NUM_CODEBOOKS
 from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
-    from mktts.synth.generation import StepModel
+    from mktts.synth.one_by_one import StepModel
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words

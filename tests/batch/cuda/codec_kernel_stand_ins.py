@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.codec_states import INPUT_SCALE
-from mktts.batch.cuda.codec_work import UNIT, Rows
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, UNIT, Rows
 from mktts.codec.packed import LOW_SCALE, Packed
 
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.batch.cuda.codec_states import INPUT_SCALE, RingStates
-from mktts.batch.cuda.codec_work import RowsShape, Work
-from mktts.batch.cuda.kernels.codec_tiles import MEASURED, product_tile, step_depth
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
+from mktts.batch.cuda.tiles import MEASURED, product_tile, step_depth
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
@@ -107,7 +106,7 @@ def test_pieces_cover_every_history_once_and_bring_it_behind_itself(decoder):
 
 
 def test_a_smaller_pass_works_at_the_front_of_a_larger_ones_memory():
-    work, shapes = Work(CPU), [RowsShape(2, 4, 8, True), RowsShape(0, 3, 4, False)]
+    work, shapes = CodecWork(CPU), [RowsShape(2, 4, 8, True), RowsShape(0, 3, 4, False)]
     large, _ = work.inputs(8, shapes)
     taken = work.bytes
     small, rows = work.inputs(2, shapes)

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.codec_states import INPUT_SCALE
-from mktts.batch.cuda.codec_work import Rows, RowsShape
-from mktts.batch.cuda.kernels.codec_tiles import ProductTile
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, Rows, RowsShape
+from mktts.batch.cuda.tiles import ProductTile
 from mktts.codec.layers import Linear, SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack
 

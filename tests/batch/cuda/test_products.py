@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from product_shapes import RELEASED
 
-from mktts.batch.cuda.tiles import Kind, Plan, plan_of
+from mktts.batch.cuda.tiles import Kind, TilePlan, plan_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,7 +103,7 @@ def test_every_tile_of_a_matrix_gives_the_same_bits(own, monkeypatch, kind, colu
     plan = plan_of(kind, columns, depth, 2, limit)
     wanted = case.of(own, rows)
     for _, tile in plan.tiles:
-        monkeypatch.setattr(products, "plan_of", lambda *_, tile=tile: Plan(plan.parts, ((MOST, tile),)))
+        monkeypatch.setattr(products, "plan_of", lambda *_, tile=tile: TilePlan(plan.parts, ((MOST, tile),)))
         assert all(torch.equal(*pair) for pair in zip(case.of(own, rows), wanted, strict=True)), tile
 
 

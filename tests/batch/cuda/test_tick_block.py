@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mktts.batch.cuda.block import PENALTY, BlockLayout, Entering, packed
-from mktts.batch.cuda.sizes import LaneMemory
-from mktts.batch.cuda.workspace import Workspace, space_bytes, space_shapes
+from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
 from mktts.batch.tick import Piece, Tick
 from mktts.errors import EngineError
 from mktts.model.sampling import Choice, Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from product_shapes import RELEASED
 
-from mktts.batch.cuda.tiles import Kind, Plan, Tile, plan_of
+from mktts.batch.cuda.tiles import FixedOrderTile, Kind, TilePlan, plan_of
 
 ROWS = (1, 16, 17, 64, 128, 256, 512, 1_024, 2_048)
 LIMITS = [pytest.param(99 * 1024, id="small card"), pytest.param(227 * 1024, id="large card")]
@@ -31,13 +31,13 @@ def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, it
 
 
 def test_a_tile_serves_up_to_its_rows_and_the_last_one_all():
-    few, many = Tile(16, 64, 128, 4, 4, turned=True), Tile(128, 128, 64, 8, 3)
-    plan = Plan(1, ((16, few), (128, many)))
+    few, many = FixedOrderTile(16, 64, 128, 4, 4, turned=True), FixedOrderTile(128, 128, 64, 8, 3)
+    plan = TilePlan(1, ((16, few), (128, many)))
     assert [plan.tile(rows) for rows in (1, 16, 17, 128, 5_000)] == [few, few, many, many, many]
 
 
 def test_stages_shrink_until_they_fit_and_two_stay():
-    tile = Tile(64, 64, 128, 4, 6)
+    tile = FixedOrderTile(64, 64, 128, 4, 6)
     assert tile.fitted(Kind.LINEAR, 2, 227 * 1024) == tile
     assert tile.fitted(Kind.LINEAR, 2, 99 * 1024).stages == 3
     assert tile.fitted(Kind.GATED, 2, 99 * 1024).stages == 2

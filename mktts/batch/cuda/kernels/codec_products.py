@@ -5,7 +5,7 @@ a second fp16 number, LOW_SCALE times what the first rounds away: split, 22 bits
 fp16 numbers, high by high, and low by high and high by low in a sum of their own.
 
 What a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps have the same
-depth for any number of rows (see `mktts.batch.cuda.kernels.codec_tiles`), matrix units treat rows alike at every place
+depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
 of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
 operations written out, so that every tile's code rounds alike.
 """
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mktts.batch.cuda.codec_work import Rows
-from mktts.batch.cuda.kernels.codec_tiles import ProductTile, product_tile
+from mktts.batch.cuda.codec_memory import Rows
 from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.tiles import ProductTile, product_tile
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE as _LOW
 from mktts.codec.packed import Packed

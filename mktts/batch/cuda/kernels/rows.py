@@ -8,7 +8,56 @@ table[slot, i]. Values are rounded as in `mktts.kernel.rows`.
 import triton
 import triton.language as tl
 
-from mktts.kernel.rows import norm_rope
+from mktts.kernel.rows import norm_rope, rms
+
+
+@triton.jit(do_not_specialize=["lane_count", "nobody", "capacity"])
+def inputs(
+    slots, fresh, ends, text, prompt_slots, prompt_positions, prompt_rows, positions, frames, ended, seen,
+    embedding_sum, row_slot, row_pos, x, h, norm_weight, eps, lane_count, nobody, capacity,
+    H: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the row's slot and position, its input x and the norm of that, h (rows, H).
+
+    Rows before `lane_count` are the lanes': x = round(sum of the newest frame's embeddings) + text row, at the slot's
+    next position. A lane at its first frame (`fresh`) has no such row, its prompt's rows ride behind; its slot begins
+    anew: behind `ends` rows, no frames, no code seen, not ended. A lane whose slot has ended, or is full, has none
+    either. What has no row works on zeros at position 0 of the slot that is nobody's; so do prompt rows without an
+    address. The first seven arguments are parts of the tick's block; positions, frames, ended (slots,) int32, seen
+    (slots, V) uint8, embedding_sum (slots, H) fp32.
+    """
+    T: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, H)
+    sums = tl.zeros((H,), tl.float32)
+    if row < lane_count:
+        slot = tl.load(slots + row)
+        begins = tl.load(fresh + row) != 0
+        position = tl.load(positions + slot)
+        idle = begins | (tl.load(ended + slot) != 0) | (position >= capacity)
+        address = tl.where(idle, 0, tl.load(text + row))
+        sums = tl.load(embedding_sum + slot * H + c, mask=(c < H) & ~idle, other=0.0)
+        tl.store(row_slot + row, tl.where(idle, nobody, slot.to(tl.int32)))
+        tl.store(row_pos + row, tl.where(idle, 0, position))
+        if begins:
+            tl.store(positions + slot, tl.load(ends + row).to(tl.int32))
+            tl.store(frames + slot, 0)
+            tl.store(ended + slot, 0)
+            i = tl.arange(0, SIZE)
+            tl.store(seen + slot * V + i, tl.zeros((SIZE,), tl.uint8), mask=i < V)
+        else:
+            tl.store(positions + slot, tl.where(idle, position, position + 1))
+    else:
+        at = row - lane_count
+        address = tl.load(prompt_rows + at)
+        tl.store(row_slot + row, tl.load(prompt_slots + at).to(tl.int32))
+        tl.store(row_pos + row, tl.load(prompt_positions + at).to(tl.int32))
+    source = address.to(tl.pointer_type(T))
+    value = sums.to(T).to(tl.float32) + tl.load(source + c, mask=(c < H) & (address != 0), other=0.0).to(tl.float32)
+    value = value.to(T).to(tl.float32)
+    tl.store(x + row * H + c, value.to(T))
+    tl.store(h + row * H + c, rms(value, tl.load(norm_weight + c).to(tl.float32), eps, T, H))
+
 
 _FAR = tl.constexpr(-1.0e30)  # a score that no position reaches: its exponential is 0
 
@@ -123,3 +172,27 @@ def attend_predictor(
         tl.store(place + HALF, k2[OLD + i])
         tl.store(place + POSITIONS * D, v1[OLD + i])
         tl.store(place + POSITIONS * D + HALF, v2[OLD + i])
+
+
+@triton.jit(do_not_specialize=["columns"])
+def set_table(changes, table, columns, COLUMNS: tl.constexpr):
+    """Program (change): table (slots, columns) int32 gets a row. changes (n, 1 + columns) int32: slot, then its row."""
+    change = changes + tl.program_id(0).to(tl.int64) * (columns + 1)
+    slot = tl.load(change).to(tl.int64)
+    i = tl.arange(0, COLUMNS)
+    tl.store(table + slot * columns + i, tl.load(change + 1 + i, mask=i < columns), mask=i < columns)
+
+
+@triton.jit
+def copy_rows(copies, pages, D: tl.constexpr, PAGE: tl.constexpr):
+    """Program (copy, part): the first rows of one page's keys, or values, of one layer and head.
+
+    copies (n, 3) int32: source, target, rows. pages (pages, parts, PAGE, D).
+    """
+    copy = copies + 3 * tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    source = (tl.load(copy).to(tl.int64) * parts + part) * PAGE * D
+    target = (tl.load(copy + 1).to(tl.int64) * parts + part) * PAGE * D
+    e = tl.arange(0, PAGE * D)
+    live = e < tl.load(copy + 2) * D
+    tl.store(pages + target + e, tl.load(pages + source + e, mask=live), mask=live)

@@ -1,4 +1,9 @@
-"""The synthesizer's other half: what a server sees of one that is in another process."""
+"""A synthesizer in a process of its own, behind the interface of one in this process.
+
+A server of many listeners has two busy threads: the engine's worker, and the event loop with its sockets. In one
+process they share one interpreter, whose lock each gives up and waits for thousands of times a second; in two, each
+has its own. `mktts.synth.apart_engine` is the other process.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +34,62 @@ from mktts.model.voice import Voice
 from mktts.speech.executor import Standing, Wishes
 from mktts.speech.job import Bell, EngineName, Job, News
 from mktts.speech.options import Chunk, StreamOptions
-from mktts.speech.stream import Stream
+from mktts.speech.stream import Stream, WrittenStream
 from mktts.speech.text import clean_text
-from mktts.synth.apart.session import ApartSession, Elsewhere
-from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
+from mktts.synth.apart_engine import (
+    Answer,
+    Ask,
+    ChunkMessage,
+    DropVoice,
+    Feed,
+    KeepVoice,
+    Load,
+    Open,
+    Over,
+    Read,
+    Rests,
+    Stands,
+    Wire,
+)
 from mktts.synth.synthesizer import StreamSettings
+
+
+class Elsewhere:
+    """What makes a stream, as its job here knows it. See `mktts.speech.job.Work`."""
+
+    finish_reason = None
+    pending_frames = 0
+
+    def __init__(self) -> None:
+        self.codes: list[Any] = []
+        self.cancelled = False
+
+    def ready(self) -> bool:
+        """Nothing is made here."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+class ApartSession(WrittenStream):
+    """As `mktts.speech.stream.Session`; what a front end has no words for ends the stream with its TextError."""
+
+    _begun = False
+
+    def __init__(self, engine: Any, job: Job, seed: int, say: Callable[[str | None], None]) -> None:
+        """say: tells the other process a piece, or with None the end."""
+        super().__init__(engine, job, seed)
+        self._say = say
+
+    def _take(self, words: str, visible: bool) -> None:
+        self._begun = self._begun or visible
+        self._say(words)
+
+    def _end(self) -> None:
+        if not self._job.over:
+            self._say(None)
+
 
 _TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
 _END_S = 10.0  # for the other process to go
@@ -55,7 +111,9 @@ class ApartSynthesizer:
     def __init__(self, checkpoint: Checkpoint, name: str, revision: str | None, settings: dict[str, Any]) -> None:
         """checkpoint: for this process to look at. name, revision, settings: that the other one loads with."""
         self.checkpoint, self.sampling = checkpoint, checkpoint.sampling()
-        self._inbox: SimpleQueue[News | Drop | _Gone | None] = SimpleQueue()  # of what consumers do, to the teller
+        self._inbox: SimpleQueue[News | DropVoice | _StreamGone | None] = (
+            SimpleQueue()
+        )  # of what consumers do, to the teller
         self._bell = Bell()
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
@@ -66,7 +124,7 @@ class ApartSynthesizer:
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
-            command = [sys.executable, "-m", "mktts.synth.apart.maker", str(there.fileno())]
+            command = [sys.executable, "-m", "mktts.synth.apart_engine", str(there.fileno())]
             environment = {**os.environ, **python_path()}
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         self._wire = Wire(Connection(here.detach()))
@@ -92,7 +150,6 @@ class ApartSynthesizer:
         return Stream(self, job, seed)
 
     def open(self, **settings: Unpack[StreamSettings]) -> ApartSession:
-        """As `Synthesizer.open`."""
         if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         job, seed = self._open(None, settings)
@@ -124,26 +181,23 @@ class ApartSynthesizer:
             return found[0]
         number, key = next(self._ids), id(voice)
         self._voices[key] = number, weakref.ref(voice, lambda _: self._drop(key, number))
-        self._say(Keep(number, voice))
+        self._say(KeepVoice(number, voice))
         return number
 
     def _drop(self, key: int, number: int) -> None:
         if self._voices.get(key, (None,))[0] == number:
             del self._voices[key]
-        self._inbox.put(Drop(number))  # in a finalizer: no lock may be waited for
+        self._inbox.put(DropVoice(number))  # in a finalizer: no lock may be waited for
 
     # ---- the rest of the interface
 
     def admit(self, wishes: Wishes) -> None:
-        """As `Synthesizer.admit`."""
         self._ask("admit", wishes)
 
     def warm_up(self) -> None:
-        """As `Synthesizer.warm_up`."""
         self._ask("warm_up")
 
     def calibrate(self) -> None:
-        """As `Synthesizer.calibrate`."""
         self._ask("calibrate")
 
     def forget(self, voice: Voice) -> None:
@@ -157,7 +211,6 @@ class ApartSynthesizer:
 
     @property
     def carries(self) -> int:
-        """As `Synthesizer.carries`."""
         return max((one.carries for one in self._standing.values()), default=1)
 
     def close(self) -> None:
@@ -213,15 +266,15 @@ class ApartSynthesizer:
             while self._told(self._inbox.get()):  # whose names are gone when it waits again: it keeps no stream
                 pass
 
-    def _told(self, news: News | Drop | _Gone | None) -> bool:
+    def _told(self, news: News | DropVoice | _StreamGone | None) -> bool:
         """Tells news, and what comes within _TOLD_S of them. False: this synthesizer was closed."""
         time.sleep(_TOLD_S if news is not None else 0.0)
         taken: dict[int, int] = {}
         gone: list[int] = []
         while news is not None:
-            if isinstance(news, Drop):
+            if isinstance(news, DropVoice):
                 self._say(news)
-            elif isinstance(news, _Gone):
+            elif isinstance(news, _StreamGone):
                 gone.append(news.id)
             elif news.job.cancelled:
                 gone.append(news.job.name)
@@ -274,7 +327,7 @@ class ApartSynthesizer:
         job = self._jobs.get(message.id)
         if job is None:  # it was cancelled
             return
-        if isinstance(message, Sound):
+        if isinstance(message, ChunkMessage):
             pcm = np.frombuffer(message.pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
             job.deliver(Chunk(pcm, message.start_s, message.frames, message.timings, message.pcm16))
         elif isinstance(message, Rests):
@@ -282,7 +335,7 @@ class ApartSynthesizer:
         elif isinstance(message, Over):
             del self._jobs[message.id]
             job.end(message.reason) if message.error is None else job.fail(message.error)
-            self._inbox.put(_Gone(message.id))
+            self._inbox.put(_StreamGone(message.id))
 
     def _end_all(self, error: EngineError | None) -> None:
         while self._jobs:
@@ -297,7 +350,7 @@ class ApartSynthesizer:
         return EngineError(f"the process that speaks {how}: its messages stand above; start the server again")
 
 
-class _Gone(NamedTuple):
+class _StreamGone(NamedTuple):
     """A stream that is over here: the other process may forget it."""
 
     id: int

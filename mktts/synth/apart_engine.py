@@ -1,9 +1,13 @@
-"""The process that owns the model: opens what it is asked for, and sends what the worker makes, a turn at a time."""
+"""The process that owns the model: opens what it is asked for, and sends what the worker makes, a turn at a time.
+
+The two processes say everything in pickled messages over a socket; both are of this package, started by one user."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -12,13 +16,153 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
+from mktts.errors import EngineError
+from mktts.speech.guard import FinishReason
 from mktts.speech.job import Job
-from mktts.speech.options import Chunk
+from mktts.speech.options import Chunk, Timings
 from mktts.speech.serving import many_streams
 from mktts.speech.stream import Session, Stream
-from mktts.synth.apart.wire import Answer, Ask, Drop, Feed, Keep, Load, Open, Over, Read, Rests, Sound, Stands, Wire
+
+# ---- to the one that makes
+
+
+class Load(NamedTuple):
+    """First of all. settings: of `Synthesizer.load`."""
+
+    checkpoint: str
+    revision: str | None
+    settings: dict[str, Any]
+
+
+class Ask(NamedTuple):
+    """Calls a method of the synthesizer, or with `voice` one of that voice, and is answered under `number`."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+    voice: int | None = None
+
+
+class KeepVoice(NamedTuple):
+    """A voice that streams name by number from now on: what is cached for it is found by the object."""
+
+    number: int
+    voice: Any
+
+
+class DropVoice(NamedTuple):
+    """The voice of that number is named no more."""
+
+    number: int
+
+
+class Open(NamedTuple):
+    """A new stream. text: None where it comes later. settings: of `Synthesizer.stream`, voice by its number."""
+
+    id: int
+    text: str | None
+    settings: dict[str, Any]
+    voice: int | None
+
+
+class Feed(NamedTuple):
+    """More text; None says that no more comes."""
+
+    id: int
+    text: str | None
+
+
+class Read(NamedTuple):
+    """What listeners did since the last one: frames that they have taken in all, by stream; and who wants no more."""
+
+    taken: list[tuple[int, int]]
+    cancelled: list[int]
+
+
+# ---- from it
+
+
+class Answer(NamedTuple):
+    """To `Ask` or, with number 0, to `Load`. value: what the method returned, if it can be sent."""
+
+    number: int
+    error: BaseException | None = None
+    value: Any = None
+
+
+class Stands(NamedTuple):
+    """How the engines stand: `Synthesizer.standing`."""
+
+    engines: dict[str, Any]
+
+
+class ChunkMessage(NamedTuple):
+    """A chunk of a stream: 16-bit samples, and the rest of `mktts.speech.options.Chunk`."""
+
+    id: int
+    pcm16: bytes
+    start_s: float
+    frames: int
+    timings: Timings
+
+
+class Rests(NamedTuple):
+    """Whether a stream waits for its text, or for its reader."""
+
+    id: int
+    resting: bool
+
+
+class Over(NamedTuple):
+    """A stream has ended, or failed."""
+
+    id: int
+    reason: FinishReason | None
+    error: BaseException | None
+
+
+class Wire:
+    """Messages over a connection; `send` from any thread, `receive` from one. Both raise EOFError or OSError where the
+    other side is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """A message, or a list of them. An error that cannot be sent is told in words."""
+        try:
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            data = pickle.dumps(_told(message), protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> list[Any]:
+        """The next messages, at least one."""
+        message = pickle.loads(self._connection.recv_bytes())
+        return message if isinstance(message, list) else [message]
+
+    def shut(self) -> None:
+        """The other side's `receive` ends, and this one's, though a thread waits in it."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same, contextlib.suppress(OSError):
+            same.shutdown(socket.SHUT_RDWR)  # fails where the other side has gone already
+
+    def close(self) -> None:
+        """Nothing is sent or received any more."""
+        self._connection.close()
+
+
+def _told(message: Any) -> Any:
+    if isinstance(message, list):
+        return [_told(one) for one in message]
+    if isinstance(message, (Answer, Over)) and message.error is not None:
+        error = EngineError(f"{type(message.error).__name__}: {message.error}")
+        return message._replace(error=error, **({"value": None} if isinstance(message, Answer) else {}))
+    return message
+
 
 _STANDING_S = 0.1  # between two accounts of how the engines stand
 
@@ -40,7 +184,7 @@ class Sender:
         """A chunk of `job`, or its end. at_once: from another thread than the worker's."""
         id = job.name
         if chunk is not None:
-            self._made.append(Sound(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+            self._made.append(ChunkMessage(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
         elif at_once:
             self._out.put([Over(id, "cancelled", None)])
         else:
@@ -109,9 +253,9 @@ class Maker:
             self._open(message)
         elif isinstance(message, Feed):
             self._feed(message)
-        elif isinstance(message, Keep):
+        elif isinstance(message, KeepVoice):
             self._voices[message.number] = message.voice
-        elif isinstance(message, Drop):
+        elif isinstance(message, DropVoice):
             self._voices.pop(message.number, None)
         elif isinstance(message, Ask):
             self._sender.say(self._answer(message))
@@ -182,4 +326,6 @@ def main(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    from mktts.synth import apart_engine  # messages are of that module, not of __main__
+
+    apart_engine.main(int(sys.argv[1]))

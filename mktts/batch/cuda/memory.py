@@ -1,4 +1,4 @@
-"""The memory in which ticks work: one for all buckets, as large as the largest needs, because they run one by one."""
+"""What many streams take of the device: numbers by slot, what ticks work in, and how much memory all of it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mktts.batch.pages import PAGE_ROWS
 from mktts.errors import EngineError
-from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Tensors of `count` slots; the last slot is nobody's: padded lanes and rows work on it."""
+
+    count: int
+    positions: Tensor  # (slots,) int32: rows in the cache
+    frames: Tensor  # (slots,) int32: frames drawn
+    ended: Tensor  # (slots,) int32: 1 from the frame on in which end of speech was drawn
+    seen: Tensor  # (slots, talker's vocabulary) uint8: code 0 was drawn
+    embedding_sum: Tensor  # (slots, H) fp32: of the newest frame
+
+    @classmethod
+    def make(cls, config: ModelConfig, count: int, device: torch.device) -> Slots:
+        """Slots of which none has begun."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            count=count,
+            positions=zeros(count),
+            frames=zeros(count),
+            ended=zeros(count),
+            seen=zeros(count, config.talker.vocab_size, dtype=torch.uint8),
+            embedding_sum=zeros(count, config.talker.hidden_size, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def bytes_each(config: ModelConfig) -> int:
+        """Bytes of one slot."""
+        return 3 * 4 + config.talker.vocab_size + 4 * config.talker.hidden_size
+
+    @property
+    def nobody(self) -> int:
+        """The slot of padded lanes and rows."""
+        return self.count - 1
+
 
 # Of a row's positions at most, in attention; its length alone decides them, see mktts.batch.cuda.kernels.attention.
 ATTENTION_PARTS = 8
@@ -102,3 +142,45 @@ class Workspace:
             return self._memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
         return Space(**{name: view(name, *of) for name, of in shapes.items()})
+
+
+@dataclass(frozen=True)
+class LaneMemory:
+    """Bytes. page: 64 positions of keys and values of all layers. slot: one stream without its pages: settled numbers,
+    codes seen, its row of the page table, its codec state. tick: what the largest tick works in, without the codec's
+    own temporaries and without the recorded graphs.
+    """
+
+    page: int
+    slot: int
+    tick: int
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        positions: int,
+        codec_state: int = 0,
+        lanes: int = 1024,
+        prompt_rows: int = 1024,
+    ) -> LaneMemory:
+        """positions: of the longest stream. codec_state: bytes of one stream's. lanes, prompt_rows: of the largest
+        tick."""
+        c, rows = config.talker, lanes + prompt_rows
+        space = space_bytes(space_shapes(config, dtype, lanes, prompt_rows, ATTENTION_PARTS))
+        widest = max(_widest(config.talker) * rows, _widest(config.predictor) * 2 * lanes)
+        return cls(
+            page=PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize,
+            slot=Slots.bytes_each(config) + 4 * -(-positions // PAGE_ROWS) + codec_state,
+            tick=space + widest * dtype.itemsize,
+        )
+
+    def bytes(self, slots: int, pages: int) -> int:
+        """Of so many streams, nobody's slot with them, and pages."""
+        return self.slot * (slots + 1) + self.page * pages + self.tick
+
+
+def _widest(stack: StackConfig) -> int:
+    """Values a row that lie between two products at once: gate and up, and what becomes of them."""
+    return 3 * stack.intermediate_size + stack.hidden_size

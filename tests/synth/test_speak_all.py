@@ -1,0 +1,296 @@
+"""Tables of sentences into a folder: what is read, what is spoken, tried again, skipped, and left by a killed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from absent import needs
+from commands import run
+from fakes import FakeBackend, fake_synthesizer
+
+from mktts.audio import to_pcm16
+from mktts.errors import BackendUnavailable, MkttsError, PromptError, SentencesError
+from mktts.model.voice import Voice
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer, speak_all
+from mktts.synth.many import Said
+from mktts.synth.sentences import COLUMNS, Sentence, read_table
+from mktts.synth.speak_all import RETRIES, derived_seed, speak_into_folder
+
+RANDOM = ("--checkpoint", "random:tiny", "--device", "cpu", "--seed", "3")
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch, checkpoint_cache):
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- tables
+
+
+def table(name: str, content: str | bytes):
+    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_table(Path(name))
+
+
+def lines(*objects: object) -> str:
+    return "".join(f"{json.dumps(one)}\n" for one in objects)
+
+
+def test_the_three_kinds_say_the_same():
+    wanted = [Sentence(2, "a", "Hello.", seed=7), Sentence(4, "b", '"Go\\n," he said.', language="english")]
+    tsv = 'seed\tid\ttext\tlanguage\n7\ta\tHello.\t\n\n\tb\t"Go\\n," he said.\tenglish\n'
+    jsonl = "\n" + lines({"id": "a", "text": "Hello.", "seed": 7, "voice": None})
+    jsonl += "  \n" + lines({"id": "b", "text": '"Go\\n," he said.', "language": "english"})
+    for name, content in (("t.tsv", tsv), ("t.jsonl", jsonl)):
+        for variant in (content, "\ufeff" + content, content.replace("\n", "\r\n"), content[:-1]):
+            assert table(name, variant).sentences == wanted
+    plain = table("t.TXT", "Hello.\n\nGood\tday.\n").sentences
+    assert plain == [Sentence(1, "000001", "Hello."), Sentence(3, "000003", "Good\tday.")]
+    assert table("t.tsv", "id\ttext\tmood\nx\ty\tz\n").unused == {"mood"}
+    assert table("t.jsonl", lines({**dict.fromkeys(COLUMNS), "id": 1, "text": "y", "pace": 2})).unused == {"pace"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "x"}', "text is missing"),
+        ('{"text": "x", "seed": 1}', "id is missing"),
+        ('{"id": "x", "text": 3}', "text must be a string, found int"),
+        ('{"id": true, "text": "x"}', "id must be a string, found bool"),
+        ('{"id": "x", "text": "y", "seed": -1}', "seed must be"),
+        ('{"id": "x", "text": "y", "seed": "soon"}', "seed must be a whole number"),
+        ('{"id": "x", "text": "y", "max_frames": 0}', "max_frames must be"),
+        ("[1]", "found list"),
+        ("{", "could not read it"),
+        ("[" * 100_000, "could not read it"),
+        ('{"id": "FIRST", "text": "x"}', "'FIRST' stands in line 1 already"),
+        (b"\xff\xfe", "expected UTF-8"),
+    ],
+)
+def test_a_bad_line_is_one_line_and_the_others_go_on(line, message):
+    first, last = (lines({"id": name, "text": "x"}).encode() for name in ("first", "last"))
+    line = line if isinstance(line, bytes) else line.encode()
+    found = table("t.jsonl", first + line + b"\n" + last)
+    assert [(one.id, one.line) for one in found.sentences] == [("first", 1), ("last", 3)]
+    assert list(found.bad) == [2] and message in found.bad[2] and "\n" not in found.bad[2]
+
+
+def test_an_id_is_the_name_of_a_file_and_of_nothing_else():
+    bad = ["", " ", ".", "..", ".hidden", "../up", "/etc/passwd", "a/b", "a\\b", "a\0b", "a\nb", "-rf", " a", "a "]
+    bad += ["x" * 201, "\ud800", "a\u2028b", "é" * 101, "\x7f"]
+    good = ["a", "a.b", "Größe 3", "你好", "x" * 200, "con%2F", "manifest", "a:b"]
+    found = table("t.jsonl", lines(*({"id": name, "text": "x"} for name in (*bad, *good))))
+    assert [one.id for one in found.sentences] == good and len(found.bad) == len(bad)
+    assert all(error.startswith("id ") and len(error) < 300 for error in found.bad.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.tsv", "id\tsentence\nx\ty\n", "text is missing"),
+        ("t.tsv", "name\ttext\nx\ty\n", "id is missing"),
+        ("t.tsv", "id\ttext\ttext\nx\ty\tz\n", "column 'text' stands twice"),
+        ("t.tsv", "id\ttext\nx\n", "expected 2 columns, as the first line has, found 1"),
+        ("t.jsonl", "", "found none$"),
+        ("t.tsv", b"\xff\xfei\0d\0", "line 1: expected UTF-8"),
+        ("t.csv", "id,text\n", "expected a name that ends in .jsonl, .tsv, .txt"),
+    ],
+)
+def test_a_table_without_a_sentence_is_one_line_of_error(name, content, message):
+    with pytest.raises(SentencesError, match=message) as error:
+        table(name, content)
+    assert "\n" not in str(error.value)
+    with pytest.raises(SentencesError, match="found no file"):
+        read_table(Path("none.txt"))
+
+
+# ---- the synthesizer
+
+
+class Wayward(FakeBackend):
+    """Segments of `runs_away` stay on one code 0, those of `fails` fail."""
+
+    runs_away = fails = frozenset()
+
+    def step(self, state, row):
+        if state.seed in self.fails and state.frames == 2:
+            raise RuntimeError("made to fail")
+        frame = super().step(state, row)
+        if frame.codes is not None and state.seed in self.runs_away:
+            frame.codes[0] = 7
+        return frame
+
+
+@pytest.mark.parametrize("engine", ["single", "batch-ahead"])
+def test_what_runs_away_or_fails_is_tried_again_with_another_seed(engine, tmp_path):
+    backend = Wayward(eos_after=50)
+    sentences = [Sentence(number, f"s{number}", f"Text number {number}.", seed=number) for number in range(6)]
+    sentences += [Sentence(7, "long", "Never ends.", seed=7), Sentence(8, "cut", "Cut.", seed=8, max_frames=3)]
+    sentences += [Sentence(9, "nobody", "Hello.", seed=9, speaker="nobody"), Sentence(10, "none", "\x00", seed=10)]
+    sentences += [Sentence(11, "voice", "Hello.", seed=11, voice="missing.voice")]
+    seeds = {
+        number: [number, *(derived_seed(number, attempt) for attempt in range(1, RETRIES + 1))] for number in (1, 2, 7)
+    }
+    backend.runs_away, backend.fails = frozenset({*seeds[1][:1], *seeds[7]}), frozenset(seeds[2][:3])
+    with fake_synthesizer(backend, engine=engine) as synth:
+        found = {one.id: one for one in speak_into_folder(synth, sentences, tmp_path, "wav", RETRIES)}
+        assert {name: one.attempts for name, one in found.items() if one.attempts} == {"s1": 1, "s2": 3, "long": 3}
+        errors = {name: one.error for name, one in found.items() if one.error}
+        assert set(errors) == {"long", "nobody", "none", "voice"} and "runaway" in errors["long"]
+        kept = {path.stem for path in tmp_path.iterdir()}
+        assert kept == {one.id for one in sentences} - set(errors)
+        for name, seed, frames in (
+            ("s0", 0, None),
+            ("s1", seeds[1][1], None),
+            ("s2", seeds[2][3], None),
+            ("cut", 8, 3),
+        ):
+            text = next(one.text for one in sentences if one.id == name)
+            alone = synth.say(text, seed=seed, max_frames=frames)
+            samples, rate_hz = soundfile.read(tmp_path / f"{name}.wav", dtype="int16")
+            assert samples.tobytes() == to_pcm16(alone) and rate_hz == SAMPLE_RATE_HZ
+            assert found[name].audio_s == len(alone) / SAMPLE_RATE_HZ
+
+
+# ---- the command
+
+
+def speak(*words: object, name: str = "t.txt", frames: int = 5) -> int:
+    return run("speak-all", name, "-o", "out", *RANDOM, "--max-frames", frames, *words)
+
+
+def report(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_what_is_there_is_skipped_and_a_line_that_cannot_be_spoken_has_no_file(capsys):
+    table("t.tsv", "id\ttext\tspeaker\na\tHello.\t\n../b\tHello.\t\nc\tHello.\tnobody\nd\tGood day.\tryan\n")
+    assert speak(name="t.tsv") == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    assert {name: found[name] for name in ("lines", "there", "spoken", "failed")} == {
+        "lines": 4, "there": 0, "spoken": 2, "failed": 2
+    }  # fmt: skip
+    assert "line 3: id must be" in said.err and "line 4, c: " in said.err
+    before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert sorted(before) == ["a.wav", "d.wav"]
+    first = Path("out/a.wav").read_bytes()
+    table("t.tsv", "id\ttext\tspeaker\na\tHello.\t\nb\tHello.\t\nd\tGood day.\tryan\n")
+    Path("out/a.wav").unlink()
+    assert speak(name="t.tsv") == 0 and report(capsys)["spoken"] == 2
+    assert Path("out/a.wav").read_bytes() == first and Path("out/d.wav").stat().st_mtime_ns == before["d.wav"]
+
+
+@pytest.mark.parametrize("kind", ["flac", "opus", "mp3"])
+def test_every_format_is_decoded_by_others(kind, capsys):
+    table("t.txt", "One.\n")
+    assert speak("--format", kind, frames=12) == 0
+    samples, rate_hz = soundfile.read(f"out/000001.{kind}")
+    assert len(samples) / rate_hz == pytest.approx(report(capsys)["audio_s"], abs=0.1) and np.abs(samples).max() > 0
+
+
+def test_voices_lie_beside_the_table(tiny_base, capsys):
+    Path("beside").mkdir()
+    voice = Voice(torch.full((tiny_base.config.talker.hidden_size,), 0.1), None, None, tiny_base.config.model_size)
+    voice.save("beside/v.voice")
+    table("beside/t.tsv", "id\ttext\tvoice\tseed\na\tHello.\tv.voice\t4\nb\tHello.\tnone.voice\t\n")
+    words = ("--checkpoint", "random:tiny:base", "--device", "cpu", "--max-frames", 4)
+    assert run("speak-all", "beside/t.tsv", "-o", "out", *words) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["spoken"] == 1 and "none.voice" in said.err
+    with Synthesizer.load(tiny_base, device="cpu", engine="batch") as synth:
+        alone = synth.say("Hello.", voice=voice, seed=4, max_frames=4)
+    assert Path("out/a.wav").read_bytes().endswith(to_pcm16(alone))
+    table("t.tsv", "id\ttext\na\tHello.\n")
+    with pytest.raises(PromptError, match="expected a column voice"):
+        run("speak-all", "t.tsv", "-o", "out", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-frames", "0"), "--max-frames must be"), (("--seed", "-1"), "--seed must be"),
+        (("--replicas", "2"), "option of --ray"), (("--ray", "--device", "cuda:1"), "leave out --device cuda:1"),
+        (("--voice", "none.voice"), "expected a file made by Voice.save"), (("-o", "t.txt"), "expected a folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_is_made(words, message):
+    table("t.txt", "One.\n")
+    with pytest.raises(MkttsError, match=message):
+        speak(*words)
+    assert not Path("out").exists()
+
+
+class SaysAll:
+    """A synthesizer without threads, which a forked child can use."""
+
+    sampling = None
+
+    def say_each(self, ask):
+        while (asked := ask()) is not None:
+            yield Said(asked, SimpleNamespace(finish_reason="eos"), np.full(24_000, 0.25, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kill_at", [1, 3])
+def test_a_killed_run_leaves_whole_files_and_the_next_one_speaks_the_rest(tmp_path, kill_at):
+    sentences = [Sentence(number, f"s{number}", "Text.", seed=number) for number in range(5)]
+    child = os.fork()
+    if not child:
+        left, real = [kill_at], os.replace
+
+        def killed(*paths: Path) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*paths)
+
+        speak_all.os.replace, speak_all._WRITERS = killed, 1
+        list(speak_into_folder(SaysAll(), sentences, tmp_path, "wav", 0))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    before = {path.name for path in tmp_path.iterdir() if path.suffix == ".wav"}
+    assert before == {f"s{number}.wav" for number in range(kill_at - 1)} and len(os.listdir(tmp_path)) == kill_at
+    left = [one for one in sentences if f"{one.id}.wav" not in before]
+    assert len(list(speak_into_folder(SaysAll(), left, tmp_path, "wav", 0))) == len(left)
+    assert sorted(os.listdir(tmp_path)) == [f"{one.id}.wav" for one in sentences]
+    assert all(soundfile.info(path).frames == 24_000 for path in tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_run_and_leaves_no_file(monkeypatch, tmp_path):
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(speak_all.Path, "write_bytes", full)
+    with fake_synthesizer(FakeBackend(eos_after=3)) as synth, pytest.raises(OSError, match="No space"):
+        list(speak_into_folder(synth, [Sentence(1, "a", "Hello.", seed=1)], tmp_path, "wav", 0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_ray_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    table("t.txt", "One.\n")
+    with pytest.raises(BackendUnavailable, match=r'pip install -e "\.\[ray\]"'):
+        speak("--ray", "--replicas", "2")
+
+
+@pytest.mark.slow
+@needs("ray", "pandas", "pyarrow")
+def test_two_actors_make_the_files_of_one_process(capsys):
+    table("t.txt", "".join(f"Sentence {number}.\n" for number in range(8)) + "\x07\n")
+    assert speak() == 1
+    alone, one = report(capsys), {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    assert run("speak-all", "t.txt", "-o", "two", *RANDOM, "--max-frames", 5, "--ray", "--replicas", 2) == 1
+    together = report(capsys)
+    assert together["spoken"] == alone["spoken"] == 8 and together["audio_s"] == alone["audio_s"]
+    assert {path.name: path.read_bytes() for path in Path("two").iterdir()} == one
