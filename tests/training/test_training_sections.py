@@ -22,7 +22,7 @@ from mktts.training.judge import evaluate, forms, intervals, natural, sound, wri
 from mktts.training.judge.figures import MUST, figures
 from mktts.training.judge.keep import KeptFolder, Spoken, digest_of
 from mktts.training.judge.likeness import likeness_of, section
-from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Judged, JudgedSound, Line, Listened, Listener
+from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Judged, JudgedSound, Line, LineJudge, Listened
 from mktts.training.judge.loudness import integrated_lufs
 
 CLIPS = Path(__file__).parents[2] / "outputs" / "reference" / "voice"
@@ -210,7 +210,7 @@ def test_a_listener_measures_what_it_hears():
         def sound(self, word: str) -> str:
             return word
 
-    listener = Listener(
+    listener = LineJudge(
         lambda text, speaker, seed, greedy: Spoken(tone(997, 0.1, 2.0), "runaway"),
         lambda text, speaker: tone(997, 0.1, 3.0),
         {"free": Ears()},
