@@ -173,15 +173,15 @@ def test_written_numbers_are_right_by_ear_where_a_right_reading_is_chosen():
 
 @needs("pocketsphinx")
 def test_the_recogniser_chooses_what_was_said():
-    from mktts.measure.recogniser import Choice
+    from mktts.measure.recogniser import ClosedRecogniser
 
     rows = json.loads((CLIPS / "index.json").read_text())
     said = [re.sub(r"[^a-z' ]", "", row["text"].lower()) for row in rows]
-    choice = Choice(["nothing of the kind", *said, "zzyzxq"])
+    choice = ClosedRecogniser(["nothing of the kind", *said, "zzyzxq"])
     for row, text in zip(rows, said, strict=True):
         assert choice.hear(read_audio(CLIPS / f"{row['name']}_teacher.flac")[0]) == text
     with pytest.raises(MetricsError, match="zzyzxq"):
-        Choice(["zzyzxq"])
+        ClosedRecogniser(["zzyzxq"])
 
 
 def sounding(speaker: str, said: str, lufs: float | None, buzz: float = 0.8, lead_ms: float | None = 80.0) -> Listened:
