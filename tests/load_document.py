@@ -1,11 +1,12 @@
-"""A made-up document of `python -m mktts bench --load --into`, as the notebook and the book of loads read it."""
+"""A made-up document of `python -m mktts bench --load --into`, as the notebook and the record of loads read it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from mktts.measure.bench.load.book import figure, merge
+from mktts.measure.load.record import merge
 
 BESIDE = {
     "revision": "abc",
@@ -18,7 +19,7 @@ BESIDE = {
 
 
 def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
-    """One that was held for a minute without a stutter."""
+    """One that was held for a minute, every listener in time."""
     return {
         "held": True,
         "listeners": listeners,
@@ -27,6 +28,7 @@ def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
         "playing_mean": float(listeners),
         "duration_s": 60.0,
         "arrivals": 4_000,
+        "ttfb_p99_ms": 20.0,
         "ttfc_p50_ms": 10.0,
         "ttfc_p95_ms": 15.0,
         "ttfc_p99_ms": 20.0,
@@ -49,9 +51,12 @@ def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
 
 
 def load_file(folder: Path) -> Path:
-    """Two loads of one kind and one of another, with a figure: `folder`/load.json."""
+    """Two loads of one kind and one of another, with a figure of an earlier version: `folder`/load.json."""
     busy = {"device_busy_percent": 50.0, "frames": 60 * 512 * 12, "lanes_mean": 64.0}
     points = [point(512, **busy), point(1_024, underruns=3, refused=2), point(512, codec="full", deterministic=True)]
     path = folder / "load.json"
-    merge(path, BESIDE, True, points, {"frame_64_ms": figure([5.0, 5.1, 5.2], "ms")})
+    path.write_text(
+        json.dumps({"points": [], "figures": {"frame_64_ms": {"value": 5.1, "unit": "ms", "n": 3, **BESIDE}}})
+    )
+    merge(path, BESIDE, True, points)
     return path

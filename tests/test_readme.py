@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from other_cards import CASES
 from readme_figures import CARDS, ENGINES, FIGURE, ROWS, SPEED, renew, renew_cards, renew_speed, speed_table, state_of
 from test_rooms import ALLOWED
 
 from mktts.cli import parse
 from mktts.kernel.build import TARGETS
-from mktts.measure.cards import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

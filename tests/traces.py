@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mktts.kernel.trace import PHASES, Marks, frame_points, talker_points
-from mktts.measure.trace.document import BUILDS, Launch, document
+from mktts.measure.trace import BUILDS, Launch, document
 from mktts.model.backend import Frame
 
 GHZ = 1.9

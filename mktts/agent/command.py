@@ -36,6 +36,11 @@ environment:
   MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
   MKTTS_API_KEY                  asked of whoever uses the page; needed where other machines reach it"""
 
+_SETTINGS = (  # of AgentSettings, as the arguments have them
+    "checkpoint", "revision", "voice", "language", "instruct", "tokens", "layout", "stt", "stt_model", "llm",
+    "llm_checkpoint", "openai_url", "openai_model",
+)  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
@@ -43,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     talk.add_argument(
         "--transport",
         default="websocket",
-        choices=("websocket", "webrtc", "local"),
-        help="how to the listener: a page's WebSocket or WebRTC, or this machine's sound card (default: %(default)s)",
+        choices=("websocket", "webrtc"),
+        help="what the page offers first (default: %(default)s)",
     )
     talk.add_argument(
         "--scripted", type=Path, metavar="WAV", help="no person: recorded user speech, latencies, a stereo recording"
@@ -91,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
-    _need_packages(page=arguments.scripted is None and arguments.transport != "local")
+    _need_packages(page=arguments.scripted is None)
     for name, value, part in (
         ("--stt-model", arguments.stt_model, ("--stt", "whisper", arguments.stt)),
         ("--llm-checkpoint", arguments.llm_checkpoint, ("--llm", "qwen3", arguments.llm)),
@@ -101,19 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.agent.settings import from_environment
 
     settings = from_environment(
-        checkpoint=arguments.checkpoint,
-        revision=arguments.revision,
-        voice=arguments.voice,
-        language=arguments.language,
-        instruct=arguments.instruct,
-        tokens=arguments.tokens,
-        layout=arguments.layout,
-        stt=arguments.stt,
-        stt_model=arguments.stt_model,
-        llm=arguments.llm,
-        llm_checkpoint=arguments.llm_checkpoint,
-        openai_url=arguments.openai_url,
-        openai_model=arguments.openai_model,
+        **{name: getattr(arguments, name) for name in _SETTINGS},
         turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
         **loading(arguments),
     )
@@ -122,8 +115,6 @@ def main(arguments: argparse.Namespace) -> int:
         return _scripted(settings, arguments.scripted)
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
-    if arguments.transport == "local":
-        return _local(settings)
     return _page(settings, arguments)
 
 
@@ -174,28 +165,6 @@ def _scripted(settings: AgentSettings, wav: Path) -> int:
     voice = load_voice(settings)
     told = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
     print(json.dumps(told | talk.document()))
-    _close_models()
-    return 0
-
-
-def _local(settings: AgentSettings) -> int:
-    try:
-        from pipecat.transports.local.audio import LocalAudioTransport, LocalAudioTransportParams
-    except ImportError:
-        raise AgentError(
-            "the sound card needs the package pyaudio, which has no wheels for Linux: install portaudio19-dev, then "
-            "pip install pyaudio==0.2.14; or use --transport websocket"
-        ) from None
-    from mktts.agent.conversation import build
-
-    async def talk() -> None:
-        params = LocalAudioTransportParams(audio_in_enabled=True, audio_out_enabled=True)
-        conversation = build(LocalAudioTransport(params), settings)
-        await conversation.greet()
-        await conversation.run(handle_sigint=True)
-
-    print("wear headphones: nothing here takes the bot's own voice out of the microphone")
-    asyncio.run(talk())
     _close_models()
     return 0
 

@@ -1,6 +1,6 @@
-"""Sound: samples, levels, files, and encodings that are made while somebody listens.
+"""Sound: samples, levels and files.
 
-The names below are the room's face; what encodes and decodes by PyAV lies in modules of its own.
+`mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted` decodes what anyone may have sent.
 """
 
 from mktts.audio.files import FORMATS, encoded, format_of, read_audio, require_format, write_audio
@@ -10,10 +10,10 @@ from mktts.audio.pcm import (
     joined,
     level_dbfs,
     peak_dbfs,
+    resample,
     rows_to_pcm16,
     to_pcm16,
 )
-from mktts.audio.resampling import resample
 
 __all__ = [
     "FORMATS",

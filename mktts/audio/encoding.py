@@ -6,28 +6,31 @@
     send(encoder.finish())
 
 `StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file
-that is written whole, whose header can say how long it is, is `mktts.audio.encoded`'s.
+that is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+import struct
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from mktts.audio.files import encoded
-from mktts.audio.headers import streaming_wav_header
 from mktts.audio.pcm import to_pcm16
-from mktts.errors import AudioError
+from mktts.errors import AudioError, BackendUnavailable
 from mktts.spec import SAMPLE_RATE_HZ
-
-if TYPE_CHECKING:
-    from mktts.audio.tempo import Tempo
 
 StreamFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 STREAM_FORMATS: tuple[StreamFormat, ...] = get_args(StreamFormat)
 UNCODED: tuple[StreamFormat, ...] = ("wav", "pcm")  # samples as they are: no work, no package
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
+_UNKNOWN_BYTES = 2**32 - 1  # what writers into a pipe put; readers then go on to the end of the file
+_FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
+# FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
+_SLOWEST_STEP, _FASTEST_STEP = 0.5, 2.0
+_TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a window
 
 
 class Encoder(Protocol):
@@ -45,9 +48,9 @@ def encoder_of(
 ) -> Encoder:
     """An encoder into `kind`.
 
-    speed: 0.25 to 4; 2 takes half the time, at the same pitch. sample_rate_hz: of what comes out (Opus is always
-    decoded at 48 kHz: it is then what the encoder is given). whole: nothing comes before the end, and then a file that
-    says how long it is, which a stream cannot.
+    speed: 0.25 to 4; 2 takes half the time, at the same pitch.
+    sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given).
+    whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
 
     Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
     the package av (PyAV) is missing that this needs.
@@ -56,22 +59,24 @@ def encoder_of(
         raise AudioError(f"format must be one of {', '.join(STREAM_FORMATS)}, got {kind!r}")
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
-    encoder = _encoder(kind, sample_rate_hz, whole)
+    encoder: Encoder
+    if whole:
+        encoder = _Whole(kind, sample_rate_hz)
+    elif kind in UNCODED:
+        encoder = Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
+    else:
+        encoder = AvEncoder(kind, sample_rate_hz)
     if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
         return encoder
-    from mktts.audio.tempo import Tempo
-
     return _Changed(Tempo(speed, sample_rate_hz), encoder)
 
 
-def _encoder(kind: StreamFormat, sample_rate_hz: int, whole: bool) -> Encoder:
-    if whole:
-        return _Whole(kind, sample_rate_hz)
-    if kind in UNCODED:
-        return Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
-    from mktts.audio.coding import Coder
-
-    return Coder(kind, sample_rate_hz)
+def streaming_wav_header(sample_rate_hz: int) -> bytes:
+    """RIFF and WAVE headers (Microsoft/IBM, 1991) of 16-bit mono PCM, with unknown sizes: 44 bytes."""
+    pcm_tag, channels, block_bytes = 1, 1, 2
+    shape = struct.pack("<HHIIHH", pcm_tag, channels, sample_rate_hz, sample_rate_hz * block_bytes, block_bytes, 16)
+    riff = struct.pack("<4sI4s", b"RIFF", _UNKNOWN_BYTES, b"WAVE")
+    return riff + struct.pack("<4sI", b"fmt ", len(shape)) + shape + struct.pack("<4sI", b"data", _UNKNOWN_BYTES)
 
 
 class Samples:
@@ -89,8 +94,7 @@ class Samples:
         return header + samples
 
     def finish(self) -> bytes:
-        header, self._header = self._header, b""
-        return header
+        return self.feed_pcm16(b"")
 
 
 class _Whole:
@@ -124,3 +128,160 @@ class _Changed:
     def finish(self) -> bytes:
         rest = self._tempo.finish()
         return (self._encoder.feed(rest) if len(rest) else b"") + self._encoder.finish()
+
+
+def import_av() -> Any:
+    """The package av. Raises BackendUnavailable where it is missing."""
+    try:
+        import av
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"audio that is encoded while it is made, AAC, and another speed need the package av: {error}; "
+            "pip install av"
+        ) from None
+    return av
+
+
+@dataclass(frozen=True)
+class _Codec:
+    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing.
+
+    sample_format: that the encoder is given; None takes its first.
+    """
+
+    container: str
+    name: str
+    bit_rate: int = 0
+    sample_format: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    container_options: dict[str, str] = field(default_factory=dict)
+
+
+# Bit rates of one channel at 24 kHz: two thirds of MP3's most there (160 000), more than speech needs in the others.
+_CODECS = {
+    # no tag and no Xing frame: both would promise a length. No bit reservoir: a frame is whole when it is there.
+    "mp3": _Codec("mp3", "libmp3lame", 96_000, None, {"reservoir": "0"}, {"write_xing": "0", "id3v2_version": "0"}),
+    # a page a packet of 20 ms; left alone, pages of a second
+    "opus": _Codec("ogg", "libopus", 48_000, "s16", {"frame_duration": "20"}, {"page_duration": "20000"}),
+    "aac": _Codec("adts", "aac", 64_000),
+    # without room for tags, which is 8 KiB before the first sound
+    "flac": _Codec("flac", "flac", 0, "s16", {}, {"metadata_header_padding": "0"}),
+}
+
+
+class AvEncoder:
+    """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS) or flac that gives out every packet at once.
+
+    Raises BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec
+    does not have.
+    """
+
+    def __init__(self, kind: str, sample_rate_hz: int) -> None:
+        av, codec = import_av(), _CODECS[kind]
+        self._av = av
+        self._out = _Out()
+        self._sample_rate_hz = sample_rate_hz
+        self._samples = 0
+        try:
+            rates_hz = av.Codec(codec.name, "w").audio_rates
+        except av.codec.codec.UnknownCodecError:
+            raise BackendUnavailable(f"the installed PyAV cannot write {kind}: it has no {codec.name}") from None
+        if rates_hz and sample_rate_hz not in rates_hz:
+            known = ", ".join(str(rate_hz) for rate_hz in sorted(rates_hz))
+            raise AudioError(f"{kind} can have sample rates of {known} Hz, got {sample_rate_hz}")
+        options = {**_FLUSHED, **codec.container_options}
+        self._container = av.open(self._out, "w", format=codec.container, options=options)
+        self._stream = self._container.add_stream(codec.name, rate=sample_rate_hz, options=codec.options)
+        self._stream.layout = "mono"
+        self._stream.codec_context.thread_count = 1
+        if codec.sample_format:
+            self._stream.format = codec.sample_format
+        if codec.bit_rate:
+            self._stream.bit_rate = codec.bit_rate
+
+    def feed(self, pcm: np.ndarray) -> bytes:
+        samples = np.frombuffer(to_pcm16(pcm), "<i2").astype(np.int16)
+        if not len(samples):
+            return b""
+        frame = self._av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = self._sample_rate_hz
+        frame.pts = self._samples
+        self._samples += len(samples)
+        self._container.mux(self._stream.encode(frame))
+        return self._out.taken()
+
+    def finish(self) -> bytes:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        return self._out.taken()
+
+
+class _Out:
+    """A file that can only be written to: FFmpeg then knows that it cannot go back to a header."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def write(self, data: Any) -> int:
+        self._data += bytes(data)
+        return len(data)
+
+    def taken(self) -> bytes:
+        data, self._data = bytes(self._data), bytearray()
+        return data
+
+
+class Tempo:
+    """A filter of PCM (S,) float32 at SAMPLE_RATE_HZ: FFmpeg's atempo (WSOLA), then aresample.
+
+    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample.
+    Its windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av.
+    """
+
+    def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
+        self._av = import_av()
+        self._samples = 0
+        self._given = 0
+        self._ratio = sample_rate_hz / SAMPLE_RATE_HZ / speed
+        steps = 0 if speed == 1 else 1 if _SLOWEST_STEP <= speed <= _FASTEST_STEP else 2
+        filters: list[tuple[str, str | None]] = [("atempo", repr(speed ** (1 / max(1, steps))))] * steps
+        if sample_rate_hz != SAMPLE_RATE_HZ:
+            filters.append(("aresample", str(sample_rate_hz)))
+        self._graph = self._av.filter.Graph()
+        last = self._graph.add_abuffer(sample_rate=SAMPLE_RATE_HZ, format="flt", layout="mono")
+        for name, setting in [*filters, ("aformat", "sample_fmts=flt:channel_layouts=mono"), ("abuffersink", None)]:
+            here = self._graph.add(name, setting)
+            last.link_to(here)
+            last = here
+        self._graph.configure()
+
+    def feed(self, pcm: np.ndarray) -> np.ndarray:
+        """What is ready once `pcm` is in, (T,) float32; may be nothing yet."""
+        if len(pcm):
+            self._push(pcm)
+            self._samples += len(pcm)
+        ready = self._ready()
+        self._given += len(ready)
+        return ready
+
+    def finish(self) -> np.ndarray:
+        """The rest, (T,) float32."""
+        if not self._samples:  # without a frame there is nothing to end, and FFmpeg says so by an error
+            return np.zeros(0, np.float32)
+        self._push(np.zeros(int(_TAIL_S * SAMPLE_RATE_HZ), np.float32))
+        self._graph.push(None)
+        return self._ready()[: max(0, round(self._samples * self._ratio) - self._given)]
+
+    def _push(self, pcm: np.ndarray) -> None:
+        frame = self._av.AudioFrame.from_ndarray(np.ascontiguousarray(pcm)[None], format="flt", layout="mono")
+        frame.sample_rate = SAMPLE_RATE_HZ
+        frame.pts = self._samples
+        self._graph.push(frame)
+
+    def _ready(self) -> np.ndarray:
+        pieces: list[Any] = [np.zeros(0, np.float32)]
+        while True:
+            try:
+                pieces.append(self._graph.pull().to_ndarray()[0])
+            except (BlockingIOError, EOFError):  # as PyAV says: not yet, and no more
+                return np.concatenate(pieces)

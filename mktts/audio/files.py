@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mktts.audio.coding import Coder, import_av
 from mktts.audio.pcm import to_pcm16
 from mktts.common import is_special, write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
@@ -53,6 +52,8 @@ def require_format(kind: str) -> None:
     if kind == "wav":
         return
     if kind == "aac":
+        from mktts.audio.encoding import import_av
+
         import_av()
         return
     soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
@@ -69,14 +70,14 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
     samples, file = to_pcm16(pcm), io.BytesIO()
     if kind == "wav":
         with wave.open(file, "wb") as out:
-            out.setnchannels(1)
-            out.setsampwidth(2)
-            out.setframerate(sample_rate_hz)
+            out.setparams((1, 2, sample_rate_hz, 0, "NONE", ""))
             out.writeframes(samples)
         return file.getvalue()
     if kind == "aac":
-        coder = Coder(kind, sample_rate_hz)
-        return coder.feed(pcm) + coder.finish()
+        from mktts.audio.encoding import AvEncoder
+
+        encoder = AvEncoder(kind, sample_rate_hz)
+        return encoder.feed(pcm) + encoder.finish()
     require_format(kind)
     soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
     try:

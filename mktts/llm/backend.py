@@ -6,16 +6,17 @@ turns on one backend. A backend is not thread-safe: one thread owns it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed, choose, gumbel
 from mktts.spec import StackConfig
@@ -23,17 +24,17 @@ from mktts.spec import StackConfig
 TextState = Any  # backend-specific dataclass: KV cache, position, newest token, seed
 
 
-class TextBackend(Protocol):
+class TextBackend(ABC):
     """One text model: embedding, stack, head."""
 
     name: str
+    config: TextConfig
 
+    @abstractmethod
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens.
+        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`."""
 
-        Raises what `check_start` raises, and SamplingError for a choice that this backend cannot make.
-        """
-
+    @abstractmethod
     def go_on(
         self, state: TextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
     ) -> TextState:
@@ -43,14 +44,27 @@ class TextBackend(Protocol):
         1 <= keep < L. Sums may be ordered otherwise than `start` has them.
         """
 
-    def step(self, state: TextState, count: int = 1) -> list[int]:
+    def step(self, state: TextState, count: int = 1, debug: Tensor | None = None) -> list[int]:
         """The next token ids: `count` of them, or what `max_tokens` leaves, or up to and including an end id.
 
         An end id ends the call, not the state: another call goes on after it. The new tokens of one text depend on
         prompt, choice and seed only, never on how they are divided into calls: token i is drawn with Philox's
-        counters for frame i (0 for the first new token) and codebook 0, see mktts.model.sampling and
-        mktts.model.sampling.choose. Raises CapacityError when all `max_tokens` have been made.
+        counters for frame i (0 for the first new token) and codebook 0, see mktts.model.sampling.
+        debug: (count, V) bf16 on the device, takes the kernel's logits.
+        Raises CapacityError when all `max_tokens` have been made.
         """
+        left = state.max_tokens - state.tokens
+        if left < 1:
+            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
+        ids: list[int] = []
+        count = min(count, left)
+        while len(ids) < count and not (ids and ids[-1] in self.config.eos_ids):
+            ids += self._make(state, count - len(ids), debug)
+        return ids
+
+    @abstractmethod
+    def _make(self, state: TextState, most: int, debug: Tensor | None) -> list[int]:
+        """One to `most` new tokens, none after an end id."""
 
 
 def check_start(stack: StackConfig, prompt: Tensor, max_tokens: int) -> None:
@@ -82,8 +96,8 @@ class TorchTextState:
     tokens: int = 0  # made so far; the next draw's frame
 
 
-class TorchTextBackend:
-    """Implements TextBackend; on CPU token for token what transformers' Qwen3ForCausalLM.generate gives, if greedy."""
+class TorchTextBackend(TextBackend):
+    """On CPU token for token what transformers' Qwen3ForCausalLM.generate gives, if greedy."""
 
     name = "torch"
 
@@ -103,7 +117,6 @@ class TorchTextBackend:
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
-        """See `TextBackend.start`."""
         check_start(self.config.stack, prompt, max_tokens)
         return self._begin(self.stack.new_cache(len(prompt) + max_tokens), prompt, choice, seed, max_tokens)
 
@@ -111,7 +124,6 @@ class TorchTextBackend:
     def go_on(
         self, state: TorchTextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
     ) -> TorchTextState:
-        """See `TextBackend.go_on`."""
         check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
@@ -125,19 +137,10 @@ class TorchTextBackend:
         return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
 
     @torch.inference_mode()
-    def step(self, state: TorchTextState, count: int = 1) -> list[int]:
-        """See `TextBackend.step`."""
-        left = state.max_tokens - state.tokens
-        if left < 1:
-            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
-        ids: list[int] = []
-        while len(ids) < min(count, left):
-            state.last = self._draw(self.logits(state), state)
-            state.tokens += 1
-            ids.append(state.last)
-            if state.last in self.config.eos_ids:
-                break
-        return ids
+    def _make(self, state: TorchTextState, most: int, debug: Tensor | None) -> list[int]:
+        state.last = self._draw(self.logits(state), state)
+        state.tokens += 1
+        return [state.last]
 
     @torch.inference_mode()
     def logits(self, state: TorchTextState) -> Tensor:

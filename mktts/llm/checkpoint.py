@@ -9,24 +9,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.files import WeightFiles
 from mktts.checkpoint.open import resolve
-from mktts.checkpoint.tensors import check
+from mktts.checkpoint.tensors import TensorSpecs, check, stack_shapes, tensor_specs
 from mktts.common import read_object
 from mktts.errors import CheckpointError, SamplingError
-from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
+from mktts.spec import StackConfig
 
-if TYPE_CHECKING:
-    from mktts.llm.tokens import TextVocabulary
+MODEL_TYPE = "qwen3"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+STACK = "model."  # prefix of the layers and the final norm
 
+# What the stack computes, by config.json key. A key that is left out means this value, as in transformers'
+# Qwen3Config; anything else changes the arithmetic.
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "quantization_config": None,
+}
 # Of generation_config.json: settings that change the distribution and that Choice does not have.
 _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None, "typical_p": 1.0, "num_beams": 1}
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """What a text model is. `tied`: the head is the embedding; `eos_ids`: the ids that end a text."""
+
+    stack: StackConfig
+    tied: bool
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> TextConfig:
+        """Reads config.json and the end ids of generation_config.json. Raises CheckpointError naming the key."""
+        where, raw = str(folder / "config.json"), read_object(folder / "config.json")
+        found = raw.get("model_type")
+        if found != MODEL_TYPE:
+            raise CheckpointError(
+                f"{where}: model_type must be {MODEL_TYPE!r}, found {found!r}. TextDecoder reads Qwen3 text models; "
+                "speech checkpoints go to Synthesizer."
+            )
+        for key, value in _FIXED.items():
+            if raw.get(key, value) != value:
+                raise CheckpointError(f"{where}: {key} must be {value!r}, found {raw[key]!r}: not supported")
+        kinds = raw.get("layer_types") or []
+        if set(kinds) - {"full_attention"}:
+            raise CheckpointError(f"{where}: layer_types must all be 'full_attention', found {sorted(set(kinds))}")
+        tied = raw.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise CheckpointError(f"{where}: tie_word_embeddings must be true or false, found {tied!r}")
+        stack = _stack(raw, where)
+        path = folder / "generation_config.json"
+        generation = read_object(path) if path.is_file() else {}
+        source, ids = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
+        return cls(stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)))
 
 
 @dataclass(frozen=True)
@@ -65,16 +111,14 @@ class TextCheckpoint:
 
     def tokenizer(self) -> TextVocabulary:
         """The tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or too large."""
-        from mktts.llm.tokens import TextVocabulary
-
         return TextVocabulary.load(self.folder, self.config.stack.vocab_size)
 
 
 def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | None = None) -> TextCheckpoint:
     """Opens and validates a text checkpoint.
 
-    `source` is a folder, a Hub id such as "Qwen/Qwen3-0.6B" (`revision`: a commit, branch or tag; 0.6B is pinned),
-    or "random:SIZE[:margin]" (see mktts.llm.random), made in the cache on first use.
+    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "random:SIZE[:margin]", made in the cache on first use.
+    revision: of a Hub id: a commit, branch or tag; 0.6B is pinned.
 
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
     """
@@ -88,16 +132,56 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | No
 
     expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
     refusal = f"text checkpoint {str(source)!r}: expected {expected}"
-    return _open_folder(*resolve(source, revision, make_random, refusal))
-
-
-def _open_folder(folder: Path, revision: str | None = None) -> TextCheckpoint:
+    folder, found_revision = resolve(source, revision, make_random, refusal)
     config = TextConfig.load(folder)
     files = weight_files.find(folder)
-    expected = expected_text_tensors(config)
+    tensors = expected_text_tensors(config)
     if config.tied and HEAD in files.tensors:
-        expected[HEAD] = expected[EMBEDDING]
-    check(files.tensors, expected, str(folder))
-    checkpoint = TextCheckpoint(folder, config, revision, weight_files.is_random(folder), files)
+        tensors[HEAD] = tensors[EMBEDDING]
+    check(files.tensors, tensors, str(folder))
+    checkpoint = TextCheckpoint(folder, config, found_revision, weight_files.is_random(folder), files)
     checkpoint.choice()  # a broken generation_config.json is found now, not at the first text
     return checkpoint
+
+
+def expected_text_tensors(config: TextConfig) -> TensorSpecs:
+    """The tensors of a text model's `model.safetensors`: embedding, stack, and the head unless it is tied."""
+    stack = config.stack
+    shapes = {EMBEDDING: (stack.vocab_size, stack.hidden_size)} | stack_shapes(STACK, stack)
+    if not config.tied:
+        shapes[HEAD] = (stack.vocab_size, stack.hidden_size)
+    return tensor_specs(shapes)
+
+
+def _stack(raw: dict[str, Any], where: str) -> StackConfig:
+    rope = raw.get("rope_parameters")  # where transformers 5 writes the rotary settings
+    if rope is not None:
+        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+            raise CheckpointError(f"{where}: rope_parameters must be of rope_type 'default', found {rope!r}")
+        raw = {**raw, **{key: rope[key] for key in ("rope_theta",) if key in rope}}
+    values: dict[str, Any] = {}
+    for f in fields(StackConfig):
+        value, whole = raw.get(f.name), f.type == "int"
+        kinds = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
+            raise CheckpointError(
+                f"{where}: {f.name} must be a {'whole ' if whole else ''}number above 0, found {value!r}"
+            )
+        values[f.name] = value
+    stack = StackConfig(**values)
+    if stack.num_attention_heads % stack.num_key_value_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found "
+            f"{stack.num_attention_heads} and {stack.num_key_value_heads}"
+        )
+    if stack.head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim must be even for rotary positions, found {stack.head_dim}")
+    return stack
+
+
+def _eos_ids(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
+    """The end ids of `eos_token_id`: none, one, or a list, in the file's order."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size for i in ids):
+        raise CheckpointError(f"{where}: eos_token_id must be ids below vocab_size {vocab_size}, found {value!r}")
+    return tuple(ids)

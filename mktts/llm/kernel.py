@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable, CapacityError
+from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of
 from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import (
@@ -25,8 +25,8 @@ from mktts.kernel.launch import (
 )
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
-from mktts.llm.backend import check_start
-from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig
+from mktts.llm.backend import TextBackend, check_start
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
 
@@ -63,8 +63,8 @@ class TextKernelState:
         set_choice(stream, self.choice, True)
 
 
-class TextKernelBackend:
-    """Implements `mktts.llm.backend.TextBackend` on one CUDA device.
+class TextKernelBackend(TextBackend):
+    """On one CUDA device.
 
     Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it.
     """
@@ -101,7 +101,6 @@ class TextKernelBackend:
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
-        """See `TextBackend.start`."""
         state = self._new(prompt, choice, seed, max_tokens)
         state.hidden.copy_(self._prefill.fill(self._rows(prompt), state.kv))
         return state
@@ -110,7 +109,6 @@ class TextKernelBackend:
     def go_on(
         self, state: TextKernelState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
     ) -> TextKernelState:
-        """See `TextBackend.go_on`."""
         new = self._new(prompt, choice, seed, max_tokens)
         new.hidden.copy_(self._prefill.go_on(self._rows(prompt), new.kv, kept_of_cache(state.kv, keep)))
         return new
@@ -133,20 +131,9 @@ class TextKernelBackend:
             fixed=self._fixed,
         )
 
-    def step(self, state: TextKernelState, count: int = 1, debug: Tensor | None = None) -> list[int]:
-        """See `TextBackend.step`. `debug`: (count, V) bf16 on the device takes the logits."""
-        left = state.max_tokens - state.tokens
-        if left < 1:
-            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
-        ids: list[int] = []
-        count = min(count, left)
-        while len(ids) < count:
-            ids += self._launch(state, min(count - len(ids), MAX_TOKENS_A_LAUNCH), debug)
-            if ids[-1] in self.config.eos_ids:
-                break
-        return ids
-
-    def _launch(self, state: TextKernelState, count: int, debug: Tensor | None) -> list[int]:
+    def _make(self, state: TextKernelState, most: int, debug: Tensor | None) -> list[int]:
+        """One launch."""
+        count = min(most, MAX_TOKENS_A_LAUNCH)
         params, words = state.params, state.words
         params.frames, params.debug_logits = count, None if debug is None else debug.data_ptr()
         stream = params.stream

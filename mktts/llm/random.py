@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,44 +12,14 @@ from torch import Tensor
 
 from mktts.checkpoint.files import MARKER
 from mktts.checkpoint.random.make import whole_folder, write_tokenizer, write_weights
-from mktts.checkpoint.random.tokenizer import SPECIAL_START, SPECIALS
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors
 from mktts.common import cache_folder, write_json
 from mktts.errors import CheckpointError
-from mktts.llm.config import EMBEDDING, HEAD, STACK, TextConfig, expected_text_tensors
+from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig, expected_text_tensors
 
 RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
 BRANCH_SHARE = 0.15  # of the residual stream, that attention and MLPs add up to with wide margins
-
-# Values of Qwen/Qwen3-0.6B (Apache-2.0); the tiny sizes change widths, depth and the tie only.
-_RELEASED: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": SPECIAL_START + SPECIALS.index("<|endoftext|>"),
-    "eos_token_id": SPECIAL_START + SPECIALS.index("<|im_end|>"),
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+_RELEASED = Path(__file__).with_name("qwen3_0.6b.json")  # the released JSON files (Apache-2.0)
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -58,21 +29,7 @@ _TINY = {
     "head_dim": 32,
     "max_window_layers": 3,
 }
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": _TINY,
-    "tiny-untied": {**_TINY, "tie_word_embeddings": False},
-    "0.6b": {},
-}
-_GENERATION = {
-    "bos_token_id": _RELEASED["bos_token_id"],
-    "do_sample": True,
-    "eos_token_id": [_RELEASED["eos_token_id"], _RELEASED["bos_token_id"]],
-    "pad_token_id": _RELEASED["bos_token_id"],
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
-    "transformers_version": "4.51.0",
-}
+SIZES: dict[str, dict[str, Any]] = {"tiny": _TINY, "tiny-untied": {**_TINY, "tie_word_embeddings": False}, "0.6b": {}}
 
 
 def make(
@@ -99,15 +56,23 @@ def make(
     if margin:
         raw["tie_word_embeddings"] = False
     with whole_folder(Path(folder)) as work:
-        write_json(work / "config.json", raw, sort_keys=False)
-        write_json(work / "generation_config.json", _GENERATION, sort_keys=False)
-        write_json(
-            work / MARKER,
-            {"random": True, "recipe": RECIPE, "size": size, "seed": seed, "margin": margin},
-            sort_keys=False,
-        )
+        for name, content in (
+            ("config.json", raw),
+            ("generation_config.json", _released("generation_config")),
+            (MARKER, {"random": True, "recipe": RECIPE, "size": size, "seed": seed, "margin": margin}),
+        ):
+            write_json(work / name, content, sort_keys=False)
         write_tokenizer(work)
-        write_weights(work, _tensors(TextConfig.load(work), seed, dtype, margin, store_head), shards)
+        config = TextConfig.load(work)
+        tensors = random_tensors(expected_text_tensors(config), seed, dtype)
+        if margin:
+            _widen_margins(tensors, config, seed)
+        elif config.tied:
+            # embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation
+            tensors[f"{STACK}norm.weight"] *= HEAD_LOGIT_STD
+        if store_head:
+            tensors[HEAD] = tensors[EMBEDDING].clone()
+        write_weights(work, tensors, shards)
     return Path(folder)
 
 
@@ -132,19 +97,11 @@ def config_json(size: str) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError listing the sizes for an unknown one."""
     if size not in SIZES:
         raise CheckpointError(f"size must be one of {', '.join(SIZES)}, found {size!r}")
-    return {**_RELEASED, **SIZES[size]}
+    return {**_released("config"), **SIZES[size]}
 
 
-def _tensors(config: TextConfig, seed: int, dtype: torch.dtype, margin: bool, store_head: bool) -> dict[str, Tensor]:
-    tensors = random_tensors(expected_text_tensors(config), seed, dtype)
-    if margin:
-        _widen_margins(tensors, config, seed)
-    elif config.tied:
-        # embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation
-        tensors[f"{STACK}norm.weight"] *= HEAD_LOGIT_STD
-    if store_head:
-        tensors[HEAD] = tensors[EMBEDDING].clone()
-    return tensors
+def _released(name: str) -> dict[str, Any]:
+    return json.loads(_RELEASED.read_text(encoding="utf-8"))[name]
 
 
 def _widen_margins(tensors: dict[str, Tensor], config: TextConfig, seed: int) -> None:

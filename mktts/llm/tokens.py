@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tokenizers.models import BPE
 
 from mktts.common import read_object
 from mktts.errors import CheckpointError
-from mktts.model.tokenizer import SPLIT_PATTERN, TextTokenizer, byte_symbols
+from mktts.model.tokenizer import TextTokenizer, byte_symbols
 
 _BYTES = {symbol: byte for byte, symbol in byte_symbols().items()}
 
 
-@dataclass(frozen=True)
-class AddedToken:
+class AddedToken(NamedTuple):
     """A token beside the byte-pair vocabulary; a special one (end of text, start of a turn) has no text."""
 
     content: str
@@ -41,18 +38,23 @@ class TextVocabulary:
 
     @classmethod
     def load(cls, folder: Path, rows: int) -> TextVocabulary:
-        """Reads vocab.json, merges.txt and tokenizer_config.json, or tokenizer.json where vocab.json is absent.
+        """Reads vocab.json, merges.txt and tokenizer_config.json.
 
-        `rows`: of the embedding; more tokens than that raise CheckpointError, as does any unusable file.
+        rows: of the embedding; more tokens than that raise CheckpointError, as does any unusable file.
         """
-        vocab, single = folder / "vocab.json", folder / "tokenizer.json"
-        if vocab.is_file() and (folder / "merges.txt").is_file():
-            model, added = _read_bpe(vocab), _read_added(folder)
-        elif single.is_file():
-            vocab = single
-            model, added = _read_single(single)
-        else:
-            raise CheckpointError(f"{folder}: expected vocab.json and merges.txt, or tokenizer.json, found neither")
+        vocab, merges, config = (folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json"))
+        for path in (vocab, merges):
+            if not path.is_file():
+                raise CheckpointError(f"{path}: expected this file of the Hub layout, found nothing")
+        try:
+            model = BPE.from_file(str(vocab), str(merges))
+        except Exception as error:  # the library raises bare Exception for every kind of broken file
+            raise CheckpointError(f"{vocab}: expected a BPE vocabulary beside its merges, found: {error}") from None
+        entries = read_object(config).get("added_tokens_decoder")
+        try:
+            added = {int(i): AddedToken(str(e["content"]), bool(e["special"])) for i, e in entries.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{config}: expected added_tokens_decoder, id to token, found: {error!r}") from None
         vocabulary = cls(model, added)
         top = max([vocabulary._tokenizer.vocab_size - 1, *added])
         if top >= rows:
@@ -101,43 +103,3 @@ class Detokenizer:
     def finish(self) -> str:
         """U+FFFD where the ids end inside a character, else nothing."""
         return self._decoder.decode(b"", final=True)
-
-
-def _read_bpe(vocab: Path) -> BPE:
-    try:
-        return BPE.from_file(str(vocab), str(vocab.with_name("merges.txt")))
-    except Exception as error:  # the library raises bare Exception for every kind of broken file
-        raise CheckpointError(f"{vocab}: expected a BPE vocabulary beside its merges, found: {error}") from None
-
-
-def _read_added(folder: Path) -> dict[int, AddedToken]:
-    path = folder / "tokenizer_config.json"
-    entries = read_object(path).get("added_tokens_decoder")
-    try:
-        return {int(i): AddedToken(str(e["content"]), bool(e["special"])) for i, e in entries.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected added_tokens_decoder, id to token, found: {error!r}") from None
-
-
-def _read_single(path: Path) -> tuple[BPE, dict[int, AddedToken]]:
-    """Vocabulary and added tokens of a tokenizer.json (merges as "left right" or as pairs)."""
-    raw = read_object(path)
-    if SPLIT_PATTERN not in _strings(raw.get("pre_tokenizer")):
-        raise CheckpointError(
-            f"{path}: expected Qwen's pre-tokenizer pattern, found {json.dumps(raw.get('pre_tokenizer'))[:200]}"
-        )
-    try:
-        model = raw["model"]
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        added = {e["id"]: AddedToken(str(e["content"]), bool(e["special"])) for e in raw["added_tokens"]}
-        return BPE(model["vocab"], merges), added
-    except Exception as error:  # a missing key, or the library's bare Exception
-        raise CheckpointError(f"{path}: expected a byte-pair model and its added tokens, found: {error!r}") from None
-
-
-def _strings(value: Any) -> list[str]:
-    """Every string inside a JSON value."""
-    if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in inner for text in _strings(item)]

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -39,58 +40,37 @@ class Component:
     reads: str  # how often one frame reads it, in words
 
 
-@dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
+    """weight_reads: of whole tensors, a frame. row_reads: of single rows, over all tables of the component."""
+
     name: str
     part: str
-    prefixes: tuple[str, ...]
     reads: str
-    weight_reads: int = 0  # whole tensors, times per frame
-    row_reads: int = 0  # single rows, over all tables of the component
+    weight_reads: int
+    row_reads: int
+    prefixes: tuple[str, ...]
 
 
 _PREDICTOR = "talker.code_predictor."
-_PASSES = f"{PREDICTOR_PASSES} passes"
+_N = PREDICTOR_PASSES
+_STACK = (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm.")
+_CODEBOOKS = ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq.")
 _MODEL_RULES = (
-    _Rule("talker layers", "talker", ("talker.model.layers.", "talker.model.norm."), "once", weight_reads=1),
-    _Rule("codec_embedding", "talker", ("talker.model.codec_embedding.",), "1 row", row_reads=1),
-    _Rule("codec_head", "talker", ("talker.codec_head.",), "once", weight_reads=1),
-    _Rule("text_embedding", "text", ("talker.model.text_embedding.",), "per text token"),
-    _Rule("text_projection", "text", ("talker.text_projection.",), "per text token"),
-    _Rule(
-        "predictor layers",
-        "predictor",
-        (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm."),
-        _PASSES,
-        weight_reads=PREDICTOR_PASSES,
-    ),
-    _Rule(
-        "predictor embeddings",
-        "predictor",
-        (_PREDICTOR + "model.codec_embedding.",),
-        f"{PREDICTOR_PASSES} rows",
-        row_reads=PREDICTOR_PASSES,
-    ),
-    _Rule("lm_heads", "predictor", (_PREDICTOR + "lm_head.",), "each once", weight_reads=1),
-    _Rule(
-        "small_to_mtp_projection",
-        "predictor",
-        (_PREDICTOR + "small_to_mtp_projection.",),
-        _PASSES,
-        weight_reads=PREDICTOR_PASSES,
-    ),
-    _Rule("speaker_encoder", "voice", ("speaker_encoder.",), "per voice"),
+    _Rule("talker layers", "talker", "once", 1, 0, ("talker.model.layers.", "talker.model.norm.")),
+    _Rule("codec_embedding", "talker", "1 row", 0, 1, ("talker.model.codec_embedding.",)),
+    _Rule("codec_head", "talker", "once", 1, 0, ("talker.codec_head.",)),
+    _Rule("text_embedding", "text", "per text token", 0, 0, ("talker.model.text_embedding.",)),
+    _Rule("text_projection", "text", "per text token", 0, 0, ("talker.text_projection.",)),
+    _Rule("predictor layers", "predictor", f"{_N} passes", _N, 0, _STACK),
+    _Rule("predictor embeddings", "predictor", f"{_N} rows", 0, _N, (_PREDICTOR + "model.codec_embedding.",)),
+    _Rule("lm_heads", "predictor", "each once", 1, 0, (_PREDICTOR + "lm_head.",)),
+    _Rule("small_to_mtp_projection", "predictor", f"{_N} passes", _N, 0, (_PREDICTOR + "small_to_mtp_projection.",)),
+    _Rule("speaker_encoder", "voice", "per voice", 0, 0, ("speaker_encoder.",)),
 )
 _CODEC_RULES = (
-    _Rule(
-        "codec codebooks",
-        "codec",
-        ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq."),
-        f"{NUM_CODEBOOKS} rows",
-        row_reads=NUM_CODEBOOKS,
-    ),
-    _Rule("codec decoder", "codec", ("decoder.",), "once per chunk", weight_reads=1),
-    _Rule("codec encoder", "voice", ("encoder.",), "per voice"),
+    _Rule("codec codebooks", "codec", f"{NUM_CODEBOOKS} rows", 0, NUM_CODEBOOKS, _CODEBOOKS),
+    _Rule("codec decoder", "codec", "once per chunk", 1, 0, ("decoder.",)),
+    _Rule("codec encoder", "voice", "per voice", 0, 0, ("encoder.",)),
 )
 
 
@@ -129,7 +109,7 @@ def text_bytes_per_token(size: str) -> int:
 
     Raises CheckpointError for an unknown size.
     """
-    from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, expected_text_tensors
     from mktts.llm.random import config_json
 
     with tempfile.TemporaryDirectory() as folder:

@@ -9,13 +9,14 @@ import io
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mktts.errors import BackendUnavailable
-from mktts.measure.environment import environment
+from mktts.measure.environment import environment, provided_by
 
 MISSING = "missing"
 BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 60 MB L2 of an H200
@@ -26,9 +27,13 @@ def resources(folder: Path) -> list[dict[str, str]]:
     facts = environment()
     cores = f"{facts['cpu']}, {facts['cpu_cores']} cores, {facts['torch_threads']} torch threads"
     free_gb = shutil.disk_usage(folder).free / 1e9
+    try:
+        memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.0f} GB"
+    except (AttributeError, ValueError, OSError):
+        memory = "unknown"
     return [
         _row("CPU", cores, "the torch backend runs here, in bfloat16 or float32"),
-        _row("memory", _memory(), "0.6B needs 2.3 GB in bfloat16, 1.7B 4.5 GB; twice that in float32"),
+        _row("memory", memory, "0.6B needs 2.3 GB in bfloat16, 1.7B 4.5 GB; twice that in float32"),
         _row("disk", f"{free_gb:.0f} GB free", "a released checkpoint takes 2.5 GB (0.6B) or 4.5 GB (1.7B)"),
         _row("torch", str(facts["torch"]), "2.11 or newer is needed"),
         _gpu_row(facts),
@@ -57,30 +62,18 @@ def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
     matrix = torch.ones(BANDWIDTH_BYTES // 4 // columns, columns, device=device)
     vector = torch.ones(columns, device=device)
     best_s = float("inf")
+    synchronise = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else (lambda: None)
     for _ in range(repeats + 1):
-        _synchronise(device)
-        started = time.perf_counter()
+        synchronise()
+        begun_s = time.perf_counter()
         torch.mv(matrix, vector)
-        _synchronise(device)
-        best_s = min(best_s, time.perf_counter() - started)
+        synchronise()
+        best_s = min(best_s, time.perf_counter() - begun_s)
     return BANDWIDTH_BYTES / best_s / 1e9
-
-
-def _synchronise(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
 
 
 def _row(what: str, found: str, consequence: str) -> dict[str, str]:
     return {"what": what, "found": found, "consequence": consequence}
-
-
-def _memory() -> str:
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return f"{total / 1e9:.0f} GB"
 
 
 def _gpu_row(facts: dict[str, Any]) -> dict[str, str]:
@@ -118,10 +111,10 @@ def batch_missing() -> str | None:
 
 
 def _kernel_row() -> dict[str, str]:
-    if why := kernel_missing():
-        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
     from mktts.kernel.build import nvrtc, target_of
 
+    if why := kernel_missing():
+        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
     (major, minor), target = nvrtc()[1], target_of(torch.cuda.get_device_capability())
     return _row("megakernel", f"for {target}, compiled by NVRTC {major}.{minor}", 'backend="auto" takes it')
 
@@ -135,7 +128,7 @@ def _upstream_row() -> dict[str, str]:
     except BackendUnavailable as error:
         return _row("qwen_tts", f"{MISSING}: {error}", "02_parity compares with the offline codec only")
     stand_ins = f"; stand-ins for {', '.join(sorted(replaced))}, which 12 Hz models never use" if replaced else ""
-    return _row("qwen_tts", f"{_version('qwen-tts')}{stand_ins}", "parity against upstream, fallback backend")
+    return _row("qwen_tts", f"{provided_by('qwen_tts')}{stand_ins}", "parity against upstream, fallback backend")
 
 
 def _package_row(name: str, gives: str, without: str) -> dict[str, str]:
@@ -144,14 +137,4 @@ def _package_row(name: str, gives: str, without: str) -> dict[str, str]:
             importlib.import_module(name)
     except Exception as error:  # a package that fails to import, for whatever reason, is not available
         return _row(name, f"{MISSING}: {type(error).__name__}: {error}", without)
-    return _row(name, _version(name), gives)
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, packages_distributions, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        owners = packages_distributions().get(name, [])
-        return version(owners[0]) if owners else "present"
+    return _row(name, provided_by(name) or "present", gives)

@@ -16,8 +16,8 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 * **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
   of 2 000 frames open. The card must be otherwise idle.
 
-`_1p7b` marks the large checkpoint. Peers have the same names behind `upstream_`, `faster_` and `graph_`. Upstream does
-not stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance
+`_1p7b` marks the large checkpoint. Others have the same names behind `upstream_` and `faster_`. Upstream does not
+stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance
 over its frames.
 """
 

@@ -9,15 +9,9 @@ import numpy as np
 
 from mktts.errors import MetricsError
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_SCALES = ((1_000_000, "million"), (1_000, "thousand"), (100, "hundred"))
 _TITLES = {"mr": "mister", "mrs": "missus", "dr": "doctor"}
 _YEARS = range(1_100, 2_000)  # four digits that are read in pairs
-_LONGEST_DIGITS = 9  # more are read one by one
+_LONGEST_DIGITS = 9  # of a number without commas; more are read one by one
 _DRAWS = 10_000
 _TAIL_PERCENT = 2.5
 
@@ -26,32 +20,19 @@ def words(text: str) -> list[str]:
     """Lower case, hyphens apart, digits in words, no punctuation but an apostrophe inside a word."""
     found: list[str] = []
     for token in re.findall(r"\d{1,3}(?:,\d{3})+|\d+|[a-z]+(?:'[a-z]+)*", text.lower().replace("’", "'")):
-        if token[0].isdigit():
-            found += _cardinal(int(token.replace(",", ""))) if "," in token else spoken(token)
-        else:
-            found.append(_TITLES.get(token, token))
+        found += _number(token) if token[0].isdigit() else [_TITLES.get(token, token)]
     return found
 
 
-def spoken(digits: str) -> list[str]:
+def _number(digits: str) -> list[str]:
     """A whole number's words as the teacher says them: years in pairs, a leading zero or many digits one by one."""
-    if len(digits) > _LONGEST_DIGITS or (len(digits) > 1 and digits[0] == "0"):
-        return [_ONES[int(digit)] for digit in digits]
-    value = int(digits)
-    if value in _YEARS:
-        pair = value % 100
-        return _cardinal(value // 100) + (["hundred"] if not pair else ["oh"] * (pair < 10) + _cardinal(pair))
-    return _cardinal(value)
+    from num2words import num2words
 
-
-def _cardinal(value: int) -> list[str]:
-    for unit, name in _SCALES:
-        if value >= unit:
-            rest = value % unit
-            return [*_cardinal(value // unit), name, *(_cardinal(rest) if rest else [])]
-    if value < len(_ONES):
-        return [_ONES[value]]
-    return [_TENS[value // 10 - 2], *([_ONES[value % 10]] if value % 10 else [])]
+    if (digits.isdigit() and len(digits) > _LONGEST_DIGITS) or (len(digits) > 1 and digits[0] == "0"):
+        return [num2words(int(digit)) for digit in digits]
+    value = int(digits.replace(",", ""))
+    said = num2words(value, to="year" if value in _YEARS and "," not in digits else "cardinal")
+    return re.findall("[a-z]+", said.replace(" and ", " "))
 
 
 def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:

@@ -111,17 +111,14 @@ def _provenance_of_runs(found: Mapping[str, Any]) -> str:
 
 
 def bench_here(sections: str, folder: Path) -> dict[str, Any]:
-    """Measures sections ("ours,codec") of the bench with few repeats, writes `folder`/bench.json, returns the document.
+    """Measures sections ("frames,codec") of the bench with few repeats; the document is also in `folder`/bench.json.
 
     A section that fails loses its figures only; they stand under `missing`.
     """
-    from mktts.common import write_json
-    from mktts.measure.bench.runner import measure
-    from mktts.measure.bench.settings import BenchSettings
+    from mktts.measure.bench.command import measure
+    from mktts.measure.bench.sections import BenchSettings
 
-    found = measure(BenchSettings(samples=50, utterances=3), sections.split(","))
-    write_json(folder / "bench.json", found)
-    return found
+    return measure(BenchSettings(samples=50, utterances=3), sections.split(","), output=folder / "bench.json")
 
 
 # ---- speed

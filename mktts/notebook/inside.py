@@ -12,7 +12,7 @@ import torch
 from mktts.errors import OptionsError
 from mktts.kernel.grid import Shape
 from mktts.kernel.tape import pack, pack_layer, unpack
-from mktts.measure.trace.document import BUILDS
+from mktts.measure.trace import BUILDS
 from mktts.notebook import evidence
 
 MATRICES = ("queries, keys, values", "output projection", "gate and up", "down projection")
@@ -79,7 +79,7 @@ def trace_of(path: str, live: bool, why_not: str | None, run_dir: Path) -> dict[
         return evidence.stored("trace")
     from mktts.checkpoint import open_checkpoint
     from mktts.common import write_json
-    from mktts.measure.trace.command import record
+    from mktts.measure.trace import record
 
     found = record(open_checkpoint("random:0.6b"), launches=LIVE_LAUNCHES)
     write_json(run_dir / "trace.json", found)

@@ -1,6 +1,6 @@
 """What `08_many_voices` shows: loads that are held here, and those of the committed document.
 
-The measurement is that of `python -m mktts bench --load` (`mktts.measure.bench.load`), held for seconds instead of a
+The measurement is that of `python -m mktts bench --load` (`mktts.measure.load`), held for seconds instead of a
 minute: enough to see how things grow, too little to be reported.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from mktts.errors import OptionsError
-from mktts.measure.bench.load.point import clean
-from mktts.measure.bench.load.sections import Subject
-from mktts.measure.bench.load.settings import LoadSettings
+from mktts.measure.load.client import clean
+from mktts.measure.load.command import Subject
+from mktts.measure.load.settings import LoadSettings
 from mktts.spec import FRAME_RATE_HZ
 from mktts.synth.many import Asked
 
@@ -31,7 +31,7 @@ UTTERANCE_S = (1.0, 4.0)  # shorter than those of the bench, so that seconds see
 
 @dataclass(frozen=True)
 class Held:
-    """A load. point: its figures, as `mktts.measure.bench.load.point.measured` has them. waits_ms: to the first PCM of
+    """A load. point: its figures, as `mktts.measure.load.client.measured` has them. waits_ms: to the first PCM of
     every arrival that was measured here, infinite where there was none. ticks (n,): of the held time, of dtype
     mktts.batch.tick.TICKS; None where none are known."""
 
@@ -94,7 +94,7 @@ async def held(subject: Subject, listeners: Iterable[int], seconds: float, seed:
 def _held(subject: Subject, listeners: int) -> Held:
     point, seen, ticks = subject.met(listeners)
     begin_s, end_s = (seen.begin.at_s, seen.end.at_s) if seen.begin and seen.end else (math.inf, math.inf)
-    came = [one for one in seen.listeners if one.timed and begin_s <= one.planned_s < end_s]
+    came = [one for one in seen.listeners if begin_s <= one.planned_s < end_s]
     waits_ms = (math.inf if one.first_s is None else 1e3 * (one.first_s - one.planned_s) for one in came)
     return Held(point, tuple(waits_ms), ticks)
 

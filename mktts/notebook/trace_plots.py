@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.kernel.trace import PHASES, PREDICTOR_LAYER, TAIL, frame_points, phases_of, talker_points
-from mktts.measure.trace.document import BUILDS, unpacked
+from mktts.measure.trace import BUILDS, unpacked
 from mktts.notebook.figure import COLOURS, legend_below, new, save, styled, titled
 from mktts.notebook.plots import stacked_bars
 

@@ -153,13 +153,16 @@ class RemoteSource:
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
         """As `SpeechSource.speak`. Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from
         the speech."""
-        connection = await self._patient()
-        return RemoteSpeech(connection, {"text": text, **self._start(style)}, self._free)
+        return await self._started({"text": text, **self._start(style)})
 
     async def open(self, style: Style) -> RemoteSpeech:
         """As `SpeechSource.open`; raises as `speak`."""
-        connection = await self._patient()
-        return RemoteSpeech(connection, self._start(style), self._free)
+        return await self._started(self._start(style))
+
+    async def _started(self, start: dict[str, Any]) -> RemoteSpeech:
+        speech = RemoteSpeech(self._free, start)
+        await speech.begin()
+        return speech
 
     def _start(self, style: Style) -> dict[str, Any]:
         """The keys of a start message."""
@@ -195,16 +198,6 @@ class RemoteSource:
         self._model_type, self._speakers, self._languages = kind, speakers, languages
         self.sample_rate_hz, self.random_weights = rate_hz, random_weights
 
-    async def _patient(self) -> _Connection:
-        """`_free`, tried again for a moment: nothing was heard yet."""
-        for wait_s in PATIENCE_S:
-            try:
-                return await self._free()
-            except (ConnectionLost, BusyError) as error:
-                logger.warning(f"{error}; trying again in {wait_s:g} s")
-            await asyncio.sleep(wait_s)
-        return await self._free()
-
     async def _free(self) -> _Connection:
         """A connection for one utterance. Nothing may be awaited between this and the utterance's start."""
         free = next((connection for connection in self._connections if connection.free), None)
@@ -234,17 +227,16 @@ class RemoteSpeech:
     """A `Speech`, and a `FedSpeech` where it was started without a text; that text is kept until something of it was
     heard. The connection calls `take` and `end`; all methods belong to the event loop.
 
-    redial: finds a connection that is free, when this one is lost, or its server has no place free, before anything of
-    the utterance was heard. Then it begins again there; later, a loss is its end.
+    Where no connection is found, or it is lost, or its server has no place free, before anything was heard, the
+    utterance begins again on another one, after the waits of PATIENCE_S; later, a loss is its end.
     """
 
-    def __init__(
-        self, connection: _Connection, start: dict[str, Any], redial: Callable[[], Awaitable[_Connection]]
-    ) -> None:
+    def __init__(self, find: Callable[[], Awaitable[_Connection]], start: dict[str, Any]) -> None:
+        """find: gives a connection that is free. start: the fields of the start message."""
         self.finish_reason: FinishReason | None = None
-        self._connection = connection
+        self._find = find
         self._start = start
-        self._redial = redial
+        self._connection: _Connection | None = None
         self._fed: list[str] = []
         self._finished = False
         self._waits_s = iter(PATIENCE_S)
@@ -255,7 +247,23 @@ class RemoteSpeech:
         self._ended = False
         self._error: Exception | None = None
         self._cancelled = False
-        connection.start(self, start)
+
+    async def begin(self) -> None:
+        """Starts on a connection, and sends what was fed already. Raises what the last try to find one raised."""
+        while not self._cancelled:
+            try:
+                connection = await self._find()
+            except (ConnectionLost, BusyError) as error:
+                if not await self._waited(error):
+                    raise
+                continue
+            self._connection, self._ended, self._error = connection, False, None
+            connection.start(self, self._start)
+            for text in self._fed:
+                connection.send(self, "text", text=text)
+            if self._finished:
+                connection.send(self, "finish")
+            return
 
     def feed(self, text: str) -> None:
         """Raises TextError when `text` is not a str, EngineError after `finish`."""
@@ -325,27 +333,20 @@ class RemoteSpeech:
 
     async def _again(self) -> bool:
         """Begins the utterance anew where that may help and nothing of it was heard; False: it is over."""
-        while isinstance(self._error, (ConnectionLost, BusyError)) and not self._heard and not self._cancelled:
-            wait_s = next(self._waits_s, None)
-            if wait_s is None:
-                return False
-            logger.warning(f"{self._error}; nothing was heard yet: trying again in {wait_s:g} s")
-            await asyncio.sleep(wait_s)
-            if self._cancelled:
-                return False
-            try:
-                connection = await self._redial()
-            except (ConnectionLost, BusyError) as error:
-                self._error = error
-                continue
-            self._connection, self._ended, self._error = connection, False, None
-            connection.start(self, self._start)
-            for text in self._fed:
-                connection.send(self, "text", text=text)
-            if self._finished:
-                connection.send(self, "finish")
-            return True
-        return False
+        error = self._error
+        if not isinstance(error, (ConnectionLost, BusyError)) or self._heard or not await self._waited(error):
+            return False
+        await self.begin()
+        return True
+
+    async def _waited(self, error: Exception) -> bool:
+        """Waits before another try; False: there is none."""
+        wait_s = next(self._waits_s, None)
+        if wait_s is None:
+            return False
+        logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
+        await asyncio.sleep(wait_s)
+        return True
 
 
 class _Connection:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute, Match
 from fastapi.security import HTTPBearer
 
-from mktts.audio.coding import import_av
+from mktts.audio.encoding import import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.access.gate import Gate, owner_of_request
 from mktts.server.access.hosts import LOOPBACK_ORIGIN

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.audio import format_of, require_format, to_pcm16, write_audio
-from mktts.audio.encoding import MAX_SPEED, MIN_SPEED
-from mktts.audio.tempo import Tempo
+from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable

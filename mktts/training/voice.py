@@ -39,7 +39,7 @@ _LOOK_S = 1.0  # between looks at what has ended and what is to be encoded
 
 
 @dataclass(frozen=True)
-class Plan:
+class VoicePlan:
     """What to train, where, and for how long. Devices of several codecs: one decoder each, of the same codes."""
 
     texts: Path | None  # None: `recordings` are the teacher
@@ -90,10 +90,10 @@ class Plan:
 
 
 @dataclass
-class Run:
+class VoiceRun:
     """A plan that is being carried out; `status.json` is written whenever something changes."""
 
-    plan: Plan
+    plan: VoicePlan
     began_s: float = field(default_factory=time.monotonic)
     parts: dict[str, Part] = field(default_factory=dict)
     passes: int = 0  # of the encoder
@@ -158,9 +158,9 @@ class Run:
         )
 
 
-def train(plan: Plan) -> bool:
+def train(plan: VoicePlan) -> bool:
     """Carries the plan out; whether all that matters ended well. Raises CheckpointError where nothing can begin."""
-    run = Run(plan)
+    run = VoiceRun(plan)
     plan.out.mkdir(parents=True, exist_ok=True)
     teacher = run.start("teacher", *[lambda: ["nice", *command(*plan.teacher)]] * 2)  # learners go before it
     run.wait_for_shards(teacher, min(_FIT_SHARDS, plan.first_shards))
@@ -190,7 +190,7 @@ def train(plan: Plan) -> bool:
     return all(part.state == "done" for part in (*learners, teacher))
 
 
-def _wait(run: Run, parts: list[Part]) -> None:
+def _wait(run: VoiceRun, parts: list[Part]) -> None:
     for part in parts:
         part.wait(run.until_s)
     run.note()
@@ -237,7 +237,7 @@ def main(arguments: argparse.Namespace) -> int:
     given = arguments.texts or arguments.recordings
     if not given.exists():
         raise OptionsError(f"{given}: expected sentences of `train texts` or a folder of recordings, found nothing")
-    plan = Plan(
+    plan = VoicePlan(
         arguments.texts,
         arguments.out,
         arguments.minutes,

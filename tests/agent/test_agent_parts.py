@@ -223,7 +223,6 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
 @pytest.mark.parametrize(
     ("words", "hidden", "message"),
     [
-        (["--transport", "local"], "pyaudio", "portaudio19-dev"),
         (["--transport", "webrtc"], None, "the package aiortc"),
         ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
         ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
@@ -237,7 +236,6 @@ def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, mes
     monkeypatch.setenv("MKTTS_CHECKPOINT", "absent-folder")  # what would be loaded
     if hidden is not None:
         monkeypatch.setitem(sys.modules, hidden, None)
-        monkeypatch.delitem(sys.modules, "pipecat.transports.local.audio", raising=False)
     if hidden == "fastapi":
         monkeypatch.delitem(sys.modules, "mktts.agent.web", raising=False)
     if "webrtc" in words:

@@ -69,8 +69,8 @@ def test_the_name_is_the_format_and_what_is_heard_is_the_same(tmp_path, name, co
 
 def test_a_long_vorbis_file_does_not_crash_its_library(tmp_path):
     soundfile = pytest.importorskip("soundfile")
-    noise = (0.1 * np.random.default_rng(0).normal(size=8_000 * 60 * 30)).astype(np.float32)
-    assert soundfile.info(write_audio(tmp_path / "a.ogg", noise, 8_000)).frames == len(noise)
+    silence = np.zeros(4_000_000, np.float32)
+    assert soundfile.info(write_audio(tmp_path / "a.ogg", silence, 8_000)).frames == len(silence)
 
 
 @pytest.mark.parametrize("name", ["a", "a.mp4", "a.raw", "wav", ".mp3.txt"])

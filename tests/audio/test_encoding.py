@@ -28,7 +28,7 @@ def pieces(kind: str, pcm: np.ndarray, samples: int = SAMPLES_PER_FRAME, **how) 
     return [*fed, encoder.finish()]
 
 
-@pytest.mark.parametrize("samples", [SAMPLES_PER_FRAME, 777, 48_000], ids=str)
+@pytest.mark.parametrize("samples", [SAMPLES_PER_FRAME, 777], ids=str)
 @pytest.mark.parametrize("kind", CODED)
 def test_what_is_heard_is_what_went_in(kind, samples):
     pcm = tone(SECONDS)
@@ -62,7 +62,7 @@ def test_a_stream_of_mp3_promises_no_length():
     assert head[0] == 0xFF and b"ID3" not in head and b"Xing" not in head and b"Info" not in head
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.4, 0.8, 1.25, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("speed", [0.25, 0.8, 2.0, 4.0])
 def test_speed_keeps_the_pitch_and_changes_the_length_to_a_sample(speed):
     pcm = tone(SECONDS, 220.0)
     changed = np.frombuffer(b"".join(pieces("pcm", pcm, speed=speed)), "<i2") / 2**15

@@ -50,21 +50,12 @@ def test_a_higher_rate_has_nothing_above_the_lower_rates_nyquist_frequency():
     assert power[hz > 8_200].mean() < 1e-8 * power[hz < 7_000].mean()
 
 
-@pytest.mark.parametrize(("from_hz", "to_hz", "cutoff", "half_taps"), BOTH_WAYS[:2])
-def test_half_the_amplitude_is_left_at_the_cut_off(from_hz, to_hz, cutoff, half_taps):
-    hz = cutoff * 8_000
-    found, whole = (
-        inner(pcm, to_hz) for pcm in (resample(sine(hz, from_hz), from_hz, to_hz, cutoff, half_taps), sine(hz, to_hz))
-    )
-    assert found == pytest.approx(whole / 2, abs=2e-3)
-
-
 @pytest.mark.parametrize(("from_hz", "to_hz", "cutoff", "half_taps"), BOTH_WAYS)
-@pytest.mark.parametrize("samples", [0, 1, 2, 3, 101])
-def test_any_length_has_its_samples_in_silence(from_hz, to_hz, cutoff, half_taps, samples):
+def test_any_length_has_its_samples_in_silence(from_hz, to_hz, cutoff, half_taps):
     """Few samples are what many with silence behind them are, to the end of their own time."""
-    few = np.random.default_rng(samples).uniform(-1, 1, samples).astype(np.float32)
-    found = resample(few, from_hz, to_hz, cutoff, half_taps)
-    assert found.shape == (math.ceil(samples * to_hz / from_hz),)
-    more = resample(np.concatenate([few, np.zeros(2_000, np.float32)]), from_hz, to_hz, cutoff, half_taps)
-    np.testing.assert_allclose(found, more[: len(found)], atol=1e-6)
+    for samples in (0, 1, 2, 3, 101):
+        few = np.random.default_rng(samples).uniform(-1, 1, samples).astype(np.float32)
+        found = resample(few, from_hz, to_hz, cutoff, half_taps)
+        assert found.shape == (math.ceil(samples * to_hz / from_hz),)
+        more = resample(np.concatenate([few, np.zeros(2_000, np.float32)]), from_hz, to_hz, cutoff, half_taps)
+        np.testing.assert_allclose(found, more[: len(found)], atol=1e-6)

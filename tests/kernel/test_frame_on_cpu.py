@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from frame_on_cpu import COMPILER, RINGS, Changed, build, observed
+from csrc_on_cpu import COMPILER, RINGS, Changed, build, observed
+from other_cards import FORCED_FRAMES, Model, error_of
 
 from mktts.errors import EngineError
 from mktts.kernel import grid
 from mktts.kernel.grid import Shape
-from mktts.measure.cards import FORCED_FRAMES, Model, error_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
 model_of = cache(lambda name: Model.make(name, "cpu", FORCED_FRAMES))

@@ -1,73 +1,17 @@
-"""Grids of any size: what every block, warp and lane reads and mails, against the plain matrices."""
+"""Grids of any size: how many blocks there are, and which rows each is dealt."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
-from block_reading import Reading
 from compiler import needs_nvrtc
-from test_tape import layer_of
 
 from mktts.errors import BackendUnavailable
 from mktts.kernel.build import compile_kernel
-from mktts.kernel.grid import Shape, choose_shape, choose_text_shape, layer_matrices
-from mktts.kernel.tape import pack_layer, unpack_layer
+from mktts.kernel.grid import choose_shape, choose_text_shape, layer_matrices
 from mktts.measure.inspection import config_at
-
-# As many groups and query heads as tiny has, wide enough for every group of blocks: shares of several matrices (2, 3),
-# with a remainder (3, 5, 7, 13).
-STACK = replace(config_at("tiny").talker, hidden_size=256, intermediate_size=1_144, head_dim=64)
-GROUPS = (2, 3, 4, 5, 7, 10, 13, 16, 29)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_blocks_read_mail_and_add_what_the_plain_matrices_give(group):
-    shape = Shape(STACK, STACK, group * STACK.num_key_value_heads)
-    layer = layer_of(STACK, torch.Generator().manual_seed(group))
-    plain = {name.split(".")[1].removesuffix("_proj"): w.double().numpy() for name, w in layer.items()}
-    noise = np.random.default_rng(group)
-    x, heads, h = noise.standard_normal(STACK.hidden_size), STACK.num_key_value_heads, STACK.hidden_size
-    reading = Reading(STACK, shape.blocks, pack_layer(shape, STACK, layer).double().numpy())
-
-    q, k, v = (plain[name].reshape(heads, -1, h) @ x for name in "qkv")
-    assert np.allclose(reading.qkv(x), np.concatenate((q, k, v), 1))
-    attended = noise.standard_normal((heads, reading.outputs))
-    assert np.allclose(reading.projection(attended), plain["o"] @ attended.ravel())
-    gates = reading.gates(x)
-    assert np.allclose(gates[..., 0].ravel(), plain["gate"] @ x)
-    assert np.allclose(gates[..., 1].ravel(), plain["up"] @ x)
-    inner = noise.standard_normal((heads, reading.inner))
-    assert np.allclose(reading.projection(inner), plain["down"] @ inner.ravel())
-    reading.finish()
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_blocks_combine_attention_as_one_softmax(group):
-    blocks, queries = group * STACK.num_key_value_heads, STACK.num_attention_heads // STACK.num_key_value_heads
-    noise = np.random.default_rng(group)
-    reading = Reading(STACK, blocks, np.zeros((blocks, 0)))
-    maxima, sums = noise.standard_normal((blocks, queries)), noise.uniform(1, 9, (blocks, queries))
-    outs = noise.standard_normal((blocks, queries * STACK.head_dim))
-    weight = np.exp2(maxima).reshape(-1, group, queries, 1)
-    above = (outs.reshape(-1, group, queries, STACK.head_dim) * weight).sum(1)
-    expected = above / (sums.reshape(-1, group, queries, 1) * weight).sum(1)
-    assert np.allclose(reading.attention(maxima, sums, outs), expected.reshape(len(expected), -1))
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 24, 46, 58, 84, 108])
-def test_an_unpacked_layer_is_the_layer_that_was_packed_in_every_grid(multiprocessors):
-    shape = choose_shape(config_at("0.6b"), multiprocessors)
-    stack = replace(shape.talker, intermediate_size=shape.talker.intermediate_size // 2)  # half the work
-    layer = layer_of(stack, torch.Generator().manual_seed(multiprocessors))
-    found = unpack_layer(shape, stack, pack_layer(shape, stack, layer))
-    assert torch.equal(found["qkv"], torch.cat([layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]))
-    assert torch.equal(found["gate_up"], torch.cat([layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]))
-    assert torch.equal(found["o"], layer["self_attn.o_proj.weight"])
-    assert torch.equal(found["down"], layer["mlp.down_proj.weight"])
 
 
 # Multiprocessors -> blocks; H100 and H200 have 132.
@@ -95,7 +39,8 @@ def test_a_text_model_has_the_grid_of_its_stack():
 
 def test_no_block_of_a_grid_is_without_rows():
     """Who reads a buffer is known to have read it by what it sends next: a block that sends nothing is not known."""
-    few = replace(STACK, intermediate_size=2 * 4 * 11)  # 44 pairs over 16 blocks: 3 each, and none for the last
+    stack = replace(config_at("tiny").talker, hidden_size=256, head_dim=64)
+    few = replace(stack, intermediate_size=2 * 4 * 11)  # 44 pairs over 16 blocks: 3 each, and none for the last
     assert all(
         (shape.group - 1) * dealt.each < dealt.total
         for multiprocessors in range(8, 130)

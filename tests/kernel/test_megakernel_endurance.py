@@ -9,16 +9,16 @@ import sys
 
 import pytest
 import torch
+from test_megakernel import kernel_of, prompt_of
 
 from mktts.common import python_path
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend
-from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LONG_FRAMES, LONG_TURNS = 2_000, 50
-
 # No matrix product of cuBLAS in it: racecheck takes some of those for faulty (illegal accesses, CUDA 13.0).
 SANITIZED = """
 import torch
@@ -41,13 +41,6 @@ print("made", state.frames)
 """
 
 
-@pytest.fixture(scope="module")
-def made(tiny):
-    backend = MegakernelBackend(tiny.config, tiny.tensors())
-    builder = PromptBuilder(tiny.config, tiny.tensors(), tiny.tokenizer(), "cuda", torch.bfloat16)
-    return backend, builder.build(Request("Some words.", speaker="ryan", layout="streaming"))
-
-
 def codes_of(backend: MegakernelBackend, prompt: Prompt, seed: int, frames: int) -> torch.Tensor:
     """(T, 16), as many frames a launch as it takes."""
     state, codes = backend.start(prompt, Sampling(), seed, frames), []
@@ -58,9 +51,9 @@ def codes_of(backend: MegakernelBackend, prompt: Prompt, seed: int, frames: int)
     return torch.stack(codes)
 
 
-def test_100_000_frames_neither_hang_nor_drift(made):
+def test_100_000_frames_neither_hang_nor_drift(tiny):
     """The same stream over and over: every turn has the codes of the first, whatever the exchange area went through."""
-    backend, prompt = made
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
     seed = next(s for s in range(100) if len(codes_of(backend, prompt, s, LONG_FRAMES)) == LONG_FRAMES)
     first = codes_of(backend, prompt, seed, LONG_FRAMES)
     assert first.shape == (LONG_FRAMES, NUM_CODEBOOKS) and len(first.unique(dim=0)) > LONG_FRAMES // 2
@@ -68,14 +61,15 @@ def test_100_000_frames_neither_hang_nor_drift(made):
         assert torch.equal(codes_of(backend, prompt, seed, LONG_FRAMES), first), turn
 
 
-def test_1_000_launches_cut_short_leave_the_next_stream_alone(made):
-    backend, prompt = made
+def test_1_000_launches_cut_short_leave_the_next_stream_alone(tiny):
+    backend, prompt = kernel_of(tiny), prompt_of(tiny)
     expected = codes_of(backend, prompt, 1, 12)
     for turn in range(1_000):
         state = backend.start(prompt, Sampling(), turn, 20)
         frames = backend.frames(state, [None, *(prompt.row(t) for t in range(MAX_FRAMES_A_LAUNCH - 1))])
         next(frames)
         frames.close()
+        assert 1 <= state.frames <= MAX_FRAMES_A_LAUNCH
         if turn % 100 == 99:
             assert torch.equal(codes_of(backend, prompt, 1, 12), expected), turn
 

@@ -1,21 +1,34 @@
-"""Prefill in padded pieces against the oracle's one pass; and its keys and values in the frame kernel's layout."""
+"""Prefill in padded pieces against the oracle's one pass, by operators and by kernels between products; its keys and
+values in the frame kernel's layout. With TRITON_INTERPRET=1 the kernels run on the CPU, for a minute."""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import row_stand_ins
 import torch
-from seeded_stack import SMALL, close, prompt, stack
+from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
 from torch import Tensor
 
+import mktts.kernel
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.kernel.prefill import ROW_BUCKETS, Kept, Prefill
+from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, Kept, Prefill, row_kernels
 from mktts.kernel.prompts import copy_into_cache
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, unit_rms
+from mktts.spec import StackConfig
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
+LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # fp16: 2.2e-3 seen on an H200
+WIDE = replace(SMALL, hidden_size=64)  # of widths that the kernels take
+MHA = replace(WIDE, num_attention_heads=3, num_key_value_heads=3, head_dim=32)
+MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_100)
 
 
 def small(dtype: torch.dtype = torch.float32, **settings) -> Prefill:
@@ -195,6 +208,76 @@ def test_dealing_past_the_cache_is_refused():
             copy_into_cache(keys_values, kv, start)
 
 
+# ---- kernels between products
+
+
+class OneRoom(Qwen3Stack):
+    """Its layers' matrices overwrite each other, as those of a TapeStack."""
+
+    room: dict[str, Tensor] | None = None
+
+    def layer_weights(self, index):
+        w = super().layer_weights(index)
+        matrices = {name: getattr(w, name) for name in ("qkv", "o", "gate_up", "down")}
+        if self.room is None:
+            self.room = {name: matrix.clone() for name, matrix in matrices.items()}
+        for name, matrix in matrices.items():
+            self.room[name].copy_(matrix)
+        return replace(w, **self.room)
+
+
+def fused_and_plain(config: StackConfig, dtype: torch.dtype, kernels, device: str = "cpu") -> tuple[Prefill, Prefill]:
+    fused, plain = (
+        Prefill(of, capacity=512, buckets=(4, 16, 64), graphs=False)
+        for of in (stack(dtype, config, device, OneRoom), stack(dtype, config, device))
+    )
+    fused._fused = FusedRows(fused.stack, fused._rotary, kernels)
+    return fused, plain
+
+
+def poisoned(prefill: Prefill, x: Tensor) -> tuple[Tensor, ...]:
+    """`in_two_pieces`, behind an earlier prompt that left nothing of use."""
+    prefill.run(torch.full_like(x, torch.nan))
+    return in_two_pieces(prefill, x)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("config", [WIDE, MHA, MANY], ids=["gqa", "mha", "many"])
+def test_rows_between_kernels_are_those_of_the_operators(config, dtype):
+    fused, plain = fused_and_plain(config, dtype, row_stand_ins)
+    for rows in (10, 40, 150):
+        x = prompt(rows, dtype=dtype, width=64)
+        assert rms_error(poisoned(fused, x), poisoned(plain, x)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    "change, device, dtype",
+    [
+        ({}, "cpu", torch.float32),
+        ({}, "meta", torch.float32),
+        ({}, "cuda", torch.float64),
+        ({"hidden_size": 48}, "cuda", torch.bfloat16),
+        ({"head_dim": 48}, "cuda", torch.bfloat16),
+    ],
+)
+def test_what_the_kernels_do_not_take_goes_through_operators(change, device, dtype, caplog):
+    assert row_kernels(replace(WIDE, **change), torch.device(device), dtype) is None and not caplog.records
+
+
+@pytest.mark.parametrize("what", ["missing", "no compiler"])
+def test_without_triton_or_what_it_needs_prompts_go_through_operators_with_a_warning(what, monkeypatch, caplog):
+    if what == "missing":
+        monkeypatch.setitem(sys.modules, "triton", None)
+        monkeypatch.delitem(sys.modules, "mktts.kernel.rows", raising=False)
+        monkeypatch.delattr(mktts.kernel, "rows", raising=False)
+    else:  # on a machine without CUDA it fails a line earlier
+        monkeypatch.setattr(mktts.kernel, "rows", SimpleNamespace(silu_mul={}), raising=False)
+    assert row_kernels(WIDE, torch.device("cuda"), torch.bfloat16) is None
+    (record,) = caplog.records
+    said = "need triton" if what == "missing" else "cannot build"
+    assert "prompt rows take plain operators" in record.getMessage() and said in record.getMessage()
+
+
 # ---- on a GPU
 
 
@@ -264,3 +347,18 @@ def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
     prefill.restore(kept)
     assert torch.equal(prefill.run(x[9:], 9), expected)
     assert bool(expected.isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("config", [WIDE, MHA, MANY], ids=["gqa", "mha", "many"])
+def test_the_kernels_give_what_their_stand_ins_give(config, dtype):
+    from mktts.kernel import rows as kernels
+
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("triton's interpreter cuts to bfloat16, it does not round")
+    device = "cpu" if INTERPRETED else "cuda"
+    x = prompt(40, dtype=dtype, width=64).to(device)
+    ours, theirs = (fused_and_plain(config, dtype, of, device)[0] for of in (kernels, row_stand_ins))
+    assert rms_error(poisoned(ours, x), poisoned(theirs, x)) < LIMITS[dtype]

@@ -1,13 +1,42 @@
-"""The weight tape, read back by the definition of the tensor core's A operand."""
+"""The weight tape: read back by the definition of the tensor core's A operand, unpacked into layers again, and
+multiplied as it lies by csrc/rows.cu, on the CPU lane by lane and on a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from csrc_on_cpu import COMPILER, row_launches
+from seeded import in_two_pieces, layer_of, packed, prompt, rms_error, shape_of, tape_of, weights_of
 from torch import Tensor
 
-from mktts.kernel.grid import FRAGMENTS, WARPS, choose_shape
-from mktts.kernel.tape import pack, pack_layer, pack_rows
+from mktts.errors import CapacityError
+from mktts.kernel import grid
+from mktts.kernel.grid import FRAGMENTS, WARPS, Shape, choose_shape
+from mktts.kernel.prefill import Prefill
+from mktts.kernel.prompts import KernelPrefill
+from mktts.kernel.tape import pack, pack_layer, pack_rows, unpack_layer
+from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows, TapeStack
+from mktts.measure.inspection import config_at
+from mktts.model.qwen3 import Qwen3Stack
+
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
+FEW = {"capacity": 64, "buckets": (4, 16, 64)}
+
+
+def stack_of(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Qwen3Stack:
+    return Qwen3Stack(shape.talker, weights, "", weights["norm.weight"].device, dtype)
+
+
+def rows_of(shape: Shape, count: int) -> Tensor:
+    return prompt(count, dtype=torch.bfloat16, width=shape.talker.hidden_size)
+
+
+# ---- packed
 
 
 def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
@@ -40,26 +69,11 @@ def test_a_tape_holds_every_weight_where_the_tensor_core_looks_for_it(rows, k):
     assert torch.equal(unpack(pack(weights), rows, k), weights)
 
 
-def layer_of(stack, generator: torch.Generator) -> dict[str, Tensor]:
-    heads, pairs, d = stack.num_attention_heads, stack.num_key_value_heads, stack.head_dim
-    h, f = stack.hidden_size, stack.intermediate_size
-    sizes = {
-        "self_attn.q_proj": (heads * d, h),
-        "self_attn.k_proj": (pairs * d, h),
-        "self_attn.v_proj": (pairs * d, h),
-        "self_attn.o_proj": (h, heads * d),
-        "mlp.gate_proj": (f, h),
-        "mlp.up_proj": (f, h),
-        "mlp.down_proj": (h, f),
-    }
-    return {f"{n}.weight": torch.randn(size, generator=generator).bfloat16() for n, size in sizes.items()}
-
-
 def test_a_layer_multiplied_from_the_tape_is_the_layer(tiny):
     """Groups and blocks put together again: every product a group sums, against the plain matrices."""
     shape = choose_shape(tiny.config, 132)
     stack = tiny.config.talker
-    layer = layer_of(stack, torch.Generator().manual_seed(1))
+    layer = layer_of(stack)
     tape = pack_layer(shape, stack, layer)
     heads, group, h, f = stack.num_key_value_heads, shape.group, stack.hidden_size, stack.intermediate_size
     each = stack.num_attention_heads // heads * stack.head_dim
@@ -83,3 +97,179 @@ def test_head_rows_are_dealt_out_in_order(tiny):
     each = -(-len(head) // (shape.blocks * 16)) * 16
     rows = unpack(pack_rows(shape, head), each, 64).reshape(-1, 64)
     assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
+
+
+# ---- unpacked
+
+
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 24, 46, 58, 84, 108))],
+)
+def test_an_unpacked_layer_is_the_layer_that_was_packed_in_every_grid(size, multiprocessors):
+    shape = choose_shape(config_at(size), multiprocessors)
+    parts = 1 if size.startswith("tiny") else 2  # half the work
+    stack = replace(shape.talker, intermediate_size=shape.talker.intermediate_size // parts)
+    layer = layer_of(stack)
+    found = unpack_layer(shape, stack, pack_layer(shape, stack, layer))
+    assert torch.equal(found["qkv"], torch.cat([layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]))
+    assert torch.equal(found["gate_up"], torch.cat([layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]))
+    assert torch.equal(found["o"], layer["self_attn.o_proj.weight"])
+    assert torch.equal(found["down"], layer["mlp.down_proj.weight"])
+
+
+def assert_same_layers(found: TapeStack, expected: Qwen3Stack) -> None:
+    for index in (*range(found.config.num_hidden_layers), 0):
+        ours, theirs = found.layer_weights(index), expected.layer_weights(index)
+        for name in vars(theirs):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (index, name)
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-projected"])
+def test_a_tape_gives_every_weight_of_every_layer_in_any_order(size):
+    shape = shape_of(size, 3)
+    weights = weights_of(shape.talker)
+    assert_same_layers(tape_of(shape, weights), stack_of(shape, weights))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_prefill_from_the_tape_is_prefill_from_the_stack(rows):
+    shape = shape_of("tiny-projected", 3)
+    weights, x = weights_of(shape.talker), rows_of(shape, rows)
+    ours, theirs = (Prefill(of(shape, weights), capacity=512, buckets=(4, 16, 64)) for of in (tape_of, stack_of))
+    assert torch.equal(ours.run(x), theirs.run(x))
+    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_with_them():
+    shape = shape_of("tiny", 1)
+    weights, c = weights_of(shape.talker), shape.talker
+    kv = torch.zeros(1, c.num_key_value_heads, shape.group, 200, 2, c.head_dim, dtype=torch.bfloat16)
+    x = rows_of(shape, 1025)
+    with pytest.raises(CapacityError, match="may have 1024 rows with the megakernel, this one has 1025"):
+        KernelPrefill(tape_of(shape, weights)).fill(x, kv)
+    assert not kv.any()
+    assert KernelPrefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
+    assert kv.any()
+
+
+# ---- few rows, by csrc/rows.cu
+
+
+def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
+    weights = {name: tensor.float().cpu() for name, tensor in weights.items()}
+    return Prefill(stack_of(shape, weights, torch.float32), **FEW)
+
+
+def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
+    few = TapeRows(shape, packed(shape, weights), launch=row_launches(shape, folder, most_rows))
+    return Prefill(tape_of(shape, weights), **FEW, few=few)
+
+
+# Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("size", "blocks", "most_rows"),
+    [
+        ("tiny", 12, 32),
+        ("tiny-projected", 14, 128),
+        *(pytest.param(size, blocks, 128, marks=pytest.mark.slow) for size in ("0.6b", "1.7b") for blocks in (56, 128)),
+    ],
+)
+def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, most_rows, monkeypatch, tmp_path):
+    monkeypatch.setattr(grid, "MOST_ROWS", most_rows)
+    shape = replace(shape_of(size, 2 if size.startswith("tiny") else 1), blocks=blocks)
+    weights = weights_of(shape.talker)
+    found = on_cpu(shape, weights, tmp_path, most_rows)
+    found._kv.fill_(torch.nan)  # what nobody has filled is not read
+    found._input.fill_(torch.nan)  # nor is what pads few rows
+    for rows in (10, 25):
+        x = rows_of(shape, rows)
+        expected = in_two_pieces(exact(shape, weights), x.float())
+        ours = rms_error(in_two_pieces(found, x), expected)
+        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights), **FEW), x), expected)
+        assert found._kv[:, :, :, rows:].isnan().all()
+
+
+@NEEDS_COMPILER
+def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
+    shape = shape_of("tiny", 1, multiprocessors=12)
+    weights = weights_of(shape.talker)
+    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights), **FEW)
+    x = rows_of(shape, 40)
+    for cuts in ((5, 35), (30, 10), (16, 17, 7)):
+        hidden = {}
+        for prefill in (found, plain):
+            past = 0
+            for piece in x.split(cuts):
+                hidden[prefill] = prefill.run(piece, past)
+                past += len(piece)
+        ours, theirs = ((hidden[prefill], prefill.keys, prefill.values) for prefill in (found, plain))
+        assert rms_error(ours, theirs) < 0.02
+
+
+def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_operators():
+    shape, launched = shape_of("tiny", 1), []
+    weights = weights_of(shape.talker)
+    few = TapeRows(shape, packed(shape, weights), launch=lambda name, grid, parameters: launched.append(name))
+    found, plain = (Prefill(tape_of(shape, weights), few=f) for f in (few, None))
+    x = rows_of(shape, MOST_POSITIONS - 3)
+    for prefill in (found, plain):
+        prefill.run(x)
+    assert not launched
+    found.run(x[:3], MOST_POSITIONS - 3)
+    assert tuple(launched) == KERNELS
+    results = [prefill.run(x[:5], MOST_POSITIONS - 4) for prefill in (found, plain)]
+    assert torch.equal(*results) and tuple(launched) == KERNELS
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 24, 46, 58, 84, 108)), ("1.7b", 58)],
+)
+def test_the_kernel_unpacks_what_the_stack_holds(size, multiprocessors):
+    shape = shape_of(size, 3, multiprocessors)
+    weights = weights_of(shape.talker, "cuda")
+    stack = tape_of(shape, weights)
+    for matrix in stack._room.values():
+        matrix.fill_(torch.nan)
+    assert_same_layers(stack, stack_of(shape, weights))
+
+
+@pytest.mark.gpu
+@GPU
+def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
+    shape = shape_of("0.6b", 4)
+    weights = weights_of(shape.talker, "cuda")
+    ours, theirs = Prefill(tape_of(shape, weights)), Prefill(stack_of(shape, weights))
+    for _ in range(3):  # captured, then replayed back to back
+        for count in (1, 10, 64, 100, 500):
+            x = rows_of(shape, count).cuda()
+            assert torch.equal(ours.run(x), theirs.run(x))
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [("tiny", 132), ("tiny-projected", 132), *(("0.6b", count) for count in (16, 58, 132)), ("1.7b", 132)],
+)
+def test_graphs_of_few_rows_are_no_further_from_fp32_than_those_of_operators(size, multiprocessors):
+    shape = shape_of(size, 3, multiprocessors)
+    weights = weights_of(shape.talker, "cuda")
+    found = Prefill(tape_of(shape, weights), few=TapeRows(shape, packed(shape, weights)))
+    plain = Prefill(stack_of(shape, weights))
+    for rows in (10, 9 + ROWS):
+        x = rows_of(shape, rows)
+        expected = in_two_pieces(exact(shape, weights), x.float())
+        ours, theirs = (tuple(t.cpu() for t in in_two_pieces(prefill, x.cuda())) for prefill in (found, plain))
+        assert rms_error(ours, expected) <= 1.25 * rms_error(theirs, expected)
+        for _ in range(20):
+            again = in_two_pieces(found, x.cuda())
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(again, ours, strict=True))

@@ -17,8 +17,14 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCa
 from weight_bytes import file_bytes
 
 from mktts.errors import CheckpointError
-from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
-from mktts.llm.config import EMBEDDING, HEAD, TextConfig, expected_text_tensors
+from mktts.llm.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    TextCheckpoint,
+    TextConfig,
+    expected_text_tensors,
+    open_text_checkpoint,
+)
 from mktts.llm.random import config_json, ensure_named, make
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 
@@ -70,12 +76,11 @@ def test_layout_gives_the_released_file_to_the_byte(tmp_path):
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        ("tiny", {}),
         ("tiny", {"store_head": True}),
         ("tiny-untied", {"shards": 3}),
         ("tiny", {"margin": True, "dtype": torch.float32}),
     ],
-    ids=["tied", "head-stored", "untied-sharded", "margin-fp32"],
+    ids=["head-stored", "untied-sharded", "margin-fp32"],
 )
 def test_transformers_finds_every_tensor_in_its_place(tmp_path, size, options):
     folder = make(tmp_path / "made", size, **options)
@@ -105,17 +110,17 @@ def test_choice_and_ends_are_what_transformers_reads(tiny, copied):
     assert bare.config.eos_ids == (AutoConfig.from_pretrained(copied).eos_token_id,)
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_text_becomes_the_ids_of_transformers_and_comes_back(vocabulary, upstream_tokenizer, text):
-    ids = vocabulary.encode(text)
-    assert ids == upstream_tokenizer.encode(text)
-    assert vocabulary.decode(ids) == upstream_tokenizer.decode(ids)
+def test_text_becomes_the_ids_of_transformers_and_comes_back(vocabulary, upstream_tokenizer):
+    for text in TEXTS:
+        ids = vocabulary.encode(text)
+        assert ids == upstream_tokenizer.encode(text)
+        assert vocabulary.decode(ids) == upstream_tokenizer.decode(ids)
 
 
 ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(151_640, 151_680))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ids=st.lists(ALL_IDS, max_size=12))
 def test_pieces_join_to_the_text_of_transformers(vocabulary, upstream_tokenizer, ids):
     """Broken UTF-8, special, added and unused ids included."""
@@ -131,26 +136,7 @@ def test_no_piece_splits_a_character(vocabulary):
     got = [pieces.push(by_byte[bytes([byte])]) for byte in text.encode()]
     assert [piece for piece in got if piece] == list(text) and len(got) == len(text.encode())
     assert pieces.finish() == ""
-
-
-def test_tokenizer_json_serves_alone(copied, upstream_tokenizer):
-    upstream_tokenizer.save_pretrained(copied)
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        (copied / name).unlink(missing_ok=True)
-    assert (copied / "tokenizer.json").is_file()
-    vocabulary = open_text_checkpoint(copied).tokenizer()
-    ids = [i for text in TEXTS for i in vocabulary.encode(text)]
-    assert ids == [i for text in TEXTS for i in upstream_tokenizer.encode(text)]
-    added = upstream_tokenizer.get_added_vocab()
-    assert vocabulary.added == added
-    assert vocabulary.decode(list(added.values())) == upstream_tokenizer.decode(
-        list(added.values()), skip_special_tokens=True
-    )
-    raw = json.loads((copied / "tokenizer.json").read_text())
-    raw["pre_tokenizer"] = {"type": "ByteLevel"}
-    (copied / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="pre-tokenizer"):
-        open_text_checkpoint(copied).tokenizer()
+    assert pieces.push(by_byte["ü".encode()[:1]]) == "" and pieces.finish() == "\ufffd"  # the end inside a character
 
 
 def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
@@ -222,7 +208,7 @@ def _retype(folder: Path) -> None:
         (_retype, "expected dtype BF16 or F32, found F16"),
         (
             lambda folder: (folder / "vocab.json").unlink(),
-            "merges.txt, or tokenizer.json, found neither",
+            "vocab.json: expected this file of the Hub layout",
         ),
         (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: expected a BPE vocabulary"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{}"), "expected added_tokens_decoder"),

@@ -48,9 +48,3 @@ def test_bad_input_is_one_line_and_status_2(capsys, words, message):
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
-
-
-def test_help_says_that_the_text_is_continued(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["text", "--help"])
-    assert "python -m mktts text" in capsys.readouterr().out

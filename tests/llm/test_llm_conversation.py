@@ -34,17 +34,17 @@ def decoder(checkpoint_cache):
         yield made
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("thinks", [True, False])
-def test_prompts_are_those_of_transformers(decoder, messages, thinks):
+def test_prompts_are_those_of_transformers(decoder):
     from transformers import Qwen2TokenizerFast
 
     upstream = Qwen2TokenizerFast.from_pretrained(decoder.checkpoint.folder)
-    said = [message._asdict() for message in messages]
-    wanted = upstream.apply_chat_template(
-        said, chat_template=UNTHINKING if thinks else TURNS, add_generation_prompt=True, enable_thinking=False
-    )
-    assert ChatTemplate(decoder.vocabulary, thinks).ids(messages) == wanted
+    for thinks, template in ((True, UNTHINKING), (False, TURNS)):
+        for messages in CONVERSATIONS:
+            said = [message._asdict() for message in messages]
+            wanted = upstream.apply_chat_template(
+                said, chat_template=template, add_generation_prompt=True, enable_thinking=False
+            )
+            assert ChatTemplate(decoder.vocabulary, thinks).ids(messages) == wanted
 
 
 def test_control_tokens_in_a_message_are_text(decoder):

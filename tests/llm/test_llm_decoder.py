@@ -76,18 +76,13 @@ def test_logits_are_those_of_transformers(size, dtype):
 @SIZES
 def test_greedy_tokens_are_those_of_transformers(size, dtype):
     decoder, model = pair(size, dtype)
-    stream = decoder.generate(PROMPT, choice=GREEDY, max_tokens=64)
+    stream = decoder.generate(PROMPT, choice=GREEDY, max_tokens=32)
     text = stream.read()
-    expected = upstream_ids(model, decoder.vocabulary.encode(PROMPT), 64, do_sample=False)
-    assert stream.ids == expected and len(set(expected)) > 20
+    expected = upstream_ids(model, decoder.vocabulary.encode(PROMPT), 32, do_sample=False)
+    assert stream.ids == expected and len(set(expected)) > 10
     assert text == decoder.vocabulary.decode(expected)
-
-
-def test_one_token_is_prompt_enough():
-    decoder, model = pair("tiny", torch.float32)
-    stream = decoder.generate([9], choice=GREEDY, max_tokens=5)
-    stream.read()
-    assert stream.ids == upstream_ids(model, [9], 5, do_sample=False)
+    one = decoder.generate([9], choice=GREEDY, max_tokens=2)  # a prompt of one token
+    assert [token.id for token in one] == upstream_ids(model, [9], 2, do_sample=False)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +231,7 @@ def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     stream.cancel()
     stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
-    assert backend.calls == [3] and stream._state is None
+    assert backend.calls == [3] and stream.state is None
     with decoder.generate("Hello") as other:
         next(other)
     assert other.finish_reason == "cancelled"
@@ -252,18 +247,6 @@ def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
     with pytest.raises(EngineError, match="the kernel stopped"):
         list(stream)
     assert stream.ids == [10, 10] and stream.finish_reason is None and list(stream) == []
-
-
-def test_text_comes_in_whole_characters(tiny):
-    text = "aü🙂語z"
-    vocabulary = tiny.tokenizer()
-    by_byte = {vocabulary.data(i): i for i in range(256)}
-    ids = [by_byte[bytes([byte])] for byte in text.encode()]
-    decoder, _ = faked(tiny, ids)
-    pieces = [token.text for token in decoder.generate("Hello", max_tokens=len(ids))]
-    assert pieces == ["a", "", "ü", "", "", "", "🙂", "", "", "語", "z"]
-    cut = [token.text for token in decoder.generate("Hello", max_tokens=5)]
-    assert cut == ["a", "", "ü", "", "\ufffd"]  # the limit fell inside the character
 
 
 @pytest.mark.parametrize(
@@ -314,21 +297,14 @@ def test_a_closed_decoder_says_so_and_open_streams_go_on(tiny):
         decoder.generate("Hello")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_cannot_be_loaded_is_named(tiny):
+    for settings, message in (
         ({"backend": "upstream"}, "backend must be one of"),
         ({"device": "abacus"}, "abacus"),
         ({"backend": "megakernel", "device": "cpu"}, "megakernel"),
-    ],
-    ids=["backend", "device", "kernel-on-cpu"],
-)
-def test_a_backend_that_cannot_run_is_named(tiny, settings, message):
-    with pytest.raises(BackendUnavailable, match=message):
-        TextDecoder.load(tiny, **settings)
-
-
-def test_a_missing_checkpoint_is_named():
+    ):
+        with pytest.raises(BackendUnavailable, match=message):
+            TextDecoder.load(tiny, **settings)
     with pytest.raises(CheckpointError, match="absent"):
         TextDecoder.load("absent-folder")
 

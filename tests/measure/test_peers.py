@@ -1,4 +1,4 @@
-"""The adapters of other implementations, on stand-ins with their interfaces and on upstream itself."""
+"""The adapter of faster-qwen3-tts, on a stand-in with its interface."""
 
 from __future__ import annotations
 
@@ -93,17 +93,3 @@ def test_an_absent_peer_is_named_with_the_reason(monkeypatch, tiny):
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", None)
     with pytest.raises(BackendUnavailable, match="faster_qwen3_tts is needed"):
         peers.FasterPeer(tiny.folder, "cpu")
-
-
-def test_upstream_runs_frames_and_whole_utterances(tiny):
-    pytest.importorskip("qwen_tts")
-    peer = peers.UpstreamPeer(tiny.folder, "cpu", torch.float32)
-    speaker = next(iter(tiny.config.speakers))
-    request = Request("Some words.", speaker=speaker, layout="streaming")
-    run = peer.frames(request, Sampling(), 0, 5)
-    first = run.frame_ms[0][0]
-    assert [position for position, _ in run.frame_ms] == [first, first + 1, first + 2, first + 3]
-    assert all(ms > 0 for _, ms in run.frame_ms) and run.total_ms > sum(ms for _, ms in run.frame_ms)
-    whole = peer.utterance(request, Sampling(), 0, 5)
-    assert whole.audio_s == pytest.approx(5 * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ)
-    assert whole.first_pcm_ms == whole.total_ms > 0

@@ -14,8 +14,7 @@ from mktts.errors import MetricsError
 from mktts.kernel import trace
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import PREDICTOR_LAYER, TAIL, TALKER_LAYER, frame_points
-from mktts.measure.trace.command import record, table
-from mktts.measure.trace.document import BUILDS, UNIT_NS, document, packed, unpacked
+from mktts.measure.trace import BUILDS, UNIT_NS, document, packed, record, table, unpacked
 
 LAYERS = (4, 2)
 MAX_BYTES = 60_000  # of the reference that is committed
@@ -53,7 +52,6 @@ def test_one_frame_is_kept_mark_by_mark(found):
     steps = unpacked(found["frame"][BUILDS[0]]["steps"])
     assert len(steps) == found["settings"]["marks"]
     assert steps.sum() == pytest.approx(found["frame_us"][BUILDS[0]], rel=0.01)
-    assert unpacked(found["frame"][BUILDS[0]]["spread"]).max() < 0.1  # 20 cycles of standard deviation are 35 ns
 
 
 @pytest.mark.parametrize(

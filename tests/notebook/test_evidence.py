@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -104,12 +102,11 @@ def test_the_ladder_is_the_logs_table():
 
 
 def test_measuring_here_keeps_the_document_beside_the_run(tmp_path, monkeypatch):
-    from mktts.measure.bench import runner
+    from mktts.measure.bench import command
 
-    monkeypatch.setattr(runner, "measure", lambda settings, sections: {"sections": sections, "figures": {}})
-    found = evidence.bench_here("ours,codec", tmp_path)
-    assert found["sections"] == ["ours", "codec"]
-    assert json.loads((tmp_path / "bench.json").read_text()) == found
+    monkeypatch.setattr(command, "measure", lambda settings, names, output: {"sections": names, "path": output})
+    found = evidence.bench_here("frames,codec", tmp_path)
+    assert found == {"sections": ["frames", "codec"], "path": tmp_path / "bench.json"}
 
 
 # ---- rows

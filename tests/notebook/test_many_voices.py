@@ -13,8 +13,7 @@ from load_document import load_file, point
 
 from mktts.batch.tick import TICKS, TickModel
 from mktts.errors import OptionsError
-from mktts.measure.bench.load.attendance import Attendance, Mark
-from mktts.measure.bench.load.listener import Listener
+from mktts.measure.load.client import Listener, LoadRun, Moment
 from mktts.notebook import evidence, figure, load_plots, many
 from mktts.notebook.many import Held
 
@@ -63,8 +62,8 @@ class Room:
         self.asked.append((listeners, self.settings.seconds, self.settings.seed))
         came = [Listener(1.0), Listener(2.0), Listener(9.0)]
         came[0].first_s = 1.25
-        begin, end = Mark(0.0, 0, 0, 0.0, 0.0), Mark(5.0, 0, 0, 0.0, 0.0)
-        return point(listeners), Attendance(came, begin=begin, end=end), ticks_of((1, 1, 8, 1, 0))
+        begin, end = Moment(0.0, 0, 0.0, 0.0), Moment(5.0, 0, 0.0, 0.0)
+        return point(listeners), LoadRun(came, begin, end), ticks_of((1, 1, 8, 1, 0))
 
 
 async def test_loads_are_held_one_after_the_other_and_the_held_arrivals_are_kept():

@@ -20,9 +20,9 @@ from mktts.errors import AudioError, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.judge import evaluate, forms, intervals, natural, sound, written
 from mktts.training.judge.figures import MUST, figures
-from mktts.training.judge.keep import Keep, Spoken, digest_of
+from mktts.training.judge.keep import KeptFolder, Spoken, digest_of
 from mktts.training.judge.likeness import likeness_of, section
-from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Heard, Line, Listened, Listener, Sound
+from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Judged, JudgedSound, Line, Listened, Listener
 from mktts.training.judge.loudness import integrated_lufs
 
 CLIPS = Path(__file__).parents[2] / "outputs" / "reference" / "voice"
@@ -77,7 +77,7 @@ def test_an_interval_is_as_wide_as_theory_says():
 def listened(text: str, speaker: str, teacher: int, student: int, **voices: int) -> Listened:
     heard = {TEACHER: teacher, STUDENT: student, **voices}
     line = Line(text, text, speaker, 0)
-    return Listened(line, len(text.split()), {name: Heard(1.0, "eos", errors) for name, errors in heard.items()})
+    return Listened(line, len(text.split()), {name: Judged(1.0, "eos", errors) for name, errors in heard.items()})
 
 
 def test_word_errors_of_all_and_of_the_best_speaker():
@@ -164,7 +164,7 @@ def test_wrong_readings_are_wrong():
 def test_written_numbers_are_right_by_ear_where_a_right_reading_is_chosen():
     def heard(line: Line) -> Listened:
         by = {STUDENT: "it costs one two" if line.speaker == "x" else "the usa", TEACHER: line.said}
-        return Listened(line, 1, {name: Heard(1.0, "eos", 0, text) for name, text in by.items()})
+        return Listened(line, 1, {name: Judged(1.0, "eos", 0, text) for name, text in by.items()})
 
     lines = written.lines(ITEMS, ("x", "y"), 0)
     found = written.ear_section(ITEMS, [heard(line) for line in lines])
@@ -185,7 +185,7 @@ def test_the_recogniser_chooses_what_was_said():
 
 
 def sounding(speaker: str, said: str, lufs: float | None, buzz: float = 0.8, lead_ms: float | None = 80.0) -> Listened:
-    heard = Heard(1.0, "eos", 0, "", Sound(buzz, 0.5, -51.0, None, lead_ms, lufs))
+    heard = Judged(1.0, "eos", 0, "", JudgedSound(buzz, 0.5, -51.0, None, lead_ms, lufs))
     return Listened(Line(said, said, speaker, 0), 1, {STUDENT: heard})
 
 
@@ -222,7 +222,7 @@ def test_a_listener_measures_what_it_hears():
     assert found.voices[STUDENT].finish == "runaway" and found.voices[STUDENT].audio_s == 2
     assert found.voices[STUDENT].sound.lufs == pytest.approx(-23, abs=0.1)
     assert found.voices[CODEC].sound.lufs == pytest.approx(-29, abs=0.1)
-    assert listener.run(replace(line, ears=None, sound=False)).voices[STUDENT] == Heard(2.0, "runaway")
+    assert listener.run(replace(line, ears=None, sound=False)).voices[STUDENT] == Judged(2.0, "runaway")
 
 
 def test_what_is_kept_is_not_done_again(tmp_path):
@@ -232,7 +232,7 @@ def test_what_is_kept_is_not_done_again(tmp_path):
         asked.append((text, greedy))
         return Spoken(np.array([0.5, -1.0, 1.0], np.float32), "eos")
 
-    keep = Keep(tmp_path)
+    keep = KeptFolder(tmp_path)
     first, again = (keep.student(student, ("v",))("a", "slt", 1, False) for _ in range(2))
     keep.student(student, ("v",))("a", "slt", 1, True)
     keep.student(student, ("other",))("a", "slt", 1, False)
@@ -247,7 +247,7 @@ def test_what_is_kept_is_not_done_again(tmp_path):
         path.write_bytes(b"x")
     with pytest.raises(AudioError, match="delete it"):
         keep.student(student, ("v",))("a", "slt", 1, False)
-    assert Keep(None).teacher() is None and Keep(None).student(student, ()) is student
+    assert KeptFolder(None).teacher() is None and KeptFolder(None).student(student, ()) is student
 
 
 def test_another_voice_has_another_digest(tmp_path):

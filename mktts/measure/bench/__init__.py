@@ -1,8 +1,5 @@
-"""Timings: of this machine, and of ours beside other programs on one card.
+"""Timings of this machine, and beside them those of faster-qwen3-tts and of upstream: `python -m mktts bench`.
 
-* command: `python -m mktts bench`
-* here: one checkpoint on this machine; codec: the codec by itself
-* runner: every section as a process of its own; sections, peer_sections: what each measures; frames, settings: what
-  they share; peers: the other programs; graph_oracle: PyTorch's operators as CUDA graphs
-* load: how many real-time listeners are carried
+* command: the arguments, the document, the table; every section is a process of its own
+* sections: what each measures; peers: the sections of other implementations
 """

@@ -1,141 +1,233 @@
 """`python -m mktts bench`: timings for people as a table, then for programs as one line of JSON.
 
-This checkpoint on this machine (mktts.measure.bench.here); with --peers ours beside other programs on one card
-(mktts.measure.bench.runner); with --load the real-time listeners that are carried (mktts.measure.bench.load);
-with --url those of a server (mktts.measure.bench.load.served).
+Every section (mktts.measure.bench.sections) runs in a process of its own. One that fails or runs past its time loses
+its own figures only: they stand under `missing` with the reason. --load and --url measure real-time listeners instead
+(mktts.measure.load).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mktts.checkpoint import open_checkpoint
-from mktts.checkpoint.arguments import add_model_arguments, loading
-from mktts.common import write_json
+from mktts.checkpoint.arguments import add_model_arguments
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
-from mktts.measure.bench import here, runner
-from mktts.measure.bench.load import command as load
-from mktts.measure.bench.load import served
-from mktts.measure.bench.settings import BenchSettings
-from mktts.spec import FRAME_MS
+from mktts.measure.bench import peers, sections
+from mktts.measure.bench.sections import BenchSettings, Measured
+from mktts.measure.environment import head, versions
+from mktts.measure.load import command as load
+from mktts.measure.metrics import percentiles
 
-EXAMPLES = """examples:
+
+def large(settings: BenchSettings) -> Measured:
+    """`streams` and `frames` of the large checkpoint."""
+    settings = replace(settings, checkpoint=settings.large, revision=None)
+    yield from (found for found in sections.streams(settings, "_1p7b") if not isinstance(found, dict))
+    yield from sections.frames(settings, "_1p7b")
+
+
+_STREAMS = ("ttfc_ms", "ttfc_sentence_ms", "rtf", "frame_with_codec_ms")
+# Name -> what it measures, and the figures that it must give. Others may come with them.
+SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]] = {
+    "load": (sections.load, ("load_s", "warm_peak_rss_bytes")),
+    "streams": (sections.streams, _STREAMS),
+    "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
+    "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
+    "overlap": (sections.overlap, ("chunk_8_serial_ms", "chunk_8_overlapped_ms")),
+    "memory": (sections.memory, ("peak_gpu_mb",)),
+    "text": (sections.text, ("text_tok_s",)),
+    "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
+    "faster": (peers.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
+    "upstream": (peers.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
+}
+BY_ITSELF = tuple(SECTIONS)[:3]
+CHECKPOINT = "random:tiny"
+TIMEOUT_S = 240.0
+_REPEATS = 5
+_TAIL_LINES = 12  # of a failed section's messages
+EXAMPLES = f"""examples:
   python -m mktts bench
   python -m mktts bench --codec full --repeats 10
-  python -m mktts bench --checkpoint random:0.6b --load-only
+  python -m mktts bench --checkpoint random:0.6b --only load
   python -m mktts bench --peers --output bench.json
   python -m mktts bench --load --listeners 2,4 --seconds 10
   python -m mktts bench --url http://127.0.0.1:8000 --listeners 2,4 --seconds 10
   python -m mktts bench --load --engine batch --listeners 512,1024 --context 332 --into load.json
-  python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json"""
+  python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json
+
+Without --checkpoint: {CHECKPOINT}, with --peers {BenchSettings.checkpoint}."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = BenchSettings()
     add_model_arguments(parser, checkpoint=None)
-    parser.epilog = f"{parser.epilog}\n\nWithout --checkpoint: {here.CHECKPOINT}, with --peers {default.checkpoint}."
-    parser.add_argument("--frames", type=_positive, default=50, help=f"of {FRAME_MS:.0f} ms, per stream (default: 50)")
-    parser.add_argument("--repeats", type=_positive, default=5, help="measured streams (default: 5)")
-    parser.add_argument("--text", default=here.TEXT, help="what is said")
-    parser.add_argument("--speaker", help="a speaker of the checkpoint (default: its first)")
+    parser.add_argument(
+        "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
+    )
+    parser.add_argument("--peers", action="store_true", help="all sections: ours, faster-qwen3-tts and upstream")
+    parser.add_argument("--frames", type=_positive, help="of 80 ms, per stream (default: 50, with --peers 125)")
+    parser.add_argument(
+        "--repeats", type=_positive, default=_REPEATS, help="whole streams of a figure (default: %(default)s)"
+    )
     parser.add_argument(
         "--codec",
         choices=("checkpoint", "full"),
         default="checkpoint",
         help="codec timed by itself: the checkpoint's, or one of released size with random weights",
     )
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--load-only", action="store_true", help="only load time and peak memory, in a fresh process")
-    only.add_argument("--codec-only", action="store_true", help="only the codec by itself")
-    parser.add_argument("--json-only", action="store_true", help="no table")
+    parser.add_argument(
+        "--section-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
-    peers = parser.add_argument_group("side by side with the peers")
-    peers.add_argument("--peers", action="store_true", help="ours, upstream, faster-qwen3-tts, and ours as CUDA graphs")
-    peers.add_argument(
-        "--large", default=default.large, metavar="CHECKPOINT", help="for the 1.7B figures (default: %(default)s)"
-    )
-    peers.add_argument(
-        "--text-model",
-        default=default.text_model,
-        metavar="CHECKPOINT",
-        help="Qwen3 text model (default: %(default)s)",
-    )
-    peers.add_argument("--only", metavar="SECTION,...", help=f"of {', '.join(runner.EXPECTED)}")
-    peers.add_argument(
-        "--section-timeout",
-        type=float,
-        default=runner.TIMEOUT_S,
-        metavar="SECONDS",
-        help="of a section (default: %(default)s)",
-    )
     load.add_arguments(parser)
-    served.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a table, then the document. 0 where no expected figure is missing, else 1."""
     if arguments.load + arguments.peers + (arguments.url is not None) > 1:
         raise MetricsError("--load, --peers and --url are measurements of their own: name one")
-    measure = (
-        _of_server if arguments.url else load.measure if arguments.load else _beside_peers if arguments.peers else _here
-    )
-    document, table = measure(arguments)
-    if not arguments.json_only:
-        print(table)
+    if arguments.load or arguments.url:
+        document, shown = load.measure(arguments)
+    else:
+        document = measure(*_asked(arguments), arguments.section_timeout, arguments.output)
+        shown = table(document)
+    print(shown)
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
-    return 1 if document.get("missing") else 0
+    return 1 if document["missing"] else 0
 
 
-def _here(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    source = arguments.checkpoint or here.CHECKPOINT
-    checkpoint = open_checkpoint(source, arguments.revision)  # a random one is made here, unmeasured
-    parts = ("load",) if arguments.load_only else ("codec",) if arguments.codec_only else ("load", "streams", "codec")
-    document = here.measure(
-        checkpoint,
-        loading(arguments),
-        text=arguments.text,
-        speaker=arguments.speaker,
-        frames=arguments.frames,
-        repeats=arguments.repeats,
-        full_codec=arguments.codec == "full",
-        parts=parts,
-    )
-    document["settings"]["checkpoint"] = source
-    _store(arguments.output, document)
-    return document, here.table(document)
-
-
-def _of_server(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    document = served.measure(arguments)
-    return document, load.table(document)
-
-
-def _beside_peers(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
     from mktts.model.backend import device_named
 
-    sections = arguments.only.split(",") if arguments.only else list(runner.EXPECTED)
-    if unknown := [name for name in sections if name not in runner.EXPECTED]:
-        raise MetricsError(f"--only names sections of {', '.join(runner.EXPECTED)}, found {', '.join(unknown)}")
+    names = arguments.only.split(",") if arguments.only else list(SECTIONS if arguments.peers else BY_ITSELF)
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
     settings = BenchSettings(
-        checkpoint=arguments.checkpoint or BenchSettings.checkpoint,
+        checkpoint=arguments.checkpoint or (BenchSettings.checkpoint if arguments.peers else CHECKPOINT),
         revision=arguments.revision,
-        large=arguments.large,
-        text_model=arguments.text_model,
+        codec=arguments.codec,
         backend=arguments.backend,
         device=str(device_named(arguments.device)),
+        dtype=arguments.dtype,
     )
-    document = runner.measure(
-        settings, sections, arguments.section_timeout, lambda document: _store(arguments.output, document)
-    )
-    return document, runner.table(document)
+    if not arguments.peers:
+        settings = replace(settings, frames=50, samples=4 * arguments.repeats, utterances=arguments.repeats)
+    return replace(settings, frames=arguments.frames or settings.frames), names
 
 
-def _store(path: Path | None, document: dict[str, Any]) -> None:
-    if path is not None:
-        write_json(path, document)
+def measure(
+    settings: BenchSettings, names: Sequence[str], timeout_s: float = TIMEOUT_S, output: Path | None = None
+) -> dict[str, Any]:
+    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
+
+    output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
+    the checkpoints raises.
+    """
+    _make_random_checkpoints(settings, names)
+    is_random = settings.open().is_random
+    document: dict[str, Any] = {
+        **head(settings.device),
+        "figures": {},
+        "missing": {},
+        "settings": {**asdict(settings), "random_weights": is_random},
+        "packages": versions(peers.PACKAGES),
+        "sections": {},
+    }
+    for name in names:
+        begun_s = time.perf_counter()
+        program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
+        figures, notes, reason = run_section(program, timeout_s)
+        document["figures"] |= figures
+        document["settings"] |= notes
+        missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
+        document["missing"] |= dict.fromkeys(missing, reason or "the section gave no such figure")
+        document["sections"][name] = {"seconds": time.perf_counter() - begun_s, "error": reason}
+        if output is not None:
+            write_json(output, document)
+    return document
+
+
+def _make_random_checkpoints(settings: BenchSettings, names: Sequence[str]) -> None:
+    """Opens what the sections will open, which makes random ones: that may take longer than what is measured."""
+    if "large" in names:
+        open_checkpoint(settings.large)
+    if "text" in names:
+        from mktts.llm.checkpoint import open_text_checkpoint
+
+        open_text_checkpoint(settings.text_model)
+
+
+def run_section(words: list[str], timeout_s: float) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        environment = {**os.environ, **python_path()}
+        try:
+            done = subprocess.run(
+                words, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment, timeout=timeout_s
+            )
+            reason = None if done.returncode == 0 else f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            reason = f"stopped after {timeout_s:.0f} s"
+        out.seek(0)
+        err.seek(0)
+        said, messages = out.read(), [line.rstrip() for line in err if line.strip()]
+    if reason is not None:
+        if messages:
+            reason = f"{reason}: {messages[-1]}"
+        print(f"{words[-2]}: {reason}", *messages[-_TAIL_LINES:], sep="\n    ", file=sys.stderr, flush=True)
+    figures: dict[str, Any] = {}
+    notes: dict[str, Any] = {}
+    for line in said.splitlines():
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a library that writes to standard output
+        if isinstance(value, dict):
+            figures |= value.get("figures", {})
+            notes |= value.get("notes", {})
+    return figures, notes, reason
+
+
+def print_section(name: str, settings: BenchSettings) -> None:
+    """Measures a section in this process; one line of JSON a figure as soon as it is known."""
+    for found in SECTIONS[name][0](settings):
+        if isinstance(found, dict):
+            line = {"notes": found}
+        else:
+            figure, values, unit = found
+            line = {"figures": {figure: {**percentiles(values), "unit": unit}}}
+        print(json.dumps(line), flush=True)
+
+
+def table(document: dict[str, Any]) -> str:
+    """The document as people read it."""
+    settings = document["settings"]
+    named = ("checkpoint", "large", "backend", "device", "dtype", "codec", "text")
+    lines = [
+        f"{document['device']}, {document['environment']['cpu_cores']} cores, driver {document['driver']}, "
+        f"torch {document['torch']}",
+        ", ".join(f"{name} {settings[name]}" for name in named if settings.get(name)),
+    ]
+    if settings["random_weights"] or settings.get("codec_random_weights"):
+        lines.append(RANDOM_WEIGHTS)
+    lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
+    for name, figure in document["figures"].items():
+        scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)
+        median, p95 = (f"{figure[key] / scale:,.{digits}f}" for key in ("median", "p95"))
+        lines.append(f"{name.removesuffix('_bytes'):32}{median:>12}{p95:>12}{figure['n']:>6}  {unit}")
+    lines += [f"{name:32}missing: {reason}" for name, reason in document["missing"].items()]
+    return "\n".join(lines)
 
 
 def _positive(text: str) -> int:
@@ -143,3 +235,7 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
     return value
+
+
+if __name__ == "__main__":
+    print_section(sys.argv[1], BenchSettings(**json.loads(sys.argv[2])))

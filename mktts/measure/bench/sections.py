@@ -1,224 +1,315 @@
-"""The sections of `python -m mktts bench --peers`: each runs as a program of its own,
-`python -m mktts.measure.bench.sections SECTION JSON`, with the BenchSettings as JSON.
+"""What `python -m mktts bench` measures, in sections: each is a process of its own (`mktts.measure.bench.command`).
 
-A section loads what it measures, warms it up, and prints one line of JSON a figure as soon as it is known, so that
-what it measured stays when it fails later. The names are defined in mktts.measure.metrics.
+A section loads what it measures, warms it up, and yields figures as (name, values, unit), and notes for the settings of
+the document as a dictionary. The names are defined in mktts.measure.metrics.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.measure.bench.codec import codec_ms
-from mktts.measure.bench.frames import STEADY_FRAMES, kernel_frames, steady_frame_ms, timed_frames
-from mktts.measure.bench.peer_sections import faster, upstream
-from mktts.measure.bench.settings import BenchSettings, emit, note, request_of, sentence_of
-from mktts.model.backend import Frame
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.errors import MetricsError
+from mktts.model.backend import Backend, Frame, default_dtype
+from mktts.model.prompt import Prompt, Request
+from mktts.model.sampling import Sampling
+from mktts.spec import CODEBOOK_SIZE, FRAME_RATE_HZ, NUM_CODEBOOKS
 from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
-    from mktts.speech.options import Chunk
     from mktts.synth.one_by_one import StepModel
 
+WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
+SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
+FULL_CODEC = "random:tiny:custom_voice:full-codec"
+STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
+_MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
+_SEEDS = 50  # streams that random weights may end early before a section gives up
+_CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
+_CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
+_OVERLAP_CHUNKS = 24
+_TOKENS = 10  # of one rate, since several may come at once
+_MIB = 2**20
 
-def _model(checkpoint: Checkpoint, settings: BenchSettings) -> tuple[Checkpoint, StepModel]:
-    from mktts.synth.loading import step_model
-
-    return checkpoint, step_model(settings.backend, checkpoint, torch.device(settings.device), settings.dtype)
+Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
 
 
-def _frames_of(checkpoint: Checkpoint, model: StepModel, settings: BenchSettings) -> list[tuple[float, Frame]]:
-    prompt = model.prompts.build(request_of(checkpoint, settings))
-    return list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings))
+@dataclass(frozen=True)
+class BenchSettings:
+    """What all sections measure alike.
+
+    checkpoint, revision, backend, device, dtype: as for Synthesizer.load
+    large, text_model: checkpoints of the sections `large` and `text`
+    codec: timed by itself: "checkpoint", or "full", one of the released size with random weights
+    prompt_tokens: of the short text
+    frames: of one utterance
+    context, around: frames are timed at positions [context - around, context + around)
+    samples: timed frames, chunks or first chunks of one figure
+    utterances, peer_utterances: whole ones of one figure
+    open_streams, open_frames: of the memory figure
+    """
+
+    checkpoint: str = "random:0.6b"
+    revision: str | None = None
+    large: str = "random:1.7b"
+    text_model: str = "random:0.6b"
+    codec: str = "checkpoint"
+    backend: str = "auto"
+    device: str = "cuda"
+    dtype: str | None = None
+    prompt_tokens: int = 12
+    frames: int = round(10 * FRAME_RATE_HZ)
+    context: int = 200
+    around: int = 50
+    samples: int = 200
+    utterances: int = 10
+    peer_utterances: int = 2
+    open_streams: int = 4
+    open_frames: int = 2_000
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype) if self.dtype else default_dtype(torch.device(self.device))
+
+    def open(self) -> Checkpoint:
+        return open_checkpoint(self.checkpoint, self.revision)
+
+    def loading(self) -> dict[str, Any]:
+        """Arguments of Synthesizer.load."""
+        return {"backend": self.backend, "device": self.device, "dtype": self.torch_dtype}
 
 
-def _streams(checkpoint: Checkpoint, model: StepModel, settings: BenchSettings, suffix: str = "") -> None:
-    """First PCM, frame with codec and RTF through the synthesizer, as its user has them."""
-    from mktts.speech.guard import Guard
-    from mktts.speech.options import StreamOptions
-    from mktts.synth import Synthesizer
+def text_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
+    """A text of `tokens` tokens, or of the next more where no beginning of the bench's words has exactly those."""
+    words = WORDS.split()
+    text, used = words[0], 1
+    while len(encode(text)) < tokens:
+        text, used = f"{text} {words[used % len(words)]}", used + 1
+    text += " " + WORDS[:_MARGIN_CHARS]
+    ends = range(len(text), max(0, len(text) - 3 * _MARGIN_CHARS), -1)  # also within words: letters have tokens too
+    counts = {piece: count for end in ends if (count := len(encode(piece := text[:end].rstrip()))) >= tokens}
+    return min(counts, key=lambda piece: (counts[piece], len(piece)))
 
-    short, sentence = request_of(checkpoint, settings), sentence_of(checkpoint)
-    options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
 
-    def run(synthesizer: Synthesizer, request: Request, seed: int, frames: int) -> list[Chunk]:
-        said = {"speaker": request.speaker, "layout": request.layout, "seed": seed}
-        return list(synthesizer.stream(request.text, **said, max_frames=frames, options=options))
+def request_of(checkpoint: Checkpoint, settings: BenchSettings) -> Request:
+    """The short prompt of every section: streaming layout, the checkpoint's first speaker."""
+    text = text_of(settings.prompt_tokens, checkpoint.tokenizer().encode)
+    return Request(text, "auto", checkpoint.config.default_speaker, layout="streaming")
 
-    with Synthesizer(model, checkpoint.sampling(), checkpoint, settings.device, settings.dtype) as synthesizer:
-        synthesizer.warm_up()
-        run(synthesizer, short, 0, settings.frames)
-        for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
-            run(synthesizer, request, 0, 2)
-            first = [summarise(run(synthesizer, request, seed, 2)) for seed in range(settings.samples // 2)]
-            emit(f"{name}{suffix}_ms", [metrics.ttfc_ms for metrics in first], "ms")
-        spoken = [run(synthesizer, short, seed, settings.frames) for seed in range(settings.utterances)]
-        whole = [summarise(chunks) for chunks in spoken]
-        emit(f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s")
-        emit(f"utterance{suffix}_s", [metrics.audio_s for metrics in whole], "s of audio")
-        emit(f"underruns{suffix}", [metrics.underruns for metrics in whole], "count")
-        arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
-        steady_ms = [ms for chunks in arrived for ms in steady_frame_ms(chunks)]
-        emit(f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames")
+
+def sentence_of(checkpoint: Checkpoint) -> Request:
+    """A whole sentence as a user says it: the checkpoint's own layout and first speaker."""
+    return Request(SENTENCE, "auto", checkpoint.config.default_speaker)
+
+
+def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
+    """Milliseconds a frame with its codec: of each two chunks of STEADY_FRAMES that follow each other, the time
+    between their arrivals over the frames. chunks: (frames, ms from the call to its PCM on the host), in order."""
+    pairs = zip(chunks, chunks[1:], strict=False)
+    return [(ready - before) / size for (last, before), (size, ready) in pairs if last == size == STEADY_FRAMES]
 
 
 # ---- sections
 
 
-def prepare(settings: BenchSettings) -> None:
-    """Makes the random checkpoints that are not in the cache yet, which may take longer than what is measured."""
-    from mktts.measure.checkpoint_maker import CheckpointMaker
+def load(settings: BenchSettings) -> Measured:
+    """Seconds to load (files in the page cache), and peak resident bytes of this process: of its imports, after
+    loading, and after a first utterance, which reads all of the memory-mapped weights."""
+    from mktts.measure.environment import peak_rss_bytes
+    from mktts.synth import Synthesizer
 
-    speech, text = (settings.checkpoint, settings.large), (settings.text_model,)
-    maker = CheckpointMaker(speech, text)
-    for kind, sources in (("speech", speech), ("text", text)):
-        for source in sources:
-            maker.wait(source, kind)
+    checkpoint, loading = settings.open(), settings.loading()
+    imported_bytes, begun_s = peak_rss_bytes(), time.perf_counter()
+    with Synthesizer.load(checkpoint, **loading) as synthesizer:
+        yield "load_s", [time.perf_counter() - begun_s], "s"
+        yield "import_peak_rss_bytes", [imported_bytes], "bytes"
+        yield "load_peak_rss_bytes", [peak_rss_bytes()], "bytes"
+        synthesizer.warm_up()
+        yield "warm_peak_rss_bytes", [peak_rss_bytes()], "bytes"
 
 
-def ours(settings: BenchSettings) -> None:
-    """Frame, its two parts, frame with codec, first PCM of a few words and of a sentence, and RTF."""
-    checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
-    request = request_of(checkpoint, settings)
-    note(backend=model.backend.name, text=request.text, speaker=request.speaker, random_weights=checkpoint.is_random)
-    sentence = sentence_of(checkpoint).text
-    note(sentence=sentence, sentence_tokens=len(checkpoint.tokenizer().encode(sentence)))
-    frames = _frames_of(checkpoint, model, settings)
-    emit("frame_ms", [elapsed_ms for elapsed_ms, _ in frames], "ms")
-    split = [frame for _, frame in frames]
+def streams(settings: BenchSettings, suffix: str = "") -> Measured:
+    """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
+    from mktts.speech.guard import Guard
+    from mktts.speech.options import Chunk, StreamOptions
+    from mktts.synth import Synthesizer
+
+    checkpoint = settings.open()
+    short, sentence = request_of(checkpoint, settings), sentence_of(checkpoint)
+    options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
+
+    def run(request: Request, seed: int, frames: int) -> list[Chunk]:
+        said = {"speaker": request.speaker, "layout": request.layout, "seed": seed}
+        return list(synthesizer.stream(request.text, **said, max_frames=frames, options=options))
+
+    with Synthesizer.load(checkpoint, engine="single", **settings.loading()) as synthesizer:
+        synthesizer.warm_up()
+        yield {"backend": synthesizer.backend_name, "text": short.text, "sentence": SENTENCE}
+        yield {"sentence_tokens": len(checkpoint.tokenizer().encode(SENTENCE))}
+        run(short, 0, settings.frames)
+        for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
+            run(request, 0, 2)
+            first = [summarise(run(request, seed, 2)) for seed in range(settings.samples // 2)]
+            yield f"{name}{suffix}_ms", [metrics.ttfc_ms for metrics in first], "ms"
+        spoken = [run(short, seed, settings.frames) for seed in range(settings.utterances)]
+        whole = [summarise(chunks) for chunks in spoken]
+        yield f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s"
+        yield f"utterance{suffix}_s", [metrics.audio_s for metrics in whole], "s of audio"
+        yield f"underruns{suffix}", [metrics.underruns for metrics in whole], "count"
+        if audible_ms := [metrics.audible_ttfc_ms for metrics in whole if metrics.audible_ttfc_ms is not None]:
+            yield f"audible_ttfc{suffix}_ms", audible_ms, "ms"
+        arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
+        if steady_ms := [ms for chunks in arrived for ms in steady_frame_ms(chunks)]:
+            yield f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
+
+
+def frames(settings: BenchSettings, suffix: str = "") -> Measured:
+    """A frame from codes to codes at the context, and its two parts."""
+    checkpoint, model, prompt = _model(settings)
+    timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings))
+    yield f"frame{suffix}_ms", [elapsed_ms for elapsed_ms, _ in timed], "ms"
+    split = [frame for _, frame in timed]
     if model.backend.name == "megakernel":
-        split = list(kernel_frames(model, model.prompts.build(request), checkpoint.sampling(), settings))
-    emit("talker_step_ms", [frame.talker_ms for frame in split], "ms")
-    emit("predictor_ms", [frame.predictor_ms for frame in split], "ms")
-    _streams(checkpoint, model, settings)
+        split = list(kernel_frames(model.backend, prompt, checkpoint.sampling(), settings))
+    yield f"talker_step{suffix}_ms", [frame.talker_ms for frame in split], "ms"
+    yield f"predictor{suffix}_ms", [frame.predictor_ms for frame in split], "ms"
 
 
-def large(settings: BenchSettings) -> None:
-    """Frame, frame with codec, first PCM and RTF of the large checkpoint."""
-    checkpoint, model = _model(open_checkpoint(settings.large), settings)
-    emit("frame_1p7b_ms", [elapsed_ms for elapsed_ms, _ in _frames_of(checkpoint, model, settings)], "ms")
-    _streams(checkpoint, model, settings, "_1p7b")
+def codec(settings: BenchSettings) -> Measured:
+    """Chunks of 1 to 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
+    from mktts.codec.graphs import codec_for
+
+    checkpoint = open_checkpoint(FULL_CODEC) if settings.codec == "full" else settings.open()
+    decoder = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(settings.device))
+    yield {"codec_variant": decoder.name, "codec_random_weights": checkpoint.is_random}
+    size = min(CODEBOOK_SIZE, decoder.config.codebook_size)
+    codes = torch.randint(size, (_CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
+    for count in _CODEC_CHUNKS_FRAMES:
+        state, times_ms = decoder.start(), []
+        for start in range(0, _CODEC_WARM_UP_FRAMES, count):
+            decoder.submit(codes[start : start + count], state).result()
+        for _ in range(settings.samples):
+            begun_s = time.perf_counter()
+            decoder.submit(codes[:count], state).result()
+            times_ms.append(1e3 * (time.perf_counter() - begun_s))
+        yield f"codec_{count}_ms", times_ms, "ms"
 
 
-def codec(settings: BenchSettings) -> None:
-    """Chunks of 1 to 8 frames, codes on the host to PCM on the host, by the decoder the synthesizer uses."""
-    _, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
-    note(codec_variant=model.codec.name)
-    for name, times_ms in codec_ms(model.codec, settings.samples).items():
-        emit(name, times_ms, "ms")
-
-
-def overlap(settings: BenchSettings) -> None:
+def overlap(settings: BenchSettings) -> Measured:
     """A chunk of 8 frames and its PCM, the codec's wait before the next frames are launched, and after."""
-    checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
-    prompt = model.prompts.build(request_of(checkpoint, settings))
-    size, chunks = 8, 24
+    checkpoint, model, prompt = _model(settings)
     for name, overlapped in (("chunk_8_serial_ms", False), ("chunk_8_overlapped_ms", True)):
-        state = model.backend.start(prompt, checkpoint.sampling(), 1, size * chunks)
+        state = model.backend.start(prompt, checkpoint.sampling(), 1, STEADY_FRAMES * _OVERLAP_CHUNKS)
         codec_state, pending, begun_s = model.codec.start(), None, []
-        for chunk in range(chunks):
+        for first in range(0, STEADY_FRAMES * _OVERLAP_CHUNKS, STEADY_FRAMES):
             begun_s.append(time.perf_counter())
-            text = [prompt.row(t - 1) if t else None for t in range(chunk * size, (chunk + 1) * size)]
-            frames = model.backend.frames(state, text)
-            codes = [next(frames).codes]  # launched, and its first frame here
+            launched = model.backend.frames(state, _rows(prompt, first, STEADY_FRAMES))
+            codes = [next(launched).codes]  # launched, and its first frame here
             if pending is not None:
                 pending.result()
-            codes += [frame.codes for frame in frames]
+            codes += [frame.codes for frame in launched]
             pending = model.codec.submit(torch.stack([c for c in codes if c is not None]), codec_state)
             if not overlapped:
                 pending.result()
         spent_ms = [1e3 * (b - a) for a, b in zip(begun_s, begun_s[1:], strict=False)]
-        emit(name, spent_ms[4:], "ms for 8 frames and their PCM")
+        yield name, spent_ms[4:], "ms for 8 frames and their PCM"
 
 
-def memory(settings: BenchSettings) -> None:
+def memory(settings: BenchSettings) -> Measured:
     """Device memory of a process that has several long streams open and has worked on all of them."""
-    from mktts.synth import Synthesizer
-
-    checkpoint, model = _model(open_checkpoint(settings.checkpoint, settings.revision), settings)
-    prompt = model.prompts.build(request_of(checkpoint, settings))
-    with Synthesizer(model, checkpoint.sampling(), checkpoint, settings.device, settings.dtype) as synthesizer:
-        synthesizer.warm_up()
-    streams = [
+    checkpoint, model, prompt = _model(settings)
+    opened = [
         (model.backend.start(prompt, checkpoint.sampling(), seed, settings.open_frames), model.codec.start())
         for seed in range(settings.open_streams)
     ]
-    for state, codec_state in streams:
-        codes = []
-        for index in range(16):
-            frame = model.backend.step(state, prompt.row(index - 1) if index else None)
-            if frame.codes is None:
-                break
-            codes.append(frame.codes)
-        model.codec.submit(torch.stack(codes), codec_state).result()
-    mib = 2**20
+    for state, codec_state in opened:
+        made = [model.backend.step(state, prompt.row(index - 1) if index else None).codes for index in range(16)]
+        model.codec.submit(torch.stack([codes for codes in made if codes is not None]), codec_state).result()
     free, total = torch.cuda.mem_get_info()
-    emit("peak_gpu_mb", [(total - free) / mib], "MiB in use on the device, driver and context included")
-    emit("peak_gpu_torch_mb", [torch.cuda.max_memory_allocated() / mib], "MiB of tensors")
-    emit("reserved_gpu_torch_mb", [torch.cuda.max_memory_reserved() / mib], "MiB that torch holds")
+    yield "peak_gpu_mb", [(total - free) / _MIB], "MiB in use on the device, driver and context included"
+    yield "peak_gpu_torch_mb", [torch.cuda.max_memory_allocated() / _MIB], "MiB of tensors"
 
 
-def text(settings: BenchSettings) -> None:
+def text(settings: BenchSettings) -> Measured:
     """Text tokens a second at the context: one token a launch, and several."""
     from mktts.llm.decoder import TextDecoder
 
-    window = 10  # tokens of one rate, since several may come at once
-    tokens = max(2 * settings.around, 3 * window)
+    tokens = max(2 * settings.around, 3 * _TOKENS)
     with TextDecoder.load(settings.text_model, backend=settings.backend, device=settings.device) as decoder:
-        note(text_backend=decoder.backend_name)
-        ids = torch.randint(
-            1_000, (settings.context - settings.around,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        for name, together in (("text_tok_s", 1), ("text_tok_s_ten_a_step", window)):
+        yield {"text_backend": decoder.backend_name}
+        rows, draw = settings.context - settings.around, torch.Generator().manual_seed(0)
+        ids = torch.randint(1_000, (rows,), generator=draw).tolist()
+        for name, together in (("text_tok_s", 1), ("text_tok_s_ten_a_step", _TOKENS)):
             rates: list[float] = []
             for seed in range(1 + max(1, settings.samples // tokens)):  # the first one warms up
                 made = decoder.generate(ids, seed=seed, max_tokens=tokens, stop_at_eos=False, tokens_per_step=together)
-                ready_ms = [token.ready_ms for token in made][window - 1 :: window]
+                ready_ms = [token.ready_ms for token in made][_TOKENS - 1 :: _TOKENS]
                 if seed:
-                    rates += [1e3 * window / (b - a) for a, b in zip(ready_ms, ready_ms[1:], strict=False)]
-            emit(name, rates, "tokens / s")
+                    rates += [1e3 * _TOKENS / (b - a) for a, b in zip(ready_ms, ready_ms[1:], strict=False)]
+            yield name, rates, "tokens / s"
 
 
-def graph(settings: BenchSettings) -> None:
-    """Our oracle's frame as CUDA graphs of PyTorch operators."""
-    from mktts.measure.bench.graph_oracle import GraphOracle
-    from mktts.model.oracle import TorchBackend
-
-    checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
-    config, tensors = checkpoint.config, checkpoint.tensors()
-    builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), settings.device, settings.dtype)
-    oracle = TorchBackend(config, tensors, settings.device, settings.dtype)
-    positions = 2 * (settings.context + settings.around)
-    prompt = builder.build(request_of(checkpoint, settings))
-    backend = GraphOracle(oracle, positions)
-    frames = list(timed_frames(backend, prompt, checkpoint.sampling(), settings))
-    note(graph_positions=positions)
-    emit("graph_frame_ms", [elapsed_ms for elapsed_ms, _ in frames], "ms")
-    emit("graph_talker_step_ms", [frame.talker_ms for _, frame in frames], "ms")
-    emit("graph_predictor_ms", [frame.predictor_ms for _, frame in frames], "ms")
+# ---- single frames
 
 
-SECTIONS: dict[str, Callable[[BenchSettings], None]] = {
-    "prepare": prepare,
-    "ours": ours,
-    "codec": codec,
-    "overlap": overlap,
-    "graph": graph,
-    "memory": memory,
-    "text": text,
-    "large": large,
-    "faster": faster,
-    "upstream": upstream,
-}
+def _model(settings: BenchSettings) -> tuple[Checkpoint, StepModel, Prompt]:
+    from mktts.synth.loading import step_model
+
+    checkpoint = settings.open()
+    model = step_model(settings.backend, checkpoint, torch.device(settings.device), settings.torch_dtype)
+    return checkpoint, model, model.prompts.build(request_of(checkpoint, settings))
 
 
-if __name__ == "__main__":
-    SECTIONS[sys.argv[1]](BenchSettings(**json.loads(sys.argv[2])))
+def _rows(prompt: Prompt, first: int, count: int) -> list[torch.Tensor | None]:
+    """The text rows of `count` frames from the `first` one on."""
+    return [prompt.row(t - 1) if t else None for t in range(first, first + count)]
+
+
+def timed_frames(
+    backend: Backend, prompt: Prompt, sampling: Sampling, settings: BenchSettings
+) -> Iterator[tuple[float, Frame]]:
+    """`samples` frames around the context: wall ms of `step`, codes on the host, and the frame."""
+    left = settings.samples
+    last = settings.context + settings.around
+    for seed in range(_SEEDS):
+        state = backend.start(prompt, sampling, seed, last + 1 - len(prompt.embeds))
+        for position in range(len(prompt.embeds) - 1, last):  # of the talker's input of the frame
+            row = prompt.row(position - len(prompt.embeds)) if position >= len(prompt.embeds) else None
+            begun_s = time.perf_counter()
+            frame = backend.step(state, row)
+            elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
+            if frame.codes is None:
+                break
+            if position >= settings.context - settings.around and seed > 0 and row is not None:  # seed 0 warms up
+                yield elapsed_ms, frame
+                left -= 1
+                if left == 0:
+                    return
+    raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
+
+
+def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings) -> Iterator[Frame]:
+    """`samples` frames around the context, several a launch and without the first: times of the kernel alone."""
+    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+
+    rows, left = len(prompt.embeds), settings.samples
+    for seed in range(_SEEDS):
+        state, made = backend.start(prompt, sampling, seed, settings.context + settings.around), 0
+        while rows + made + MAX_FRAMES_A_LAUNCH < settings.context + settings.around:
+            asked = _rows(prompt, made, MAX_FRAMES_A_LAUNCH)
+            launched = [frame for frame in backend.frames(state, asked) if frame.codes is not None]
+            if seed and rows + made > settings.context - settings.around:
+                for frame in launched[1 : 1 + left]:
+                    left -= 1
+                    yield frame
+            made += len(launched)
+            if left == 0:
+                return
+            if len(launched) < len(asked):
+                break
+    raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")

@@ -16,7 +16,7 @@ from mktts.spec import CodecConfig
 _LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
 
 
-class CausalConv(nn.Module):
+class TrainableConv(nn.Module):
     """Convolution padded on the left only, or of the left neighbours only."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int, dilation: int = 1, groups: int = 1) -> None:
@@ -28,7 +28,7 @@ class CausalConv(nn.Module):
         return self.conv(F.pad(x, (self.left, 0)))
 
 
-class Upsampling(nn.Module):
+class TrainableUpsampling(nn.Module):
     """Transposed convolution whose right overhang is cut off."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int, stride: int) -> None:
@@ -41,7 +41,7 @@ class Upsampling(nn.Module):
         return y[..., : y.shape[-1] - self.overhang]
 
 
-class Snake(nn.Module):
+class TrainableSnake(nn.Module):
     """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9), in fp32: the phase does not survive bf16."""
 
     def __init__(self, channels: int) -> None:
@@ -55,13 +55,13 @@ class Snake(nn.Module):
         return x + wave / (self.beta.exp()[:, None] + 1e-9)
 
 
-class ResidualUnit(nn.Module):
+class TrainableResidualUnit(nn.Module):
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
-        self.act1 = Snake(channels)
-        self.conv1 = CausalConv(channels, channels, 7, dilation)
-        self.act2 = Snake(channels)
-        self.conv2 = CausalConv(channels, channels, 1)
+        self.act1 = TrainableSnake(channels)
+        self.conv1 = TrainableConv(channels, channels, 7, dilation)
+        self.act2 = TrainableSnake(channels)
+        self.conv2 = TrainableConv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv2(self.act2(self.conv1(self.act1(x))))
@@ -73,17 +73,17 @@ class Block(nn.Module):
     def __init__(self, c_in: int, rate: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
         c_out = c_in // 2
-        units = [ResidualUnit(c_out, dilation) for dilation in dilations]
-        self.block = nn.Sequential(Snake(c_in), Upsampling(c_in, c_out, 2 * rate, rate), *units)
+        units = [TrainableResidualUnit(c_out, dilation) for dilation in dilations]
+        self.block = nn.Sequential(TrainableSnake(c_in), TrainableUpsampling(c_in, c_out, 2 * rate, rate), *units)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x)
 
 
-class ConvNeXt(nn.Module):
+class TrainableConvNeXt(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.dwconv = CausalConv(channels, channels, 7, groups=channels)
+        self.dwconv = TrainableConv(channels, channels, 7, groups=channels)
         self.norm = nn.LayerNorm(channels, eps=CONVNEXT_EPS)
         self.pwconv1 = nn.Linear(channels, 4 * channels)
         self.pwconv2 = nn.Linear(4 * channels, channels)
@@ -95,7 +95,7 @@ class ConvNeXt(nn.Module):
         return x + (self.gamma * h).transpose(1, 2)
 
 
-class Attention(nn.Module):
+class WindowAttention(nn.Module):
     def __init__(self, c: CodecConfig) -> None:
         super().__init__()
         inner = c.num_attention_heads * c.head_dim
@@ -137,7 +137,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, c: CodecConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
+        self.self_attn = WindowAttention(c)
         self.self_attn_layer_scale = LayerScale(c.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = FeedForward(c.hidden_size, c.intermediate_size)
@@ -176,18 +176,18 @@ class Decoder(nn.Module):
 
     def __init__(self, c: CodecConfig) -> None:
         super().__init__()
-        self.pre_conv = CausalConv(c.codebook_dim, c.latent_dim, 3)
+        self.pre_conv = TrainableConv(c.codebook_dim, c.latent_dim, 3)
         self.pre_transformer = Transformer(c)
         stages = [
-            nn.Sequential(Upsampling(c.latent_dim, c.latent_dim, r, r), ConvNeXt(c.latent_dim))
+            nn.Sequential(TrainableUpsampling(c.latent_dim, c.latent_dim, r, r), TrainableConvNeXt(c.latent_dim))
             for r in c.upsampling_ratios
         ]
         self.upsample = nn.ModuleList(stages)
-        width, layers = c.decoder_dim, [CausalConv(c.latent_dim, c.decoder_dim, 7)]
+        width, layers = c.decoder_dim, [TrainableConv(c.latent_dim, c.decoder_dim, 7)]
         for rate in c.upsample_rates:
             layers.append(Block(width, rate, c.dilations))
             width //= 2
-        self.decoder = nn.ModuleList([*layers, Snake(width), CausalConv(width, 1, 7)])
+        self.decoder = nn.ModuleList([*layers, TrainableSnake(width), TrainableConv(width, 1, 7)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pre_transformer(self.pre_conv(x))

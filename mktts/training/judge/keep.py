@@ -34,7 +34,7 @@ class Spoken:
 Student = Callable[[str, str, int, bool], Spoken]  # (text, speaker, seed, greedy)
 
 
-class Keep:
+class KeptFolder:
     """A folder with audio in 16 bits at 24 kHz, and texts; None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -93,7 +93,7 @@ class Keep:
 class Ears:
     """A recogniser that hears nothing twice."""
 
-    def __init__(self, keep: Keep, recogniser: Recogniser) -> None:
+    def __init__(self, keep: KeptFolder, recogniser: Recogniser) -> None:
         self._keep, self._recogniser, self.sound = keep, recogniser, recogniser.sound
 
     def hear(self, pcm: np.ndarray) -> str:

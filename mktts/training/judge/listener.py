@@ -13,7 +13,7 @@ from mktts.measure.recogniser import Choice, Recogniser
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
-from mktts.training.judge.keep import Ears, Keep, Spoken, Student, digest_of
+from mktts.training.judge.keep import Ears, KeptFolder, Spoken, Student, digest_of
 from mktts.training.judge.likeness import Likeness, likeness_of
 from mktts.training.judge.loudness import integrated_lufs
 from mktts.training.judge.signal import BUZZ_LAG_S, FRAME_LAG_S, click_dbfs, lag_correlation, start_dbfs
@@ -40,7 +40,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Sound:
+class JudgedSound:
     """Measures of one utterance (mktts.training.judge.signal, loudness); None where silence has none."""
 
     buzz: float | None  # repetition after 20 ms
@@ -52,14 +52,14 @@ class Sound:
 
 
 @dataclass(frozen=True)
-class Heard:
+class Judged:
     """What one voice made of a line. errors: None where it was not heard."""
 
     audio_s: float
     finish: str
     errors: int | None = None
     heard: str | None = None
-    sound: Sound | None = None
+    sound: JudgedSound | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Listened:
 
     line: Line
     words: int
-    voices: Mapping[str, Heard] = field(default_factory=dict)
+    voices: Mapping[str, Judged] = field(default_factory=dict)
     likeness: Likeness | None = None  # of the codec's copy to the teacher
 
 
@@ -87,7 +87,7 @@ class ListenerSetup:
     def judge(self) -> Listener:
         from mktts.checkpoint import open_checkpoint
 
-        keep = Keep(self.keep)
+        keep = KeptFolder(self.keep)
         names = (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device)
         recognisers = {FREE: Recogniser(), **({CHOICE: Choice(self.choices)} if self.choices else {})}
         return Listener(
@@ -127,20 +127,20 @@ class Listener:
             truth = self.codec(line.said, line.speaker, truth)
         return Spoken(truth, "eos")
 
-    def _heard(self, line: Line, spoken: Spoken) -> Heard:
+    def _heard(self, line: Line, spoken: Spoken) -> Judged:
         sound = sound_of(spoken.pcm) if line.sound else None
         audio_s = len(spoken.pcm) / SAMPLE_RATE_HZ
         if line.ears is None:
-            return Heard(audio_s, spoken.finish, sound=sound)
+            return Judged(audio_s, spoken.finish, sound=sound)
         ears = self.ears[line.ears]
         heard = ears.hear(spoken.pcm)
-        return Heard(audio_s, spoken.finish, errors_by_sound(line.said, heard, ears.sound), heard, sound)
+        return Judged(audio_s, spoken.finish, errors_by_sound(line.said, heard, ears.sound), heard, sound)
 
 
-def sound_of(pcm: np.ndarray) -> Sound:
+def sound_of(pcm: np.ndarray) -> JudgedSound:
     """All measures of (n,) float32 at 24 kHz."""
     first = first_audible_sample(pcm)
-    return Sound(
+    return JudgedSound(
         buzz=_finite(lag_correlation(pcm, BUZZ_LAG_S)),
         frame_buzz=_finite(lag_correlation(pcm, FRAME_LAG_S)),
         click_dbfs=_finite(click_dbfs(pcm)),

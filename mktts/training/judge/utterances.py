@@ -23,7 +23,7 @@ from mktts.measure.recogniser import MODES, Recogniser
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
-from mktts.training.judge.keep import Ears, Keep, Spoken, Student, digest_of
+from mktts.training.judge.keep import Ears, KeptFolder, Spoken, Student, digest_of
 from mktts.training.judge.mcd import distortion_db
 from mktts.training.judge.speakers import embedding, median_f0_hz
 
@@ -82,12 +82,12 @@ class Setup:
     teacher_cache: Path | None = None
     codec_state: Path | None = None  # of `train fit` or `train codec`: its copy of the teacher is measured too
     codec_audio: Path | None = None  # the same from files, named as in the teacher's cache
-    keep: Path | None = None  # folder of `Keep`
+    keep: Path | None = None  # folder of `KeptFolder`
 
     def judge(self) -> Judge:
         from mktts.checkpoint import open_checkpoint
 
-        keep = Keep(self.keep)
+        keep = KeptFolder(self.keep)
         names = (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device)
         return Judge(
             keep.student(student_of(self.checkpoint, self.device, self.layout), names),

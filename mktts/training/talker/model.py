@@ -73,7 +73,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
-class Stack(nn.Module):
+class TrainableStack(nn.Module):
     """Decoder layers and the final norm."""
 
     def __init__(self, c: StackConfig, dropout: float) -> None:
@@ -105,7 +105,7 @@ class Predictor(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
         c, wide = config.predictor, config.talker.hidden_size
-        self.model = Stack(c, dropout)
+        self.model = TrainableStack(c, dropout)
         tables = (nn.Embedding(c.vocab_size, wide) for _ in range(NUM_CODEBOOKS - 1))
         self.model.codec_embedding = nn.ModuleList(tables)
         heads = (nn.Linear(c.hidden_size, c.vocab_size, bias=False) for _ in range(NUM_CODEBOOKS - 1))
@@ -118,7 +118,7 @@ class Talker(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
         c = config.talker
-        self.model = Stack(c, dropout)
+        self.model = TrainableStack(c, dropout)
         self.model.codec_embedding = nn.Embedding(c.vocab_size, c.hidden_size)
         self.model.text_embedding = nn.Embedding(config.text_vocab_size, config.text_hidden_size)
         self.text_projection = TextProjection(config.text_hidden_size, c.hidden_size)

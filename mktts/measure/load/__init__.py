@@ -1,0 +1,15 @@
+"""How many real-time listeners are served in time: `python -m mktts bench --load`, `--url URL`.
+
+* client: a listener, all listeners of one load on one event loop, and the figures of a load
+* settings: what a load is, the arrivals, and what is said
+* http: a server by its address, or an ASGI app in this process, as a synthesizer
+* record: the file that loads are merged into, and what follows from them
+* command: the arguments, the table
+
+**Listeners** come by a Poisson process, whether earlier ones are served or not. Each takes every chunk as soon as it is
+there and plays from its first PCM on, in real time, without a prebuffer. **Time to first PCM** counts from the planned
+arrival; an arrival that is refused, fails, or still waits when the run ends has an infinite one. An **underrun** is a
+chunk that came after all PCM before it had been played; the listener has waited then, and plays on from there. A
+listener is **in time** who was not refused, did not fail, and had no underrun. A load is carried where every listener
+was in time for the whole of it.
+"""

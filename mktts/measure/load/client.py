@@ -1,0 +1,310 @@
+"""The listeners of one load on one event loop: each opens its stream at its arrival, takes every chunk as soon as it is
+there, and plays it in real time. What they met, in figures.
+
+A task a listener costs about 12 us a chunk, and hundreds of listeners are a part of one core. How late the loop itself
+was stands in the result: figures of a late client are not the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mktts.audio import first_audible_sample
+from mktts.errors import CapacityError, MetricsError
+from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.speech.player import Player
+from mktts.speech.serving import many_streams
+
+_BEAT_S = 0.01  # by which the loop's lateness is seen
+_GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
+
+
+@dataclass(slots=True)
+class Listener:
+    """What came to one listener and when; seconds of one clock, None for what did not happen.
+
+    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came
+    audible_s: the first audible 10 ms sounds
+    ended_s: the stream was over, for whatever reason
+    gaps: (when the player ran dry, for how many seconds)
+    refused: by CapacityError before any PCM; error: what else ended the stream
+    tail: silence of less than an audible window, which comes in pieces of any length
+    """
+
+    planned_s: float
+    opened_s: float | None = None
+    byte_s: float | None = None
+    first_s: float | None = None
+    audible_s: float | None = None
+    ended_s: float | None = None
+    frames: int = 0
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    refused: bool = False
+    error: str | None = None
+    engine: str | None = None
+    player: Player = field(default_factory=Player)
+    tail: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def hear(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
+        """A chunk came at `now_s`: `pcm` (S,) float32 of so many frames. One without a sample is no PCM."""
+        self.frames += frames
+        if self.byte_s is None:
+            self.byte_s = now_s
+        if not len(pcm):
+            return
+        if self.first_s is None:
+            self.first_s = now_s
+        starts_s, late_s = self.player.play(now_s, len(pcm) / SAMPLE_RATE_HZ)
+        if late_s > 0:
+            self.gaps.append((now_s - late_s, late_s))
+        if self.audible_s is None:
+            whole = np.concatenate((self.tail, pcm))
+            sample = first_audible_sample(whole)
+            if sample is not None:
+                self.audible_s = starts_s + (sample - len(self.tail)) / SAMPLE_RATE_HZ
+            self.tail = whole[len(whole) // AUDIBLE_WINDOW_SAMPLES * AUDIBLE_WINDOW_SAMPLES :]
+
+    def gaps_within(self, begin_s: float, end_s: float, closed_s: float) -> list[tuple[float, float]]:
+        """The gaps that began in [begin_s, end_s), with that of a player that still waited when the run was closed."""
+        gaps, dry_s = list(self.gaps), self.player.dry_s
+        if dry_s is not None and self.ended_s is None and dry_s < closed_s:
+            gaps.append((dry_s, closed_s - dry_s))
+        return [gap for gap in gaps if begin_s <= gap[0] < end_s]
+
+
+class Moment(NamedTuple):
+    """Sums up to a time. process_s, loop_s: CPU time of the process, and of the listeners' thread in it."""
+
+    at_s: float
+    frames: int
+    process_s: float
+    loop_s: float
+
+
+@dataclass
+class LoadRun:
+    """What all listeners of a load met; times are of time.perf_counter.
+
+    begin, end: of the held time; None where the run did not come so far
+    closed_s: when all streams that were open were cancelled
+    loop_late_s: of each beat of the loop in the held time
+    hung: streams that did not end when they were cancelled
+    """
+
+    listeners: list[Listener] = field(default_factory=list)
+    begin: Moment | None = None
+    end: Moment | None = None
+    closed_s: float = 0.0
+    loop_late_s: list[float] = field(default_factory=list)
+    hung: int = 0
+
+
+def hold(source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int) -> LoadRun:
+    """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
+
+    source: its `stream(text, **settings)` gives an asynchronous iterator of chunks: a Synthesizer, or an HttpSource.
+    """
+    client = _Client(source, texts, settings, settings.arrivals(listeners))
+    with many_streams():
+        asyncio.run(client.run())
+    return client.seen
+
+
+class _Client:
+    def __init__(
+        self, source: Any, texts: LoadTexts, settings: LoadSettings, arrivals: Sequence[tuple[float, int]]
+    ) -> None:
+        self.seen = LoadRun()
+        self._source, self._texts, self._settings, self._arrivals = source, texts, settings, arrivals
+        self._streams: dict[asyncio.Task[None], Any] = {}  # those that are open
+        self._frames = 0
+        self._closing = False
+
+    async def run(self) -> None:
+        begun_s, settings = time.perf_counter(), self._settings
+        work = [self._arrive(begun_s), self._hold(begun_s + settings.warm_s), self._beat()]
+        services = [asyncio.create_task(one) for one in work]
+        lasts_s = settings.warm_s + settings.seconds + settings.tail_s
+        try:
+            done, _ = await asyncio.wait(services, timeout=lasts_s, return_when=asyncio.FIRST_EXCEPTION)
+            for service in done:
+                service.result()
+        finally:
+            for service in services:
+                service.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        self.seen.closed_s = time.perf_counter()
+        self._closing = True
+        for task, stream in self._streams.items():
+            getattr(stream, "cancel", task.cancel)()
+        if self._streams:
+            _, pending = await asyncio.wait(list(self._streams), timeout=_GOODBYE_S)
+            self.seen.hung = len(pending)
+
+    async def _arrive(self, begun_s: float) -> None:
+        for index, (at_s, frames) in enumerate(self._arrivals):
+            # Where many come at once, those that play have their turns in between.
+            await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
+            one = Listener(begun_s + at_s)
+            self.seen.listeners.append(one)
+            task = asyncio.create_task(self._listen(index, frames, one))
+            self._streams[task] = None
+            task.add_done_callback(self._streams.pop)
+
+    async def _listen(self, index: int, frames: int, one: Listener) -> None:
+        text, settings = self._texts.of(index, frames)
+        one.opened_s = time.perf_counter()
+        try:
+            stream = self._source.stream(text, **settings)
+            self._streams[asyncio.current_task()] = stream
+            one.engine = getattr(stream, "engine", "server")
+            async for chunk in stream:
+                one.hear(time.perf_counter(), chunk.pcm, chunk.frames)
+                self._frames += chunk.frames
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            one.refused = isinstance(error, CapacityError) and one.first_s is None
+            one.error = None if one.refused else f"{type(error).__name__}: {error}"
+        if not self._closing:
+            one.ended_s = time.perf_counter()
+
+    async def _beat(self) -> None:
+        while True:
+            wanted_s = time.perf_counter() + _BEAT_S
+            await asyncio.sleep(_BEAT_S)
+            self.seen.loop_late_s.append(time.perf_counter() - wanted_s)
+
+    async def _hold(self, begin_s: float) -> None:
+        await _until(begin_s)
+        self.seen.loop_late_s.clear()
+        self.seen.begin = self._now()
+        await _until(self.seen.begin.at_s + self._settings.seconds)  # the whole time, also where it began late
+        self.seen.end = self._now()
+
+    def _now(self) -> Moment:
+        return Moment(time.perf_counter(), self._frames, time.process_time(), time.thread_time())
+
+
+async def _until(at_s: float) -> None:
+    """Returns at that time of time.perf_counter or later, never before."""
+    while (wait_s := at_s - time.perf_counter()) > 0:
+        await asyncio.sleep(wait_s)
+
+
+# ---- figures
+
+
+def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
+    """The figures of a run. Times of a percentile that falls on an arrival without any PCM are None.
+
+    held: the run went on to its end and took long enough to be recorded. arrivals, in_time, refused, unanswered
+    (neither PCM nor refusal when the run ended): of the held time. open_mean, playing_mean: streams between call and
+    end, and listeners between first PCM and the end of playing. ttfb: to the first byte of an answer. underruns: whose
+    player ran dry in the held time; late_max_ms: how long one then waited. audio_s_per_s: that came. generator: how
+    late the client was, and what it took. host_us_per_frame: CPU time of everything else in the process.
+
+    Raises MetricsError where the run ended before its warm-up did.
+    """
+    begin_s = seen.begin.at_s if seen.begin else seen.closed_s
+    end_s = seen.end.at_s if seen.end else seen.closed_s
+    duration_s = end_s - begin_s
+    if not duration_s > 0:
+        raise MetricsError("the run ended before its warm-up did: nothing was measured")
+    came = [one for one in seen.listeners if begin_s <= one.planned_s < end_s]
+    gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
+    in_time = [one for one in came if one.first_s is not None and not one.error and not gaps[id(one)]]
+    errors = Counter(one.error for one in seen.listeners if one.error)
+    late_s = [late for dry in gaps.values() for _, late in dry]
+    opened = [one for one in seen.listeners if one.opened_s is not None and not one.refused]
+    open_s = [(one.opened_s, math.inf if one.ended_s is None else one.ended_s) for one in opened]
+    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
+    return {
+        "held": bool(seen.end) and duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
+        "offered_rps": len(came) / duration_s,
+        "duration_s": duration_s,
+        "arrivals": len(came),
+        "in_time": len(in_time),
+        "refused": sum(one.refused for one in came),
+        "unanswered": sum(one.first_s is None and not one.refused and not one.error for one in came),
+        "errors": sum(errors.values()),
+        "error_kinds": dict(errors.most_common(5)),
+        "engine": "+".join(sorted({one.engine for one in seen.listeners if one.engine})),
+        "open_mean": _mean(open_s, begin_s, end_s),
+        "playing_mean": _mean(playing_s, begin_s, end_s),
+        **_spread("ttfb", [_since(one.byte_s, one) for one in came]),
+        **_spread("ttfc", [_since(one.first_s, one) for one in came]),
+        **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s is not None]),
+        "underruns": len(late_s),
+        "late_max_ms": 1e3 * max(late_s, default=0.0),
+        **_made(seen, duration_s),
+    }
+
+
+def clean(point: dict[str, Any]) -> bool:
+    """Whether every listener was in time."""
+    return not any(point[name] for name in ("underruns", "refused", "unanswered", "errors"))
+
+
+def held_ticks(seen: LoadRun, ticks: np.ndarray) -> np.ndarray:
+    """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time; none where the run did not hold."""
+    if seen.begin is None or seen.end is None:
+        return ticks[:0]
+    return ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
+
+
+def ticked(seen: LoadRun, ticks: np.ndarray) -> dict[str, Any]:
+    """What the batch engine did in the held time, by its `held_ticks`; nothing of another engine.
+
+    device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
+    """
+    if not len(ticks) or seen.begin is None or seen.end is None:
+        return {}
+    busy = float(ticks["took_s"].sum()) / (seen.end.at_s - seen.begin.at_s)
+    return {"device_busy_percent": 100 * busy, "lanes_mean": float(ticks["lanes"].mean())}
+
+
+def _since(at_s: float | None, one: Listener) -> float:
+    return math.inf if at_s is None else at_s - one.planned_s
+
+
+def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles that were met: none lies between a number and an infinite one."""
+    percents = (50, 95, 99)
+    found_s = np.percentile(values_s, percents, method="higher").tolist() if values_s else [math.inf] * len(percents)
+    return {
+        f"{name}_p{percent}_ms": 1e3 * value_s if math.isfinite(value_s) else None
+        for percent, value_s in zip(percents, found_s, strict=True)
+    }
+
+
+def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """How many of these (from, to) there were at once, the mean over [begin_s, end_s)."""
+    within_s = (min(until_s, end_s) - max(since_s, begin_s) for since_s, until_s in times_s)
+    return sum(max(0.0, time_s) for time_s in within_s) / (end_s - begin_s)
+
+
+def _made(seen: LoadRun, duration_s: float) -> dict[str, Any]:
+    loop_late_max_ms = 1e3 * max(seen.loop_late_s, default=0.0)
+    if seen.begin is None or seen.end is None:
+        generator = {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": None}
+        return {"frames": None, "audio_s_per_s": None, "host_us_per_frame": None, "generator": generator}
+    frames, loop_s = seen.end.frames - seen.begin.frames, seen.end.loop_s - seen.begin.loop_s
+    other_s = seen.end.process_s - seen.begin.process_s - loop_s
+    return {
+        "frames": frames,
+        "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
+        "host_us_per_frame": 1e6 * other_s / frames if frames else None,
+        "generator": {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": 100 * loop_s / duration_s},
+    }

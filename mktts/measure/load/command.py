@@ -1,0 +1,292 @@
+"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other.
+
+The last line of JSON: device, driver, torch, revision, date, environment, settings, points, figures, missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shlex
+import sys
+from contextlib import closing
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.errors import EngineError, MetricsError
+from mktts.measure.bench.sections import WORDS
+from mktts.measure.environment import head
+from mktts.measure.load import record
+from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured, ticked
+from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
+from mktts.measure.load.settings import HELD_S, Loaded, LoadSettings, LoadTexts, load, spoken, texts_for
+from mktts.measure.tables import cell
+
+_GPU_CHECKPOINT = "random:0.6b"
+_GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
+_ASK_S = 10.0
+_COLUMNS = (
+    ("offered", "listeners"), ("arrivals", "arrivals"), ("in time", "in_time"), ("open", "open_mean"),
+    ("playing", "playing_mean"), ("rows", "context_rows"), ("byte p99", "ttfb_p99_ms"), ("PCM p50", "ttfc_p50_ms"),
+    ("PCM p99", "ttfc_p99_ms"), ("audible p95", "audible_p95_ms"), ("underruns", "underruns"), ("refused", "refused"),
+    ("errors", "errors"), ("audio s/s", "audio_s_per_s"),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("real-time listeners")
+    group.add_argument("--load", action="store_true", help="how many listeners the synthesizer carries")
+    group.add_argument("--url", help="how many a server with /v1/audio/speech carries, by its address")
+    group.add_argument(
+        "--listeners", metavar="N,...", help=f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
+    )
+    group.add_argument(
+        "--seconds", type=float, default=HELD_S, help="that a load is held (default: %(default)s; less cannot be kept)"
+    )
+    group.add_argument("--warm-seconds", type=float, default=8.0, help="before, to build it up (default: %(default)s)")
+    group.add_argument("--context", type=int, metavar="ROWS", help="of every prompt (default: 32 with random weights)")
+    group.add_argument("--engine", choices=("auto", "single", "batch"), help="of the synthesizer (default: its own)")
+    group.add_argument("--codec-precision", choices=("full", "fast"), help="of the batch engine")
+    group.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="codes that no neighbour changes")
+    group.add_argument("--max-streams", type=int, metavar="N", help="of the batch engine")
+    group.add_argument("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
+    group.add_argument("--into", type=Path, metavar="FILE", help="merge loads and figures into this file")
+    server = parser.add_argument_group("a server, with --url")
+    server.add_argument("--model", metavar="NAME", help="of the request (default: the first of /v1/models)")
+    server.add_argument("--speaker", metavar="NAME", help="of the request (default: the server's first)")
+    server.add_argument("--keys", metavar="JSON", default="{}", help='more keys of the request, as {"stream": true}')
+    server.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key (default: $MKTTS_API_KEY)")
+
+
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table.
+
+    Raises MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
+    answers at --url.
+    """
+    with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
+        settings, gpu = subject.settings, subject.settings.device.startswith("cuda")
+        if arguments.into is not None:
+            record.require_place(arguments.into, settings)
+        default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
+        listeners = loads(default if arguments.listeners is None else arguments.listeners)
+        document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": settings.as_json()}
+        document["settings"]["random_weights"] = subject.random_weights
+        document |= {"points": [], "figures": {}, "missing": {}}
+        for count in listeners:
+            point, _, _ = subject.met(count)
+            document["points"].append(point)
+            beside = {**record.provenance(settings.device), **subject.place, "command": _command(sys.argv[1:])}
+            if arguments.into is not None:
+                record.merge(arguments.into, beside, gpu, [point])
+        if settings.recordable:
+            document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
+            if "listeners" not in document["figures"]:
+                document["missing"]["listeners"] = (
+                    "no load was carried: not every listener was in time, or waits were long"
+                )
+    return document, table(document)
+
+
+def settings_of(arguments: argparse.Namespace) -> LoadSettings:
+    """Of a synthesizer in this process."""
+    from mktts.model.backend import device_named
+
+    device = device_named(arguments.device)
+    names = ("revision", "backend", "dtype", "engine", "deterministic", "max_streams", "seconds", "seed")
+    return LoadSettings(
+        checkpoint=arguments.checkpoint or (_GPU_CHECKPOINT if device.type == "cuda" else DEFAULT_CHECKPOINT),
+        device=str(device),
+        codec=arguments.codec_precision,
+        context_rows=arguments.context,
+        warm_s=arguments.warm_seconds,
+        **{name: getattr(arguments, name) for name in names},
+    )
+
+
+def loads(words: str) -> tuple[int, ...]:
+    """ "64,128" -> (64, 128). Raises MetricsError."""
+    try:
+        found = tuple(int(word) for word in words.split(",") if word.strip())
+    except ValueError:
+        raise MetricsError(f"--listeners takes whole numbers with commas between them, got {words!r}") from None
+    if not found or min(found) < 1:
+        raise MetricsError(f"--listeners takes numbers of at least 1, got {words!r}")
+    return found
+
+
+class Subject:
+    """A synthesizer in this process. It is loaded, and the texts are made, when they are first asked for."""
+
+    place: dict[str, Any] = {}
+
+    def __init__(self, settings: LoadSettings) -> None:
+        self.settings = settings
+        self.checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
+        self.random_weights = self.checkpoint.is_random
+        self._loaded: Loaded | None = None
+
+    @property
+    def loaded(self) -> Loaded:
+        if self._loaded is None:
+            self._loaded = load(self.settings, self.checkpoint)
+        return self._loaded
+
+    @cached_property
+    def texts(self) -> LoadTexts:
+        return texts_for(self.checkpoint, self.settings.context_rows)
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded.synthesizer.close()
+            self._loaded = None
+
+    def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
+        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time."""
+        loaded = self.loaded
+        seen = hold(loaded.synthesizer, self.texts, self.settings, listeners)
+        ticks = held_ticks(seen, loaded.synthesizer.ticks)
+        conditions = {
+            "listeners": listeners,
+            "codec": loaded.codec,
+            "deterministic": loaded.deterministic,
+            "context_rows": self.texts.rows,
+            "context": self.texts.kind,
+            "checkpoint": self.settings.checkpoint,
+            "model_size": loaded.checkpoint.config.model_size,
+            "random_weights": self.random_weights,
+            "backend": loaded.synthesizer.backend_name,
+            "dtype": str(loaded.synthesizer.dtype).removeprefix("torch."),
+        }
+        return measured(seen, self.settings) | ticked(seen, ticks) | conditions, seen, ticks
+
+
+class Server:
+    """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from mktts.server.access.address import read_keys
+
+        url = endpoint(arguments.url)
+        key = next(iter(read_keys(arguments.api_key_file)), None)
+        health, models = asked(url, key)
+        is_ours = isinstance(health.get("model"), dict) and "random_weights" in health["model"]
+        self._health = health if is_ours else {"model": {}}
+        model = self._health["model"]
+        named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
+        name = arguments.model or next(iter(named), "tts-1")
+        # Of another server: "cuda" where this machine has a GPU.
+        device = self._health.get("device") or ("cuda" if head("cuda")["device"] else "cpu")
+        host = urlsplit(url).hostname
+        is_here = host in ("localhost", "127.0.0.1", "::1")
+        self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
+        self.random_weights = bool(model.get("random_weights"))
+        self.settings = LoadSettings(
+            checkpoint=model.get("checkpoint") or name,
+            device=device,
+            seconds=arguments.seconds,
+            warm_s=arguments.warm_seconds,
+            seed=arguments.seed,
+        )
+        voice = arguments.speaker or (self._health.get("speakers") or ["alloy"])[0]
+        body = {"model": name, "voice": voice, "response_format": "pcm", **_object("--keys", arguments.keys)}
+        ask = partial(exchange, "POST", url, key)
+        if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
+            self._source = HttpSource(ask, body, ("max_frames", "seed"))
+            self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
+        else:
+            self._source = HttpSource(ask, body)
+            self.texts = LoadTexts("natural", 0, spoken, {})
+
+    def close(self) -> None:
+        """Every stream has its own connection: there is nothing to close."""
+
+    def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
+        """As of a Subject; a server's ticks are not known."""
+        seen = hold(self._source, self.texts, self.settings, listeners)
+        conditions = {
+            "listeners": listeners,
+            "codec": "the server's",
+            "deterministic": False,
+            "context_rows": 0,
+            "context": self.texts.kind,
+            "checkpoint": self.settings.checkpoint,
+            "model_size": self._health["model"].get("size", ""),
+            "random_weights": self.random_weights,
+            "backend": self._health.get("backend", "unknown"),
+            "dtype": self._health.get("dtype", "unknown"),
+            "host_us_per_frame": None,  # it is the server's that would tell something
+        }
+        return measured(seen, self.settings) | conditions, seen, np.zeros(0)
+
+
+def asked(url: str, key: str | None) -> list[dict[str, Any]]:
+    """GET /health and /v1/models of the server of this route. Raises MetricsError where none answers."""
+    root = url.removesuffix(PATH)
+    try:
+        return [asyncio.run(_got(f"{root}{path}", key)) for path in ("/health", "/v1/models")]
+    except (OSError, EngineError) as error:
+        shown = re.sub("//.*@", "//", root)  # without a password
+        raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
+
+
+async def _got(url: str, key: str | None) -> dict[str, Any]:
+    """The JSON object at an address; an empty one where there is something else, or nothing."""
+    async with asyncio.timeout(_ASK_S):
+        _, *body = [event async for event in exchange("GET", url, key)]
+    try:
+        found = json.loads(b"".join(body))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _object(option: str, words: str) -> dict[str, Any]:
+    try:
+        found = json.loads(words)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise MetricsError(f"{option} takes a JSON object, got {words!r}")
+    return found
+
+
+def _command(words: list[str]) -> str:
+    """As it stands in the file: without the path of this machine that the file has."""
+    if "--into" in words:
+        place = words.index("--into")
+        words = [*words[:place], *words[place + 2 :]]
+    return shlex.join(["python", "-m", "mktts", *words])
+
+
+def table(document: dict[str, Any]) -> str:
+    """The document as people read it: a line a load, then the figures."""
+    lines = [f"{document['device']}, driver {document['driver']}, torch {document['torch']}"]
+    lines += [RANDOM_WEIGHTS] if document["settings"]["random_weights"] else []
+    lines += ["", " ".join(f"{title:>11}" for title, _ in _COLUMNS)]
+    for point in document["points"]:
+        marks = [f"{point['engine']}, codec {point['codec']}", *(["deterministic"] if point["deterministic"] else [])]
+        marks += [] if point["held"] else ["not held: cannot be recorded"]
+        marks += ["every listener in time"] if clean(point) else ["NOT every listener in time"]
+        lines.append(" ".join(f"{_shown(point.get(key)):>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
+        late = point["generator"]
+        lines.append(
+            f"{'':11} client: {_shown(late['cpu_percent'])} % of a core, late by at most "
+            f"{_shown(late['loop_late_max_ms'])} ms; latest PCM {_shown(point['late_max_ms'])} ms"
+        )
+        lines += [f"{'':11} {count} times {kind}" for kind, count in point["error_kinds"].items()]
+    for name, figure in document["figures"].items():
+        lines.append(f"{name}: {_shown(figure['value'])} {figure['unit']}, n {figure['n']}")
+    return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in document["missing"].items())])
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else cell(round(value, 2) if isinstance(value, float) else value)

@@ -1,0 +1,169 @@
+"""The file that loads are merged into, and what follows from them.
+
+`points`: a load each (mktts.measure.load.client.measured), with revision, device, driver, torch, date and command
+beside. `figures`: name -> {value, unit, n, ...}, read off a point. A load that was not held for its whole time is
+refused. A later one takes the place of an earlier one of the same conditions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mktts.common import read_object, require_writable, write_json
+from mktts.errors import MetricsError
+from mktts.measure.environment import head
+from mktts.measure.load.client import clean
+from mktts.measure.load.settings import HELD_S, LoadSettings
+
+FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
+FIRST_BYTE_MS = 120.0  # p99, of a server's
+AUDIBLE_MS = 500.0  # p95, of one on a CPU
+DERIVED = (
+    "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms", "ttfb_p99_ms",
+    "underruns", "refused",
+)  # fmt: skip
+_SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
+_BESIDE = ("revision", "device", "driver", "torch", "date", "command", "codec", "deterministic", "engine", "underruns")
+_NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
+_LARGE = "1b7"
+_SERVER = "server"  # the engine that a server's listeners know
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """What stands beside each point and figure. device: as torch names it."""
+    facts = head(device)
+    return {name: facts[name] for name in ("revision", "device", "driver", "torch", "date")}
+
+
+def require_place(path: Path, settings: LoadSettings) -> None:
+    """Before anything is measured: makes the folder. Raises MetricsError where the loads are not held long enough to be
+    recorded, or nothing can be written there."""
+    if not settings.recordable:
+        raise MetricsError(
+            f"a load is held for at least {HELD_S:g} s to be kept, got --seconds {settings.seconds:g}: leave --into out"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file's document; an empty one where there is no file. Raises MetricsError for anything else."""
+    if not path.exists():
+        return {"figures": {}, "points": []}
+    document = read_object(path, MetricsError)
+    if not isinstance(document.get("figures"), dict) or not isinstance(document.get("points"), list):
+        raise MetricsError(f"{path}: expected figures and points, found {sorted(document)}: name another file")
+    return document
+
+
+def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Puts points into the file and reads its figures off again; returns all of it.
+
+    beside: `provenance`, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point that
+    was not held, and for a file of another device: nothing is written then.
+    """
+    document = read(path)
+    if document.get("device", beside["device"]) != beside["device"]:
+        raise MetricsError(
+            f"{path}: figures of {document['device']}, and this is {beside['device']}: name another file"
+        )
+    kept = list(document["points"])
+    for point in points:
+        if point["held"] is not True:
+            raise MetricsError(
+                f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
+                f"{point['listeners']} listeners"
+            )
+        kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
+    kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
+    others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
+    document |= {name: beside[name] for name in ("device", "driver", "torch")}
+    document |= {"points": kept, "figures": others | carried(kept, gpu)}
+    write_json(path, document)
+    return document
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two points have the same conditions."""
+    return all(one.get(name) == other.get(name) for name in _SAME)
+
+
+def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
+    """What follows from held points.
+
+    listeners: the most that were all served in time for the whole run, and whose wait was within FIRST_PCM_MS (of a
+    server FIRST_BYTE_MS, on a CPU AUDIBLE_MS), by the fast codec of the small model; the same by the full one, and by
+    the 1.7B model. The mean of the streams that were open; of a server those that played at once, at most as many as
+    were offered. Where several contexts were measured, the smallest of their figures. ttfb_p99_ms: of a server at that
+    load. ttfc_p99_N_ms: of the smallest point of at least N open streams (and not far above) of each engine and
+    precision the best, and of the contexts the worst.
+    """
+    small = [point for point in points if point["model_size"] != _LARGE]
+    precisions = {"full"} if gpu else set()
+    groups = {
+        "listeners": [point for point in small if point["codec"] not in precisions],
+        "listeners_full_precision": [point for point in small if point["codec"] in precisions],
+        "listeners_1p7b": [point for point in points if point["model_size"] == _LARGE],
+    }
+    found = {name: figure for name, group in groups.items() if (figure := _most(group, gpu))}
+    if (best := found.get("listeners")) and best["engine"] == _SERVER:
+        found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
+    for open_streams in (512, 1_024):
+        if first := _first_pcm_at(small, open_streams):
+            found[f"ttfc_p99_{open_streams}_ms"] = first
+    return found
+
+
+def listeners_of(point: dict[str, Any]) -> float:
+    """How many listeners a point stands for: see `carried`."""
+    if point["engine"] == _SERVER:  # a server's streams end before their listeners have played them
+        return min(point["listeners"], point["playing_mean"])
+    return point["open_mean"]
+
+
+def _passes(point: dict[str, Any], gpu: bool) -> bool:
+    name, most_ms = ("ttfc_p99_ms", FIRST_PCM_MS) if gpu else ("audible_p95_ms", AUDIBLE_MS)
+    if gpu and point["engine"] == _SERVER:
+        name, most_ms = "ttfb_p99_ms", FIRST_BYTE_MS
+    return point["held"] and clean(point) and point[name] is not None and point[name] <= most_ms
+
+
+def _by_context(points: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    rows = sorted({point["context_rows"] for point in points})
+    return {count: [point for point in points if point["context_rows"] == count] for count in rows}
+
+
+def _most(points: list[dict[str, Any]], gpu: bool) -> dict[str, Any] | None:
+    best = {}
+    for rows, group in _by_context(points).items():
+        passed = [point for point in group if _passes(point, gpu)]
+        if not passed:
+            return None  # this context carries none of the loads that were tried
+        best[rows] = max(passed, key=listeners_of)
+    if not best:
+        return None
+    counts = {rows: listeners_of(point) for rows, point in best.items()}
+    rows = min(counts, key=counts.__getitem__)
+    return {**_read_off(best[rows], counts[rows], "listeners"), "by_context": {str(at): n for at, n in counts.items()}}
+
+
+def _first_pcm_at(points: list[dict[str, Any]], open_streams: int) -> dict[str, Any] | None:
+    near = [point for point in points if open_streams <= point["open_mean"] <= _NEAR * open_streams]
+    best = {}
+    for rows, group in _by_context([point for point in near if point["ttfc_p99_ms"] is not None]).items():
+        smallest: dict[Any, dict[str, Any]] = {}
+        for point in sorted(group, key=lambda point: point["open_mean"]):
+            smallest.setdefault((point["engine"], point["codec"], point["deterministic"]), point)
+        best[rows] = min(smallest.values(), key=lambda point: point["ttfc_p99_ms"])
+    if not best:
+        return None
+    worst = max(best.values(), key=lambda point: point["ttfc_p99_ms"])
+    by_context = {str(rows): point["ttfc_p99_ms"] for rows, point in best.items()}
+    return {**_read_off(worst, worst["ttfc_p99_ms"], "ms"), "by_context": by_context}
+
+
+def _read_off(point: dict[str, Any], value: float, unit: str) -> dict[str, Any]:
+    facts = {name: point.get(name) for name in _BESIDE}
+    facts |= {name: point.get(name) for name in ("ttfc_p99_ms", "ttfb_p99_ms", "open_mean", "playing_mean")}
+    return {"value": value, "unit": unit, "n": point["arrivals"], "offered": point["listeners"], **facts}

@@ -1,0 +1,196 @@
+"""What a load is: how long it is held, who arrives when, and what each listener asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from mktts.checkpoint import Checkpoint
+from mktts.errors import MetricsError, OptionsError
+from mktts.measure.bench.sections import WORDS, text_of
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.voice import Voice
+from mktts.spec import FRAME_RATE_HZ
+from mktts.speech.guard import Guard
+from mktts.speech.options import StreamOptions
+
+if TYPE_CHECKING:
+    from mktts.synth import Synthesizer
+    from mktts.synth.synthesizer import StreamSettings
+
+HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
+SHORT_ROWS = 32
+_CHARS_A_FRAME = 18 / FRAME_RATE_HZ  # more than is spoken in a frame, so that max_frames is what ends
+_ONE_SEGMENT = 100_000  # characters: no text here is cut
+_SENTENCES = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. ",
+    "We will meet at the station in the morning, and then walk along the river. ",
+    "She opened the window, looked at the garden, and said that it had rained. ",
+    "Please bring the letters to the office before the end of the day. ",
+)
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What all loads of a command have in common.
+
+    checkpoint, revision, backend, device, dtype, engine: as for Synthesizer.load; None leaves its default
+    codec ("full" or "fast"), deterministic, max_streams: of the batch engine
+    context_rows: of every prompt; None: 32, and of trained weights what the text takes
+    seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
+    frames: the least and the most of an utterance
+    seed: of the arrivals; utterance i is drawn with seed i
+
+    Raises OptionsError for values out of range.
+    """
+
+    checkpoint: str
+    revision: str | None = None
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str | None = None
+    engine: Literal["auto", "single", "batch"] | None = None
+    codec: Literal["full", "fast"] | None = None
+    deterministic: bool | None = None
+    max_streams: int | None = None
+    context_rows: int | None = None
+    seconds: float = HELD_S
+    warm_s: float = 8.0
+    tail_s: float = 2.0
+    frames: tuple[int, int] = (round(2 * FRAME_RATE_HZ), round(12 * FRAME_RATE_HZ))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:
+            raise OptionsError(
+                f"expected seconds and warm_s above 0 and tail_s at least 0, got {self.seconds}, {self.warm_s} and "
+                f"{self.tail_s}"
+            )
+        if not 2 <= self.frames[0] <= self.frames[1]:
+            raise OptionsError(f"expected 2 <= least frames <= most frames, got {self.frames}")
+        if self.engine not in ("auto", "batch") and (self.codec, self.max_streams) != (None, None):
+            raise OptionsError("codec precision and max_streams belong to the batch engine: name it, engine='batch'")
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a load with these settings may be recorded."""
+        return self.seconds >= HELD_S
+
+    def as_json(self) -> dict[str, Any]:
+        """As a document holds them."""
+        return {**asdict(self), "frames": list(self.frames)}
+
+    def arrivals(self, listeners: int) -> list[tuple[float, int]]:
+        """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
+        mean seconds of an utterance. In the first half of the warm-up come `listeners` that are already under way."""
+        rng = np.random.default_rng(self.seed)
+        low, high = self.frames
+        mean_s = (low + high) / 2 / FRAME_RATE_HZ
+        found = [
+            (at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))
+            for at_s in rng.uniform(0.0, self.warm_s / 2, listeners)
+        ]
+        at_s, end_s = self.warm_s / 4, self.warm_s + self.seconds + self.tail_s
+        while (at_s := at_s + rng.exponential(mean_s / listeners)) < end_s:
+            found.append((at_s, int(rng.integers(low, high + 1))))
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A synthesizer that is measured. codec: the precision of its codec, "full" or "fast"."""
+
+    synthesizer: Synthesizer
+    checkpoint: Checkpoint
+    codec: str
+    deterministic: bool
+
+
+def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
+    """Loads and warms up the synthesizer; what the settings leave open is then read off it. Raises what
+    Synthesizer.load raises."""
+    from mktts.batch.settings import BatchSettings
+    from mktts.synth import Synthesizer
+
+    given: dict[str, Any] = {"backend": settings.backend, "device": settings.device}
+    given["dtype"] = getattr(torch, settings.dtype) if settings.dtype else None
+    given["deterministic"] = settings.deterministic
+    if settings.engine is not None:
+        given["engine"] = settings.engine
+    asked = {"codec": settings.codec, "max_streams": settings.max_streams}
+    given["batch"] = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
+    synthesizer = Synthesizer.load(checkpoint, **given)
+    synthesizer.warm_up()
+    lanes = synthesizer.lanes
+    if lanes is None:  # one stream's codec, and nothing promised
+        return Loaded(synthesizer, checkpoint, "full", False)
+    return Loaded(synthesizer, checkpoint, lanes.precision, lanes.deterministic)
+
+
+@dataclass(frozen=True)
+class LoadTexts:
+    """What the listeners of a load ask for.
+
+    kind: "text", one text for a prompt of `rows` rows, whose length is max_frames, or "natural", as many words as the
+        utterance takes
+    rows: of the prompt; a mean where the kind is natural
+    text_of: of utterance i, of so many frames
+    settings: of every stream
+    """
+
+    kind: Literal["text", "natural"]
+    rows: int
+    text_of: Callable[[int, int], str]
+    settings: StreamSettings
+
+    def of(self, index: int, frames: int) -> tuple[str, StreamSettings]:
+        """Text and settings of `stream` for utterance `index`."""
+        return self.text_of(index, frames), {**self.settings, "max_frames": frames, "seed": index}
+
+
+def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
+    """Texts for prompts of `rows` rows; None: SHORT_ROWS, or natural ones where the weights are trained.
+
+    Up to SHORT_ROWS exactly so many, above at least. Raises MetricsError for fewer than the checkpoint's prompts have.
+    """
+    builder = PromptBuilder(  # on the CPU and in the stored type, so that the tables stay on the disk
+        checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), torch.device("cpu"), torch.bfloat16
+    )
+
+    def rows_of(request: Request) -> int:
+        return len(builder.build(request).embeds)
+
+    if rows is None and not checkpoint.is_random:
+        mean = [rows_of(Request(spoken(index, frames))) for index in range(4) for frames in (25, 87, 150)]
+        options = StreamOptions(guard=Guard.off())
+        return LoadTexts("natural", round(sum(mean) / len(mean)), spoken, {"options": options})
+    rows = SHORT_ROWS if rows is None else rows
+    voice = _voice(checkpoint)
+    encode = checkpoint.tokenizer().encode
+    constant = rows_of(Request(WORDS, layout="whole", **voice)) - len(encode(WORDS))  # rows that are no text's
+    if rows <= constant:
+        raise MetricsError(f"a prompt of this checkpoint has more than {constant} rows, got {rows}")
+    text = text_of(rows - constant, encode)
+    # Random weights have no end of their own.
+    options = StreamOptions(guard=Guard.off(), max_chars_per_segment=_ONE_SEGMENT)
+    found = rows_of(Request(text, layout="whole", **voice))
+    return LoadTexts("text", found, lambda index, frames: text, {**voice, "layout": "whole", "options": options})
+
+
+def spoken(index: int, frames: int) -> str:
+    """Sentences that take longer to say than `frames`, cut behind a word."""
+    text = "".join(_SENTENCES[(index + i) % len(_SENTENCES)] for i in range(8))
+    end = text.find(" ", round(frames * _CHARS_A_FRAME))
+    return text[:end].strip(" ,.") + "."
+
+
+def _voice(checkpoint: Checkpoint) -> dict[str, Voice]:
+    """For a checkpoint without speakers a voice of the right shape, drawn at random."""
+    if not checkpoint.config.type.clones:
+        return {}
+    embedding = torch.randn(checkpoint.config.talker.hidden_size, generator=torch.Generator().manual_seed(0))
+    return {"voice": Voice(embedding, None, None, checkpoint.config.model_size)}

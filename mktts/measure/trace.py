@@ -1,0 +1,250 @@
+"""`python -m mktts trace`: where the time of a frame goes inside one launch of the frame kernel.
+
+Launches of three builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of
+weights. The document keeps medians by phase, one frame of all marks, and one layer of each stack block by block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint.arguments import add_checkpoint_arguments
+from mktts.common import require_writable, write_json
+from mktts.errors import MetricsError
+from mktts.kernel.trace import (
+    PREDICTOR_LAYER,
+    TAIL,
+    TALKER_LAYER,
+    Marks,
+    Steady,
+    frame_points,
+    phases_of,
+    steady,
+    talker_points,
+)
+from mktts.measure.environment import head
+from mktts.measure.inspection import bytes_per_frame, components
+
+if TYPE_CHECKING:
+    from mktts.kernel.trace import TracedBackend
+    from mktts.model.backend import Frame
+
+BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
+UNIT_NS = 4  # of times that are kept in 16 bits
+_PERCENTS = (50, 10, 90)
+_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
+EXAMPLES = """examples:
+  python -m mktts trace
+  python -m mktts trace --checkpoint random:1.7b --output trace.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint_arguments(parser, "random:0.6b")
+    parser.add_argument("--device", default="cuda", help="the GPU (default: %(default)s)")
+    parser.add_argument(
+        "--launches", type=int, default=20, help="of eight frames, of each build (default: %(default)s)"
+    )
+    parser.add_argument("--context", type=int, default=200, help="positions before them (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the document there")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints a table by phase, then what a frame takes as one line of JSON."""
+    if arguments.launches < 1:
+        raise MetricsError(f"--launches must be at least 1, got {arguments.launches}")
+    if arguments.output:
+        require_writable(arguments.output)
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    found = record(checkpoint, arguments.device, arguments.launches, arguments.context)
+    if arguments.output:
+        write_json(arguments.output, found)
+    print(table(found))
+    print(json.dumps(found["frame_us"], sort_keys=True))
+    return 0
+
+
+def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, context: int = 200) -> dict[str, Any]:
+    """Records `launches` launches of each build, from about `context` positions on, and returns the document.
+
+    Raises BackendUnavailable where the frame kernel cannot run.
+    """
+    import torch
+
+    from mktts.kernel.trace import TracedBackend
+    from mktts.model.prompt import PromptBuilder, Request
+
+    backend = TracedBackend(checkpoint.config, checkpoint.tensors(), device)
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device, torch.bfloat16)
+    prompt = builder.build(Request(_TEXT, speaker=checkpoint.config.default_speaker, layout="streaming"))
+    made: dict[str, list[Launch]] = {"": [], **{build: [] for build in BUILDS}}
+    for turn in _launches(backend, prompt, launches, context):
+        for build, launch in turn.items():
+            made[build].append(launch)
+    talker, predictor = checkpoint.config.talker, checkpoint.config.predictor
+    found = document(made, (talker.num_hidden_layers, predictor.num_hidden_layers))
+    settings = {
+        "checkpoint": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
+        "random_weights": checkpoint.is_random,
+        "weight_bytes": {part: bytes_per_frame(components(checkpoint), [part]) for part in ("talker", "predictor")},
+        "blocks": backend.shape.blocks,
+        "group": backend.shape.group,
+        "launches": launches,
+        "context": context,
+    }
+    return {**head("cuda"), **found, "settings": {**settings, **found["settings"]}}
+
+
+def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) -> Iterator[dict[str, Launch]]:
+    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+    from mktts.model.sampling import Sampling
+
+    before = max(1, -(-(context - len(prompt.embeds)) // MAX_FRAMES_A_LAUNCH))  # launches until the context is reached
+    frames = MAX_FRAMES_A_LAUNCH * (before + launches)
+    states = {build: backend.start(prompt, Sampling(), 0, frames) for build in ("", *BUILDS)}
+
+    def rows(made: int) -> list[Any]:
+        return [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
+
+    for state in states.values():
+        for _ in range(before):
+            list(backend.frames(state, rows(state.frames)))
+    for _ in range(launches):
+        turn = {}
+        for build, state in states.items():
+            if build:
+                turn[build] = Launch(*backend.traced(state, rows(state.frames), still=build == BUILDS[1]))
+            else:
+                turn[build] = Launch(list(backend.frames(state, rows(state.frames))))
+        yield turn
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The document as people read it: a line a phase, beside the stream and alone."""
+    lines = [f"{found['device']}, {found['settings']['checkpoint']}, {found['settings']['blocks']} blocks"]
+    lines += [f"frame, {build}: {us:,.1f} us" for build, us in found["frame_us"].items()]
+    lines += ["", f"{'':10}{'':30}{'n':>5}{'us':>8}{'alone':>8}{'a frame':>10}{'alone':>8}{'weights':>9}"]
+    for row, still in zip(*(found["phases"][build] for build in BUILDS), strict=True):
+        lines.append(
+            f"{row['stack']:10}{row['phase']:30}{row['count']:>5}{row['us']:>8.3f}{still['us']:>8.3f}"
+            f"{row['frame_us']:>10.1f}{still['frame_us']:>8.1f}{row['weights_us']:>9.1f}"
+        )
+    sums = [sum(row[key] for row in found["phases"][build]) for build in BUILDS for key in ("frame_us", "weights_us")]
+    lines.append(f"{'':10}{'sum':30}{'':21}{sums[0]:>10.1f}{sums[2]:>8.1f}{sums[1]:>9.1f}")
+    return "\n".join(lines)
+
+
+# ---- the document
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one build: its frames, and its marks where the build leaves any."""
+
+    frames: Sequence[Frame]
+    marks: Marks | None = None
+
+
+def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> dict[str, Any]:
+    """What is kept of launches by build, "" and BUILDS; `layers` of talker and predictor.
+
+    Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
+    them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
+    Raises MetricsError where there is nothing, EngineError for marks of another kernel.
+    """
+    if not all(made.get(build) for build in ("", *BUILDS)):
+        raise MetricsError(f"expected launches of three builds, found {sorted(k for k, v in made.items() if v)}")
+    points = frame_points(*layers)
+    kept = {build: [steady(launch.marks, points) for launch in made[build]] for build in BUILDS}
+    ghz = _clock_ghz(made[BUILDS[0]], kept[BUILDS[0]])
+    phases = {build: _phases(launches, points, layers[0], ghz) for build, launches in kept.items()}
+    frames = {build: _typical(launches) for build, launches in kept.items()}
+    return {
+        "settings": {"talker_layers": layers[0], "predictor_layers": layers[1], "marks": len(points)},
+        "clock_ghz": ghz,
+        "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
+        "phases": phases,
+        # The median of the blocks, from mark to mark.
+        "frame": {b: {"steps": packed(np.diff(np.median(cycles, axis=0)) / ghz)} for b, cycles in frames.items()},
+        "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
+    }
+
+
+def _clock_ghz(launches: Sequence[Launch], kept: Sequence[Steady]) -> float:
+    """Cycles over nanoseconds: block 0 notes both, and its frames follow one another at once."""
+    ratios = []
+    for launch, marks in zip(launches, kept, strict=True):
+        took_ns = [1e6 * (frame.talker_ms + frame.predictor_ms) for frame in launch.frames[1:-1]]
+        ratios.append((marks.cycles[-1, 0, -1] - marks.cycles[0, 0, 0]) / sum(took_ns))
+    return float(np.median(ratios))
+
+
+def _frame_us(launches: Sequence[Launch]) -> float:
+    """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
+    times = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
+    return round(1e3 * float(np.median(times)), 2)
+
+
+def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz: float) -> list[dict[str, Any]]:
+    spans = np.concatenate([np.diff(launch.cycles, axis=2) for launch in kept])  # (frames, blocks, P)
+    starved = np.concatenate([launch.starved for launch in kept])
+    phases = phases_of(points)
+    stacks = np.array(["talker", "predictor"])[(np.arange(len(points)) >= talker_points(talker_layers)).astype(int)]
+    rows = []
+    for stack in ("talker", "predictor"):
+        for phase in dict.fromkeys(phases):
+            mine = np.array([p == phase for p in phases]) & (stacks == stack)
+            if not mine.any():
+                continue
+            one = np.percentile(spans[:, :, mine], _PERCENTS) / ghz / 1e3
+            whole, waited = (np.median(a[:, :, mine].sum(2).mean(1)) / ghz / 1e3 for a in (spans, starved))
+            row = {"stack": stack, "phase": phase.name, "kind": phase.kind, "count": int(mine.sum())}
+            row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
+            rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
+    return rows
+
+
+def _typical(kept: Sequence[Steady]) -> np.ndarray:
+    """Cycles (blocks, P + 1) of the frame whose length is the median."""
+    frames = np.concatenate([launch.cycles for launch in kept])
+    lengths = (frames[:, :, -1] - frames[:, :, 0]).mean(1)
+    return frames[np.argsort(lengths)[len(lengths) // 2]]
+
+
+def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz: float) -> dict[str, Any]:
+    """Two stretches of the frame block by block: the talker's middle layer, and a predictor pass from its last layer
+    on; (marks, blocks) since the first of them."""
+    each = len(PREDICTOR_LAYER)
+    a_pass = talker_points(layers[0]) + 8 * (each * layers[1] + len(TAIL)) - each - len(TAIL)
+    begins = {"talker": layers[0] // 2 * len(TALKER_LAYER), "predictor": a_pass}
+    counts = {"talker": len(TALKER_LAYER), "predictor": each + len(TAIL)}
+    found = {}
+    for stack, begin in begins.items():
+        here = cycles[:, begin : begin + counts[stack] + 1].T
+        points_here = np.append(points, points[0])[begin : begin + counts[stack] + 1]
+        found[stack] = {"points": points_here.tolist(), "times": packed((here - here.min()) / ghz)}
+    return found
+
+
+def packed(times_ns: np.ndarray) -> dict[str, Any]:
+    """Times as text: 16 bits each in UNIT_NS. Raises MetricsError for one below 0 or too long (262 us)."""
+    units = np.rint(np.asarray(times_ns) / UNIT_NS)
+    if not units.size or units.min() < 0 or units.max() > 0xFFFF:
+        raise MetricsError(f"expected times of 0 to {0xFFFF * UNIT_NS} ns")
+    data = base64.b85encode(zlib.compress(units.astype("<u2").tobytes(), 9)).decode()
+    return {"shape": list(units.shape), "data": data}
+
+
+def unpacked(kept: Mapping[str, Any]) -> np.ndarray:
+    """The inverse of `packed`, in microseconds."""
+    units = np.frombuffer(zlib.decompress(base64.b85decode(kept["data"])), "<u2")
+    return units.reshape(kept["shape"]) * (UNIT_NS / 1e3)

@@ -1,1 +1,0 @@
-"""The frame kernel's trace: recorded on a card, kept as one document."""

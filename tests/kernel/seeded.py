@@ -1,0 +1,100 @@
+"""Decoder stacks with seeded weights, as matrices or on a tape; prompts for them; how far results differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mktts.kernel.grid import Shape, choose_shape
+from mktts.kernel.prefill import Prefill
+from mktts.kernel.tape import stack_weights
+from mktts.kernel.tape_stack import TapeStack
+from mktts.measure.inspection import config_at
+from mktts.model.qwen3 import Qwen3Stack
+from mktts.spec import StackConfig
+
+SMALL = StackConfig(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+)
+
+
+def weights_of(c: StackConfig, device: str = "cpu") -> dict[str, Tensor]:
+    """bf16, by their names in the stack: the same on every device."""
+    generator, d = torch.Generator().manual_seed(1), c.head_dim
+    shapes = {
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        "self_attn.q_proj": (c.num_attention_heads * d, c.hidden_size),
+        "self_attn.k_proj": (c.num_key_value_heads * d, c.hidden_size),
+        "self_attn.v_proj": (c.num_key_value_heads * d, c.hidden_size),
+        "self_attn.o_proj": (c.hidden_size, c.num_attention_heads * d),
+        "self_attn.q_norm": (d,),
+        "self_attn.k_norm": (d,),
+        "input_layernorm": (c.hidden_size,),
+        "post_attention_layernorm": (c.hidden_size,),
+    }
+    names = {f"layers.{i}.{name}": shape for i in range(c.num_hidden_layers) for name, shape in shapes.items()}
+    made = {}
+    for name, shape in (names | {"norm": (c.hidden_size,)}).items():
+        noise = torch.randn(shape, generator=generator)
+        weight = 1 + 0.3 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+        made[f"{name}.weight"] = weight.bfloat16().to(device)
+    return made
+
+
+def layer_of(c: StackConfig) -> dict[str, Tensor]:
+    """The weights of the first layer by their names in it."""
+    weights = weights_of(replace(c, num_hidden_layers=1))
+    return {name.removeprefix("layers.0."): tensor for name, tensor in weights.items() if name.startswith("layers")}
+
+
+def stack(
+    dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu", kind: type = Qwen3Stack
+) -> Qwen3Stack:
+    return kind(config, weights_of(config), "", torch.device(device), dtype)
+
+
+def shape_of(size: str, layers: int, multiprocessors: int = 132) -> Shape:
+    shape = choose_shape(config_at(size), multiprocessors)
+    return replace(shape, talker=replace(shape.talker, num_hidden_layers=layers))
+
+
+def packed(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return stack_weights(shape, "talker", shape.talker, weights.__getitem__, "")
+
+
+def tape_of(shape: Shape, weights: dict[str, Tensor]) -> TapeStack:
+    return TapeStack(shape, packed(shape, weights))
+
+
+def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * rows + seed)).to(dtype)
+
+
+def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], error: float = 1e-5) -> bool:
+    return all(f.shape == e.shape and (f - e).abs().max() <= error for f, e in zip(found, expected, strict=True))
+
+
+def rms_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest of root mean squares, as a part of what was expected."""
+    assert [f.shape for f in found] == [e.shape for e in expected]
+    pairs = zip(found, expected, strict=True)
+    return max(float((f.double() - e.double()).norm() / e.double().norm()) for f, e in pairs)
+
+
+def in_two_pieces(prefill: Prefill, x: Tensor) -> tuple[Tensor, ...]:
+    """Hidden state, keys and values of rows of which the first nine come first."""
+    prefill.run(x[:9])
+    return prefill.run(x[9:], 9), prefill.keys, prefill.values

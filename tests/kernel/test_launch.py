@@ -1,0 +1,339 @@
+"""What the CUDA driver is given for a launch, without one, and what one frame's hand-over leaves behind for the next: a
+stand-in reads a launch as the driver would. Parameters and events are held by their stream."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compiler import needs_nvrtc
+from driver_on_cpu import ELSEWHERE, HERE, StandIn, kernel_without_a_card, launcher_without_a_card, put_stand_in
+
+from mktts.errors import BackendUnavailable, EngineError
+from mktts.kernel import driver as kernel_driver
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
+from mktts.kernel.build import SHARED, compile_kernel, source
+from mktts.kernel.grid import choose_shape
+from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Params, StreamParams, point
+from mktts.kernel.trace import TracedBackend
+from mktts.llm.checkpoint import open_text_checkpoint
+from mktts.llm.kernel import TextKernelBackend, TextKernelState
+from mktts.measure.inspection import config_at
+from mktts.model.sampling import Choice, Sampling
+
+STREAM = SimpleNamespace(cuda_stream=5)
+
+
+def test_the_driver_reads_the_parameters_of_each_launch(monkeypatch):
+    kernel, seen = kernel_without_a_card(), put_stand_in(monkeypatch).launched
+    params = Params()
+    for frames in (3, 8):
+        params.frames, params.tag = frames, 17
+        kernel.launch(params, STREAM)
+        assert seen[-1] == ((128, 1, 1), (384, 1, 1), 200_000, 5, bytes(params))
+    assert seen[0][-1] != seen[1][-1]
+
+
+def test_a_launch_leaves_nothing_to_the_garbage_collector(monkeypatch):
+    """ctypes makes an array type anew where nobody holds it, and only the collector frees a type."""
+    kernel = kernel_without_a_card()
+    put_stand_in(monkeypatch)
+    params = Params()
+    kernel.launch(params, STREAM)
+    gc.collect()
+    for _ in range(20):
+        kernel.launch(params, STREAM)
+    assert gc.collect() == 0
+
+
+def test_a_refused_launch_is_told_in_the_drivers_words(monkeypatch):
+    put_stand_in(monkeypatch, status=720)
+    with pytest.raises(EngineError, match="cuLaunchCooperativeKernel failed: too many blocks"):
+        kernel_without_a_card().launch(Params(), STREAM)
+
+
+def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_last_one_ends(monkeypatch):
+    """CUlaunchConfig: seven unsigned int, the stream, attributes and their number; CUlaunchAttribute: its name, four
+    bytes of padding, 64 bytes of value."""
+    seen = []
+
+    def launch(config, function, arguments, extra):
+        *sizes, stream, attributes, count = struct.unpack("7I4xQQI", ctypes.string_at(ctypes.byref(config._obj), 52))
+        seen.append((sizes, stream, count, struct.unpack("i4xi", ctypes.string_at(attributes, 12)), function.value))
+        seen.append(ctypes.string_at(arguments[0], ctypes.sizeof(Params)))
+        return status
+
+    monkeypatch.setattr(
+        kernel_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
+    kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
+    kernel.launch_early((16, 4), 256, params)
+    assert seen == [([16, 4, 1, 256, 1, 1, 0], 5, 1, (6, 1), 7), bytes(params)]
+    status = 801
+    with pytest.raises(EngineError, match="cuLaunchKernelEx failed: 801"):
+        kernel.launch_early((16, 4), 256, params)
+
+
+def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(monkeypatch):
+    stand_in = put_stand_in(monkeypatch)
+    launcher = launcher_without_a_card(monkeypatch)
+    asked = []
+    streams = SimpleNamespace(cuda_stream=11), SimpleNamespace(cuda_stream=12), SimpleNamespace(cuda_stream=13)
+    turns = iter(streams)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: asked.append(index) or next(turns))
+    for current in (ELSEWHERE, HERE, ELSEWHERE):
+        stand_in.current = current
+        done = launcher.launch(Params(), 1)
+        assert stand_in.current == current
+    assert stand_in.devices == [HERE] * 3 and asked == [launcher._exchange.device.index] * 3
+    assert [launched[3] for launched in stand_in.launched] == [11, 12, 13] and done.recorded == [13]
+
+
+def test_a_refused_launch_leaves_the_callers_device_current(monkeypatch):
+    stand_in = put_stand_in(monkeypatch, status=720)
+    launcher = launcher_without_a_card(monkeypatch)
+    with pytest.raises(EngineError):
+        launcher.launch(Params(), 1)
+    assert stand_in.devices == [HERE] and stand_in.current == ELSEWHERE
+
+
+def test_an_event_is_made_for_a_launch_or_used_again_where_the_caller_has_one(monkeypatch):
+    put_stand_in(monkeypatch)
+    launcher = launcher_without_a_card(monkeypatch)
+    first = launcher.launch(Params(), 1)
+    other = launcher.launch(Params(), 1)
+    assert launcher.launch(Params(), 1, first) is first and other is not first
+    assert (len(first.recorded), len(other.recorded)) == (2, 1)
+
+
+def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange(monkeypatch):
+    stand_in = put_stand_in(monkeypatch)
+    launcher, params = launcher_without_a_card(monkeypatch), Params()
+    launcher._exchange.fill_(9)
+    tags = _TAG_LIMIT // 3 - 1
+    for _ in range(3):
+        launcher.launch(params, tags)
+    assert [launched.tag for launched in stand_in.params] == [1, 1 + tags, 1 + 2 * tags]
+    assert launcher._exchange.eq(9).all()
+    launcher.launch(params, tags)
+    assert stand_in.params[-1].tag == 1 and not launcher._exchange.any()
+
+
+def test_parameters_that_were_another_launchers_get_this_ones_exchange_status_and_time(monkeypatch):
+    stand_in, params = put_stand_in(monkeypatch), Params()
+    launchers = [launcher_without_a_card(monkeypatch) for _ in range(2)]
+    for nanoseconds, launcher in zip((3, 4, 5), (*launchers, launchers[0]), strict=True):
+        monkeypatch.setattr("mktts.kernel.launch._TIMEOUT_NS", nanoseconds)
+        launcher.launch(params, 1)
+        seen = stand_in.params[-1]
+        assert (seen.exchange, seen.status) == (launcher._exchange.data_ptr(), launcher._status.data_ptr())
+        assert seen.timeout_ns == nanoseconds
+
+
+# ---- of streams
+
+TAGS = 100  # a frame's
+
+
+@pytest.fixture
+def driver(monkeypatch) -> StandIn:
+    return put_stand_in(monkeypatch)
+
+
+@pytest.fixture
+def backend(tiny, monkeypatch, driver) -> MegakernelBackend:
+    return without_a_card(MegakernelBackend, tiny, monkeypatch)
+
+
+def without_a_card(kind: type[MegakernelBackend], tiny, monkeypatch) -> MegakernelBackend:
+    found = object.__new__(kind)
+    found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
+    found._launcher, found._tags_per_frame = launcher_without_a_card(monkeypatch), TAGS
+    found._weights = {"talker_tape": torch.zeros(8)}
+    found._fixed = found._fixed_params()
+    return found
+
+
+def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:
+    width = backend.config.talker.hidden_size
+    return MegakernelStream(
+        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
+        hidden=torch.zeros(width, dtype=torch.bfloat16),
+        sum=torch.zeros(width, dtype=torch.bfloat16),
+        seen=torch.zeros(96, dtype=torch.int32),
+        out=torch.zeros(STATUS_WORDS + MAX_FRAMES_A_LAUNCH * FRAME_WORDS, dtype=torch.int32),
+        sampling=Sampling(talker=Choice(top_k=4)),
+        seed=seed,
+        prompt_rows=prompt_rows,
+        max_frames=100,
+        fixed=backend._fixed,
+    )
+
+
+def row_of(backend: MegakernelBackend) -> torch.Tensor:
+    return torch.zeros(backend.config.talker.hidden_size, dtype=torch.bfloat16)
+
+
+def test_debug_pointers_and_prefill_are_those_of_their_own_launch_alone(backend, driver):
+    state, row, debug = stream(backend), row_of(backend), Debug(torch.zeros(4), torch.zeros(4))
+    backend.put_rows(state, torch.zeros(3, len(row)), 7)
+    backend.step(state, None, debug)
+    backend.step(state, row)
+    backend.put_rows(state, row[None], 12)
+    list(backend.frames(state, [row, row]))
+    ours = debug.logits.data_ptr(), debug.hidden.data_ptr()
+    seen = driver.params
+    assert [(p.debug_logits, p.debug_hidden) for p in seen] == [(None, None), ours, *[(None, None)] * 3]
+    assert [(p.prefill, p.frames, p.stream.position) for p in seen] == [
+        (1, 3, 7),
+        (0, 1, 9),
+        (0, 1, 10),
+        (1, 1, 12),
+        (0, 2, 11),
+    ]
+    assert [p.stream.frame for p in seen] == [0, 0, 1, 2, 2] and seen[2].stream.rows == row.data_ptr()
+
+
+def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(backend, driver):
+    states, row = [stream(backend, seed, rows) for seed, rows in ((5 + (6 << 32), 10), (7, 20))], row_of(backend)
+    put = backend.put_rows(states[0], row[None], 9)
+    events = []
+    for frame in range(3):
+        for state in states:
+            made = backend.step(state, row if frame else None)
+            assert made.codes.tolist() == list(range(frame, frame + 16)) and made.codes.dtype == torch.int64
+            assert (made.talker_ms >= 2e-6, made.predictor_ms) == (True, 1e-6)
+            events.append(state.done)
+    assert events == [state.done for state in states] * 3 and len({id(event) for event in (put, *events)}) == 3
+    assert [len(event.recorded) for event in (put, *events[:2])] == [1, 3, 3]
+    for turn, params in enumerate(driver.params[1:]):
+        state, own = states[turn % 2], params.stream
+        assert (own.seed_lo, own.seed_hi) == (state.seed & 0xFFFFFFFF, state.seed >> 32)
+        assert (own.kv, own.seen, own.out) == (state.kv.data_ptr(), state.seen.data_ptr(), state.out.data_ptr())
+        assert (own.hidden, own.sum, own.slots) == (state.hidden.data_ptr(), state.sum.data_ptr(), 4)
+        assert (own.frame, own.position) == (turn // 2, state.prompt_rows + turn // 2 - 1)
+        assert (own.top_k0, own.top_k) == (4, Sampling().predictor.top_k)
+        assert params.talker_tape == backend._weights["talker_tape"].data_ptr()
+        assert params.ends[0] == backend.config.codec_ids.eos and params.min_frames == backend._fixed.min_frames
+        assert params.tag == driver.params[0].tag + 5 * backend.config.talker.num_hidden_layers + turn * TAGS
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_a_launch_that_is_closed_is_stopped_and_waited_for_unless_it_is_over(backend, taken):
+    """Once either way: the host waits for the last of a launch's frames, or else when it is closed."""
+    state, row = stream(backend), row_of(backend)
+    frames = backend.frames(state, [None, row, row])
+    for _ in range(taken):
+        next(frames)
+    assert state.done.waits == (taken == 3)
+    frames.close()
+    assert (state.words[STOP], state.done.waits) == (taken < 3, 1)
+    assert state.frames == 3 and not state.ended
+    backend.step(state, row)
+    assert (state.words[STOP], state.done.waits) == (0, 2)
+
+
+def test_a_launch_whose_waiting_is_interrupted_is_stopped_and_waited_for(backend, monkeypatch):
+    state, waits = stream(backend), []
+
+    def interrupted(event) -> None:
+        waits.append(event)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.step(state, None)
+    assert state.words[STOP] and waits == [state.done] * 2
+
+
+def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver):
+    backend = without_a_card(TracedBackend, tiny, monkeypatch)
+    backend._room = torch.zeros(2, 8, dtype=torch.int64)
+    usual, backend._marking = backend._launcher, [launcher_without_a_card(monkeypatch) for _ in range(2)]
+    state, row = stream(backend), row_of(backend)
+    backend.step(state, None)
+    for still in (False, True):
+        with pytest.raises(EngineError, match="marks"):  # the stand-in leaves none
+            backend.traced(state, [row], still)
+        backend.step(state, row)
+    room = backend._room.data_ptr()
+    assert [params.trace for params in driver.params] == [None, room, None, room, None]
+    launchers = usual, backend._marking[0], usual, backend._marking[1], usual
+    assert [params.exchange for params in driver.params] == [each._exchange.data_ptr() for each in launchers]
+
+
+def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
+    driver.makes, driver.ends = 1, True
+    state, row = stream(backend), row_of(backend)
+    assert [frame.codes is None for frame in backend.frames(state, [None, row, row])] == [False, True]
+    assert state.ended and state.frames == 1
+    driver.makes, driver.ends = 0, True
+    assert backend.step(stream(backend), None).codes is None
+    driver.makes, driver.ends = 0, False
+    state = stream(backend)
+    with pytest.raises(EngineError, match="the kernel stopped"):
+        backend.step(state, None)
+    assert state.ended and state.frames == 0
+
+
+def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(monkeypatch, driver):
+    config = open_text_checkpoint("random:tiny").config
+    backend = object.__new__(TextKernelBackend)
+    backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
+    backend._launcher = launcher_without_a_card(monkeypatch)
+    point(backend._fixed, {"embeddings0": torch.zeros(8)})
+    states = [
+        TextKernelState(
+            kv=torch.zeros(2, 2, 2, slots, 2, 8, dtype=torch.bfloat16),
+            hidden=torch.zeros(8, dtype=torch.bfloat16),
+            out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
+            choice=Choice(),
+            seed=slots,
+            prompt_tokens=10,
+            max_tokens=40,
+            fixed=backend._fixed,
+        )
+        for slots in (4, 5)
+    ]
+    debug = torch.zeros(2, 8, dtype=torch.bfloat16)
+    for asked in (None, debug, None):
+        for state in states:
+            before = state.tokens
+            assert backend.step(state, 2, asked) == [before, before + 1]
+    assert [params.debug_logits for params in driver.params] == [None, None, *[debug.data_ptr()] * 2, None, None]
+    for turn, params in enumerate(driver.params):
+        own, tokens = params.stream, 2 * (turn // 2)
+        assert (own.slots, own.seed_lo, own.out) == (4 + turn % 2, 4 + turn % 2, states[turn % 2].out.data_ptr())
+        assert (own.frame, own.position, own.token) == (tokens, 9 + tokens, max(0, tokens - 1))
+        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + 2 * turn * TAGS, backend._fixed.embeddings0)
+    assert [len(state.done.recorded) for state in states] == [3, 3]
+
+
+# ---- structures
+
+
+def test_without_a_device_it_says_so(tiny):
+    with pytest.raises(BackendUnavailable, match="CUDA device"):
+        MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
+
+
+@pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
+def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, structure):
+    struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
+    declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
+    assert [field for field, _ in structure._fields_] == declared
+
+
+@needs_nvrtc
+def test_launch_parameters_have_the_size_the_compiler_gave_them():
+    shape = choose_shape(config_at("tiny"), 132)
+    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a", SHARED)  # as the kernel's: test_build.py
+    assert build.constants["params_bytes"] == ctypes.sizeof(Params)

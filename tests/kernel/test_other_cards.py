@@ -1,0 +1,76 @@
+"""The kernel as other cards would run it, without a card: models, errors, the record, and compiling."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import other_cards as cards
+import pytest
+import torch
+from other_cards import CASES, Model, run
+
+from mktts.kernel.build import CSRC, fingerprint
+from mktts.kernel.grid import choose_shape
+from mktts.measure.inspection import config_at
+from mktts.model.oracle import TorchBackend
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model.make("small", "cpu")
+
+
+def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding(model):
+    assert model.codes.shape == (cards.FRAMES, 16) and len(model.codes[:, 0].unique()) > cards.FRAMES // 2
+    found = run(TorchBackend(model.config, model.tensors, "cpu", torch.bfloat16), model.prompt)
+    assert torch.equal(found.codes, model.codes) and len(found.steps_ms) == cards.FRAMES
+    assert 1e-4 < model.bf16_error < 0.05
+
+
+def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model):
+    name = "talker.model.layers.2.self_attn.o_proj.weight"
+    rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
+    wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
+    assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES).codes, model.codes[: cards.FORCED_FRAMES])
+    assert cards.error_of(cards.observed(wrong, model.prompt), model.exact) > 1.5 * model.bf16_error
+
+
+def test_every_case_is_a_card_that_a_grid_fits():
+    assert {card.multiprocessors for card in CASES.values()} == {16, 24, 46, 48, 58, 84, 108, 114, 128, 170}
+    assert {CASES[card].shared_bytes for card in cards.CARDS_OF_1P7B} == {99 * 1024}  # what a ring of two stages needs
+
+
+def test_the_record_has_a_row_a_case_of_the_kernel_that_is_here(monkeypatch, tmp_path):
+    path = tmp_path / "architectures.json"
+    monkeypatch.setattr(cards, "head", lambda device: {"device": "a card", "revision": "abc"})
+
+    def rows() -> dict[str, dict]:
+        return {row["card"]: row for row in json.loads(path.read_text())["cases"]}
+
+    for card, equal in (("L4", False), ("A100", True), ("L4", True)):
+        cards.record_case(path, "small", card, {"equal": equal})
+    assert {name: row["equal"] for name, row in rows().items()} == {"A100": True, "L4": True}
+    assert rows()["L4"] | {"model": "small", "revision": "abc", "kernel": fingerprint()} == rows()["L4"]
+    monkeypatch.setattr(cards, "fingerprint", lambda: "another kernel")
+    cards.record_case(path, "small", "L4", {"equal": True})
+    assert list(rows()) == ["L4"]
+
+
+def test_without_a_gpu_a_kernel_is_compiled_for_the_card_that_is_named(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(cards, "kernel_missing", lambda: "no CUDA device")
+    monkeypatch.setattr(cards, "build_for", lambda defines, card: compiled.append((defines, card)))
+    assert cards.compile_case(("tiny-projected", CASES["L4"])) >= 0
+    shape = choose_shape(config_at("tiny-projected"), 58)
+    assert compiled == [(shape.defines, CASES["L4"])]
+
+
+def test_a_kernels_fingerprint_leaves_out_comments_alone(tmp_path):
+    csrc = tmp_path / "csrc"
+    shutil.copytree(CSRC, csrc)
+    before, ring = fingerprint(), csrc / "ring.cuh"
+    ring.write_text("// More words.\n" + ring.read_text())
+    assert fingerprint(csrc) == before
+    ring.write_text(ring.read_text().replace("copies < RING", "copies <= RING"))
+    assert fingerprint(csrc) != before

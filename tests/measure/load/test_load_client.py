@@ -1,0 +1,272 @@
+"""A listener's arithmetic, the figures of a run on times that are given, and listeners on their event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import load_document
+import numpy as np
+import pytest
+
+from mktts.checkpoint import open_checkpoint
+from mktts.errors import CapacityError, EngineError, MetricsError, OptionsError
+from mktts.measure.load.client import Listener, LoadRun, Moment, clean, hold, measured
+from mktts.measure.load.settings import SHORT_ROWS, LoadSettings, LoadTexts, texts_for
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
+
+FRAME_S = 1 / FRAME_RATE_HZ
+FRAME = np.full(SAMPLES_PER_FRAME, 0.1, np.float32)
+SILENCE = np.zeros(SAMPLES_PER_FRAME, np.float32)
+MINUTE = LoadSettings("x")
+
+
+def played(planned_s: float, chunks: list[tuple[float, int]], ended_s: float | None = None, **more: object) -> Listener:
+    """Opened when planned; chunks: (when they came, frames)."""
+    one = Listener(planned_s, opened_s=planned_s, ended_s=ended_s, **more)
+    for at_s, frames in chunks:
+        one.hear(at_s, np.tile(FRAME, frames), frames)
+    return one
+
+
+def seen_by(listeners: list[Listener], begin_s: float, end_s: float, closed_s: float) -> LoadRun:
+    return LoadRun(listeners, Moment(begin_s, 0, 0.0, 0.0), Moment(end_s, 100, 3.0, 1.0), closed_s)
+
+
+# ---- one listener
+
+
+def test_a_chunk_that_comes_at_the_last_moment_is_in_time_and_later_ones_count_from_where_the_player_then_was():
+    one = played(0.0, [(1.0, 1), (1.0 + FRAME_S, 1), (1.0 + 2 * FRAME_S + 0.01, 4), (1.2, 1)])
+    assert one.gaps == [(pytest.approx(1.0 + 2 * FRAME_S), pytest.approx(0.01))]
+    assert one.first_s == 1.0 and one.frames == 7
+    assert one.player.dry_s == pytest.approx(1.0 + 7 * FRAME_S + 0.01)  # it waited, and went on from there
+    twice = played(0.0, [(0.0, 1), (FRAME_S + 0.02, 1), (2 * FRAME_S + 0.05, 1)])
+    assert [late for _, late in twice.gaps] == [pytest.approx(0.02), pytest.approx(0.03)]
+
+
+def test_a_chunk_without_samples_is_a_first_byte_and_no_first_pcm():
+    one = Listener(0.0)
+    one.hear(1.0, FRAME[:0], 0)
+    assert (one.byte_s, one.first_s) == (1.0, None) and one.gaps_within(0.0, 9.0, 9.0) == []
+
+
+@pytest.mark.parametrize("size", [7, 239, 240, 241, 1_000, 2 * SAMPLES_PER_FRAME])
+def test_the_audible_moment_is_when_it_sounds_however_the_sound_is_cut(size):
+    pcm, one = np.concatenate((SILENCE, FRAME)), Listener(0.0)
+    for start in range(0, len(pcm), size):
+        one.hear(5.0, pcm[start : start + size], 0)
+    assert one.audible_s == pytest.approx(5.0 + FRAME_S, abs=1e-6)
+    assert one.player.dry_s == pytest.approx(5.0 + 2 * FRAME_S) and not one.gaps
+
+
+def test_underruns_are_those_whose_player_ran_dry_in_the_held_time_and_the_one_that_still_waits():
+    before = played(0.0, [(1.0, 1), (2.5, 1)])  # dry at 1.08, before the held time; again from 2.58 on
+    within = played(0.0, [(2.0, 1), (2.5, 1)])
+    waiting = played(0.0, [(2.9, 1)])
+    over = played(0.0, [(2.9, 1)], ended_s=2.9)
+    gaps = [one.gaps_within(2.0, 3.0, 4.0) for one in (before, within, waiting, over)]
+    assert [len(found) for found in gaps] == [1, 2, 1, 0]
+    assert gaps[2] == [(pytest.approx(2.9 + FRAME_S), pytest.approx(4.0 - 2.9 - FRAME_S))]
+
+
+# ---- figures
+
+
+def test_first_pcm_counts_from_the_plan_and_an_arrival_without_one_is_infinitely_late():
+    listeners = [played(10.0 + i, [(10.02 + i, 1)], ended_s=11.0 + i) for i in range(98)]
+    listeners[0].opened_s = 10.015  # called late: the wait is still 20 ms
+    refused, waiting = played(50.0, [], 50.1, refused=True), played(51.0, [])
+    outside = played(5.0, [(9.0, 1)], ended_s=9.0)
+    point = measured(seen_by([outside, *listeners, refused, waiting], 10.0, 110.0, 112.0), MINUTE)
+    assert (point["arrivals"], point["in_time"], point["refused"], point["unanswered"]) == (100, 98, 1, 1)
+    assert (point["ttfc_p50_ms"], point["ttfc_p95_ms"]) == (pytest.approx(20.0), pytest.approx(20.0))
+    assert point["ttfc_p99_ms"] is None and point["offered_rps"] == pytest.approx(1.0)
+    assert point["held"] and not clean(point)
+    assert point["audio_s_per_s"] == pytest.approx(100 * FRAME_S / 100)
+    assert point["host_us_per_frame"] == pytest.approx(2e4)  # 3 s of the process less 1 s of the loop, 100 frames
+    of_conditions = {
+        "codec",
+        "deterministic",
+        "context",
+        "context_rows",
+        "checkpoint",
+        "model_size",
+        "backend",
+        "dtype",
+    }
+    assert set(load_document.point()) - set(point) == {"listeners", *of_conditions}
+
+
+def test_means_of_open_streams_and_of_playing_listeners_are_over_the_held_time():
+    listeners = [
+        played(5.0, [(5.0, 1)], ended_s=15.0),  # half of its time lies within
+        played(12.0, [(12.0, 25)], ended_s=17.0),
+        played(19.0, [(19.0, 1)]),  # still open at the end
+        played(13.0, [], 14.0, refused=True),
+    ]
+    point = measured(seen_by(listeners, 10.0, 20.0, 21.0), LoadSettings("x", seconds=10.0))
+    assert point["open_mean"] == pytest.approx((5 + 5 + 1) / 10)
+    assert point["playing_mean"] == pytest.approx((25 * FRAME_S + FRAME_S) / 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "held"),
+    [
+        ({}, {}, True),
+        ({}, {"seconds": 59.0}, False),
+        ({"end": None}, {}, False),
+        ({"end": Moment(59.9, 0, 0.0, 0.0)}, {}, False),
+        ({"hung": 1}, {}, False),
+    ],
+)
+def test_a_run_that_was_short_or_cut_or_hangs_is_not_held(changes, settings, held):
+    settings = replace(MINUTE, **settings)
+    seen = seen_by([played(0.0, [(0.5, 1)], ended_s=1.0)], 0.0, settings.seconds, settings.seconds)
+    assert measured(replace(seen, **changes), settings)["held"] is held
+
+
+def test_what_fails_makes_a_load_unclean_and_a_run_that_ended_in_its_warm_up_measured_nothing():
+    failed = played(1.0, [(1.1, 1)], 1.2, error="EngineError: x")
+    point = measured(seen_by([failed], 0.0, 60.0, 60.0), MINUTE)
+    assert point["error_kinds"] == {"EngineError: x": 1} and point["in_time"] == 0 and not clean(point)
+    with pytest.raises(MetricsError, match="warm-up"):
+        measured(LoadRun(closed_s=3.0), MINUTE)
+
+
+# ---- many on one loop
+
+SAID = LoadTexts("text", 32, lambda index, frames: "a few words", {})
+
+
+class Told:
+    """A stream of so many chunks at once, then an end: "over", "refused", "broken" or "never"."""
+
+    engine = "told"
+
+    def __init__(self, chunks: int, end: str) -> None:
+        self.left, self.end = chunks, end
+        self.cancelled = asyncio.Event()
+
+    def __aiter__(self) -> Told:
+        return self
+
+    async def __anext__(self) -> SimpleNamespace:
+        await asyncio.sleep(0)
+        if self.left and not self.cancelled.is_set():
+            self.left -= 1
+            return SimpleNamespace(pcm=FRAME, frames=1)
+        if self.end == "refused":
+            raise CapacityError("full")
+        if self.end == "broken":
+            raise EngineError("broken")
+        if self.end == "never":
+            await self.cancelled.wait()
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class Script:
+    """Opens what it is told, in order; a stream or an exception each."""
+
+    def __init__(self, *told: tuple[int, str] | Exception) -> None:
+        self.told, self.opened, self.settings = list(told), [], []
+
+    def stream(self, text: str, **settings: object) -> Told:
+        self.settings.append({"text": text, **settings})
+        what = self.told[len(self.opened)]
+        self.opened.append(what)
+        if isinstance(what, Exception):
+            raise what
+        self.opened[-1] = Told(*what)
+        return self.opened[-1]
+
+
+def held(script: Script, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.2) -> tuple[LoadRun, LoadSettings]:
+    """All arrivals at 20 ms, in the held time."""
+    plan = [(0.02, 40 + i) for i in range(len(script.told))]
+    monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: plan)
+    settings = LoadSettings("x", warm_s=0.01, seconds=seconds, tail_s=0.05)
+    return hold(script, SAID, settings, len(plan)), settings
+
+
+def test_every_way_a_stream_can_go_is_noted_as_what_it_is_and_the_process_is_as_before(monkeypatch):
+    before_s, frozen, threads = sys.getswitchinterval(), gc.get_freeze_count() > 0, threading.active_count()
+    script = Script((3, "over"), (0, "refused"), (2, "refused"), (1, "broken"), (0, "never"), CapacityError("now"))
+    seen, settings = held(script, monkeypatch)
+    whole, refused, late, broken, waits, at_once = seen.listeners
+    assert (whole.frames, whole.ended_s is not None, whole.error, whole.engine) == (3, True, None, "told")
+    assert refused.refused and at_once.refused and refused.first_s is at_once.first_s is None
+    assert not late.refused and late.error == "CapacityError: full"  # it had PCM: a stream died
+    assert broken.error == "EngineError: broken"
+    assert waits.first_s is waits.ended_s is waits.error is None and script.opened[4].cancelled.is_set()
+    assert [call["max_frames"] for call in script.settings] == [40, 41, 42, 43, 44, 45]
+    assert [call["seed"] for call in script.settings] == list(range(6))
+    assert seen.begin is not None and seen.end.frames - seen.begin.frames == 6 and seen.hung == 0
+    point = measured(seen, settings)
+    assert (point["arrivals"], point["refused"], point["unanswered"], point["errors"]) == (6, 2, 1, 2)
+    assert not point["held"] and point["engine"] == "told" and point["generator"]["loop_late_max_ms"] < 200
+    assert (sys.getswitchinterval(), gc.get_freeze_count() > 0, threading.active_count()) == (before_s, frozen, threads)
+
+
+def test_what_fails_in_the_client_itself_ends_its_streams_and_is_raised(monkeypatch):
+    async def broken(at_s: float) -> None:
+        await asyncio.sleep(0.05)
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr("mktts.measure.load.client._until", broken)
+    script = Script((0, "never"))
+    with pytest.raises(RuntimeError, match="no clock"):
+        held(script, monkeypatch, seconds=50.0)
+    assert script.opened[0].cancelled.is_set()
+
+
+# ---- what is asked for
+
+
+def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time():
+    settings = LoadSettings("x", seconds=200.0, seed=3)
+    plan = settings.arrivals(64)
+    assert plan == sorted(plan) == settings.arrivals(64) != LoadSettings("x", seconds=200.0).arrivals(64)
+    held_s = [(at_s, frames) for at_s, frames in plan if 8.0 <= at_s < 208.0]
+    assert sum(frames for _, frames in held_s) * FRAME_S / 200.0 == pytest.approx(64, rel=0.1)
+    assert sum(at_s < 4.0 for at_s, _ in plan) >= 64 and 208.0 < plan[-1][0] < 210.0
+    assert all(25 <= frames <= 150 for _, frames in held_s)
+
+
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_base", "tiny_projected"])
+def test_prompts_have_the_rows_that_are_asked_for(fixture, request):
+    checkpoint = request.getfixturevalue(fixture)
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
+
+    def rows_of(texts: LoadTexts) -> int:
+        text, settings = texts.of(0, 30)
+        fields = {name: value for name, value in settings.items() if name in ("voice", "layout")}
+        return len(builder.build(Request(text, **fields)).embeds)
+
+    short, long = texts_for(checkpoint, None), texts_for(checkpoint, 332)
+    assert (short.kind, short.rows, rows_of(short)) == ("text", SHORT_ROWS, SHORT_ROWS)
+    assert long.rows == rows_of(long) and 332 <= long.rows < 336
+    with pytest.raises(MetricsError, match="more than"):
+        texts_for(checkpoint, 3)
+
+
+def test_trained_weights_get_texts_as_long_as_their_utterances():
+    speech = texts_for(open_checkpoint("small"), None)
+    short, long = (speech.of(0, frames)[0] for frames in (25, 150))
+    assert speech.kind == "natural" and len(short) < 60 and 200 < len(long) < 280
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": 0}, {"frames": (1, 5)}, {"codec": "fast"}, {"engine": "single", "max_streams": 3}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(OptionsError):
+        LoadSettings("x", **wrong)

@@ -1,0 +1,166 @@
+"""The bench: what it times, and that a section that fails loses nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from absent import needs
+from commands import run
+
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.errors import MetricsError
+from mktts.measure.bench import command, sections
+from mktts.measure.bench.command import SECTIONS, measure, run_section, table
+from mktts.measure.bench.sections import SENTENCE, BenchSettings, steady_frame_ms, text_of, timed_frames
+from mktts.model.backend import Frame
+from mktts.model.prompt import Prompt
+from mktts.model.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS
+
+TINY = BenchSettings(
+    checkpoint="random:tiny",
+    large="random:tiny",
+    text_model="random:tiny",
+    device="cpu",
+    frames=24,
+    context=16,
+    around=2,
+    samples=4,
+    utterances=1,
+    peer_utterances=1,
+)
+
+
+@dataclass
+class Counted:
+    rows: int
+    max_frames: int
+    frames: int = 0
+
+
+class Counter:
+    """A backend whose frame's talker_ms is the position it ran at; stream `ends` says end-of-speech at its frame 3."""
+
+    name = "counter"
+
+    def __init__(self, ends: int) -> None:
+        self.ends, self.started = ends, 0
+
+    def start(self, prompt, sampling, seed, max_frames) -> Counted:
+        self.started += 1
+        return Counted(len(prompt.embeds), max_frames)
+
+    def step(self, state: Counted, text) -> Frame:
+        assert (text is None) == (state.frames == 0) and state.frames < state.max_frames
+        if text is not None:
+            assert int(text[0]) == state.frames - 1  # the row after frame t - 1
+        position = state.rows + state.frames - 1
+        state.frames += 1
+        ended = self.started - 1 == self.ends and state.frames == 3
+        return Frame(None if ended else torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), float(position), 0.0)
+
+
+@pytest.mark.parametrize("ends", [0, 1, 99])
+def test_frames_are_timed_at_the_positions_around_the_context_and_never_in_the_first_stream(ends):
+    rows = torch.arange(100)[:, None].expand(-1, 4)
+    prompt, backend = Prompt(rows[:9], rows, rows[0], 100), Counter(ends)
+    settings = BenchSettings(context=20, around=3, samples=10)
+    frames = list(timed_frames(backend, prompt, Sampling(), settings))
+    assert [frame.talker_ms for _, frame in frames] == [17, 18, 19, 20, 21, 22, 17, 18, 19, 20]
+    assert all(elapsed_ms >= 0 for elapsed_ms, _ in frames)
+    assert backend.started == (4 if ends == 1 else 3)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 12, 200])
+def test_the_benchs_text_has_exactly_the_tokens_asked_for_or_the_next_more(tiny, tokens):
+    encode = tiny.tokenizer().encode
+    assert len(encode(text_of(tokens, encode))) == tokens
+    assert len(text_of(tokens, str.split).split()) == tokens
+    assert len(text_of(tokens, lambda text: 2 * text.split()).split()) == (tokens + 1) // 2
+
+
+def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their_frames():
+    chunks = [(1, 10.0), (8, 40.0), (8, 56.0), (8, 88.0), (3, 90.0)]
+    assert steady_frame_ms(chunks) == [2.0, 4.0]
+    assert steady_frame_ms(chunks[:2]) == steady_frame_ms([]) == []
+    assert len(SENTENCE.split()) == 15
+
+
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", code, "section", "{}"]
+
+
+def test_a_section_that_fails_keeps_its_figures_and_gives_its_last_message(capfd):
+    code = """
+print('{"figures": {"a": 1}}'); print('a library says hello'); print('{"notes": {"n": 2}}', flush=True)
+raise RuntimeError("the card caught fire")"""
+    figures, notes, reason = run_section(program(code), 60)
+    assert (figures, notes) == ({"a": 1}, {"n": 2})
+    assert "exit status 1" in reason and "the card caught fire" in reason
+    assert "the card caught fire" in capfd.readouterr().err
+
+
+def test_a_section_that_hangs_is_stopped_and_keeps_its_figures():
+    code = """import time; print('{"figures": {"a": 1}}', flush=True); time.sleep(600)"""
+    figures, _, reason = run_section(program(code), 1)
+    assert figures == {"a": 1} and "stopped after 1 s" in reason
+
+
+def test_every_figure_is_expected_once():
+    names = [name for _, expected in SECTIONS.values() for name in expected]
+    assert len(names) == len(set(names)) == 25
+
+
+@pytest.mark.parametrize(
+    "name", ["codec", "overlap", "text", "large", pytest.param("upstream", marks=needs("qwen_tts"))]
+)
+def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
+    monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
+    monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
+    command.print_section(name, TINY)
+    figures: dict = {}
+    for line in capsys.readouterr().out.splitlines():
+        figures |= json.loads(line).get("figures", {})
+    expected = {*SECTIONS[name][1]}
+    if name == "large":  # the figures of two other sections, with a mark
+        of_ours = (*SECTIONS["streams"][1], *SECTIONS["frames"][1])
+        expected = {f"{figure.removesuffix('_ms')}_1p7b_ms".replace("rtf_1p7b_ms", "rtf_1p7b") for figure in of_ours}
+    assert set(figures) >= expected
+    assert all(figure["median"] > 0 for figure in figures.values() if figure["unit"] != "count")
+    assert all({"median", "p95", "n", "unit"} <= set(figure) for figure in figures.values())
+
+
+def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monkeypatch):
+    """In a process of its own: the codec, which is quick."""
+    monkeypatch.setitem(SECTIONS, "codec", (sections.codec, ("codec_1_ms", "never_ms")))
+    path = tmp_path / "bench.json"
+    document = measure(TINY, ["codec"], 120, path)
+    assert json.loads(path.read_text()) == document
+    assert {"device", "driver", "torch", "revision", "date", "settings", "packages"} <= set(document)
+    assert document["figures"]["codec_1_ms"]["n"] == TINY.samples and document["settings"]["codec_random_weights"]
+    assert document["missing"] == {"never_ms": "the section gave no such figure"}
+    assert RANDOM_WEIGHTS in table(document) and "never_ms" in table(document)
+
+
+def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monkeypatch, capsys):
+    asked = []
+
+    def measured(settings, names, timeout_s, output):
+        asked.append((settings, list(names)))
+        return {"missing": {"a": "why"} if "faster" in names else {}, "figures": {}}
+
+    monkeypatch.setattr(command, "measure", measured)
+    monkeypatch.setattr(command, "table", lambda document: "table")
+    words = [["--device", "cpu", "--repeats", "3"], ["--peers"], ["--only", "text", "--codec", "full"]]
+    assert [run("bench", *more) for more in words] == [0, 1, 0]
+    (quick, first), (whole, everything), (_, only) = asked
+    assert (first, everything, only) == (["load", "streams", "codec"], list(SECTIONS), ["text"])
+    assert (quick.checkpoint, quick.utterances, quick.samples) == (command.CHECKPOINT, 3, 12)
+    assert (whole.checkpoint, whole.samples) == (BenchSettings.checkpoint, BenchSettings.samples)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}, "figures": {}}
+    with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
+        run("bench", "--only", "ours")

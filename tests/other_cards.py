@@ -1,0 +1,202 @@
+"""The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
+
+For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
+with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
+wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
+and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
+alone would say little. `frame_ms` is the median time of a step, hand-over included, on this card: it says what fewer
+blocks and older code cost, not how fast that card is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL
+from mktts.checkpoint.random.weights import random_tensors, widen_margins
+from mktts.checkpoint.tensors import expected_tensors
+from mktts.common import write_json
+from mktts.kernel.build import TARGETS, Card, build_for, fingerprint
+from mktts.kernel.grid import choose_shape
+from mktts.measure.environment import head
+from mktts.measure.inspection import config_at
+from mktts.measure.machine import kernel_missing
+from mktts.measure.parity.probe import Errors, Observed, forced, probe_of
+from mktts.model.backend import Backend, PromptRows
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.sampling import Sampling
+from mktts.spec import ModelConfig
+
+FRAMES = 60
+MODELS = ("0.6b", "small", "tiny-projected", "1.7b")
+# PTX of 12.x runs on no Hopper: these cards' grids and memory in compute_90's, which takes the same branches of csrc.
+_BLACKWELL_BYTES = TARGETS["sm_120"]
+CASES = {
+    "RTX 3050 (laptop)": Card.like("compute_86", 16),
+    "RTX 4060": Card.like("compute_89", 24),
+    "RTX 3070": Card.like("compute_86", 46),
+    "L4": Card.like("compute_89", 58),
+    "RTX A6000": Card.like("compute_86", 84),
+    "A100": Card.like("compute_80", 108),
+    "RTX 4090": Card.like("compute_89", 128),
+    "Jetson Orin": Card.like("compute_87", 16),
+    "H100 PCIe": Card.like("sm_90a", 114),
+    "DGX Spark": Card("compute_90", 48, _BLACKWELL_BYTES),
+    "RTX 5090": Card("compute_90", 170, _BLACKWELL_BYTES),
+}
+# The largest model on those with the least memory a block.
+CARDS_OF_1P7B = ("RTX 4090", "L4", "RTX 5090")
+_TEXT = "Some words, spoken in the streaming layout, and a few more."
+_WARM_FRAMES = 10  # before steps are timed
+FORCED_FRAMES = 4  # whose errors are compared
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of wide-margin random weights, a prompt in bf16, and the codes (frames, 16) that an fp32 run makes.
+
+    exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    prompt: Prompt
+    codes: Tensor
+    exact: list[Observed]
+    bf16_error: float
+
+    @classmethod
+    def make(cls, name: str, device: str = "cuda", frames: int = FRAMES) -> Model:
+        """`name` of MODELS: the shapes of the voice in the box, or random:NAME."""
+        checkpoint = open_checkpoint(name if name == SMALL else f"random:{name}:margin")
+        config, tensors = checkpoint.config, checkpoint.tensors()
+        if name == SMALL:
+            tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
+            widen_margins(tensors, config, 0)
+        builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
+        prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
+        fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+        codes = run(fp32, prompt, frames).codes
+        exact, rounded = (_forced(backend, prompt, codes[:FORCED_FRAMES]) for backend in (fp32, bf16))
+        return cls(config, tensors, prompt, codes, exact, error_of(rounded, exact))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Greedy codes (frames, 16) of one stream, and what each step took."""
+
+    codes: Tensor
+    steps_ms: list[float]
+
+
+def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
+    """Up to `frames` frames, fewer where speech ends."""
+    state = backend.start(prompt, Sampling().greedy(), 0, frames)
+    codes, steps_ms = [], []
+    for index in range(frames):
+        begun_s = time.perf_counter()
+        frame = backend.step(state, prompt.row(index - 1) if index else None)
+        steps_ms.append(1e3 * (time.perf_counter() - begun_s))
+        if frame.codes is None:
+            break
+        codes.append(frame.codes)
+    return Run(torch.stack(codes), steps_ms)
+
+
+def error_of(found: list[Observed], exact: list[Observed]) -> float:
+    """Relative rms error of logits and residual streams, pooled head by head and layer by layer, then averaged."""
+    errors = Errors()
+    for ours, theirs in zip(found, exact, strict=True):
+        for book, (logits, reference) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+            errors.add(logits, reference, f"head {book}")
+        if ours.hidden is not None and theirs.hidden is not None:
+            for layer, (hidden, reference) in enumerate(zip(ours.hidden, theirs.hidden, strict=True)):
+                errors.add(hidden, reference, f"layer {layer}")
+    return statistics.fmean(errors.relative().values())
+
+
+def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observed]:
+    state = backend.start(prompt, Sampling().greedy(), 0, len(codes))
+    rows = [None, *(prompt.row(index) for index in range(len(codes) - 1))]
+    return [forced(backend, state, row, chosen) for row, chosen in zip(rows, codes, strict=True)]
+
+
+def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
+    """Its own first frames."""
+    probe = probe_of(backend)
+    state = probe.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, FORCED_FRAMES)
+    seen = [probe.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
+    return [frame for frame in seen if frame is not None]
+
+
+def case_of(model: Model, card: Card) -> dict[str, Any]:
+    """One row of the document. Raises BackendUnavailable as the kernel does."""
+    from mktts.kernel.backend import MegakernelBackend
+
+    backend = MegakernelBackend(model.config, model.tensors, card=card)
+    made = run(backend, model.prompt)
+    same = min(len(made.codes), len(model.codes))
+    differ = (made.codes[:same] != model.codes[:same]).any(1).nonzero()
+    return {
+        "arch": card.arch,
+        "multiprocessors": card.multiprocessors,
+        "blocks": backend.shape.blocks,
+        "shared_bytes": backend.shared_bytes,
+        "equal": torch.equal(made.codes, model.codes),
+        "frames": int(differ[0]) if len(differ) else same,
+        "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,
+        "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
+    }
+
+
+# ---- every case
+
+
+def shape_config(name: str) -> ModelConfig:
+    """Of a model of MODELS."""
+    return open_checkpoint(name).config if name == SMALL else config_at(name)
+
+
+def record_case(path: Path, name: str, card_name: str, row: dict[str, Any]) -> None:
+    """Puts a row of `case_of` into the document at `path`, with its revision and the kernel's fingerprint. Rows of the
+    same kernel that are not made again stay."""
+    about = {**head("cuda"), "frames": FRAMES}
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    kernel = fingerprint()
+    kept = [old for old in rows if old.get("kernel") == kernel and (old["model"], old["card"]) != (name, card_name)]
+    made = {"model": name, "card": card_name, "revision": about["revision"], "kernel": kernel, **row}
+    write_json(path, {**about, "cases": [*kept, made]}, sort_keys=False)
+
+
+def compile_cases(cases: Sequence[tuple[str, Card]]) -> list[float]:
+    """Compiles the kernel of each (model, card), each in a process of its own, and has the driver translate it where
+    there is one; the seconds that each took."""
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+        return list(pool.map(compile_case, cases))
+
+
+def compile_case(case: tuple[str, Card]) -> float:
+    """Seconds that one of `compile_cases` takes, in this process."""
+    from mktts.kernel.launch import Launcher
+
+    name, card = case
+    begun_s, defines = time.perf_counter(), choose_shape(shape_config(name), card.multiprocessors).defines
+    if kernel_missing():
+        build_for(defines, card)
+    else:
+        Launcher("frame.cu", "mktts_frames", defines, torch.device("cuda"), card)
+    return time.perf_counter() - begun_s
