@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from fakes import OFF, fake_together
+from simulate import Traffic
 from torch import Tensor
 
 from mktts.batch import executor
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.simulate import Traffic
 from mktts.batch.tick import Tick, TickModel
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling

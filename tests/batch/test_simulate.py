@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulate import Traffic, _Play, simulate
 
 from mktts.batch.admission import AdmissionSettings, Door
 from mktts.batch.scheduler import TickSettings
-from mktts.batch.simulate import Traffic, _Play, simulate
 from mktts.batch.tick import TickFit, TickModel
 
 H200 = TickModel.h200()
