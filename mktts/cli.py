@@ -30,7 +30,6 @@ GROUPS: dict[str, Group] = {
         "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
         "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
-        "serve haproxy": ("mktts.server.replicas.haproxy", "print a proxy's configuration for several servers"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
         "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
     },

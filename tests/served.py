@@ -13,9 +13,9 @@ from running import running
 from mktts.checkpoint import Checkpoint
 from mktts.model.voice import Voice
 from mktts.server import Limits, listen
-from mktts.server.process import Server
-from mktts.server.studio import Studio
-from mktts.server.uploads.folder import VoiceFolder
+from mktts.server.graceful import SpeechServer
+from mktts.server.service import SpeechService
+from mktts.server.uploads import VoiceFolder
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.speech.stream import Stream
@@ -84,7 +84,7 @@ class Watched:
 @dataclass
 class Served:
     url: str
-    studio: Studio
+    studio: SpeechService
     watched: Watched
 
     @property
@@ -103,10 +103,10 @@ def served(
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = Studio(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
+    studio = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
     with (
         listen("127.0.0.1", 0, studio.limits) as bound,
-        running(Server(studio, **access), bound) as url,
+        running(SpeechServer(studio, **access), bound) as url,
     ):
         yield Served(url, studio, watched)
 

@@ -26,7 +26,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.errors import AgentError
-from mktts.server import Gate, Limits, OrderlyServer, listen, refuse_open_address
+from mktts.server import Gate, GracefulServer, Limits, listen, refuse_open_address
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
@@ -256,7 +256,7 @@ def bind(host: str, port: int, api_key: str | Sequence[str] | None) -> socket.so
     return listen(host, port, Limits())
 
 
-class PageServer(OrderlyServer):
+class PageServer(GracefulServer):
     """Ends conversations before it ends connections. on_started: called once connections are accepted."""
 
     def __init__(self, app: FastAPI, on_started: Callable[[], None] = lambda: None) -> None:

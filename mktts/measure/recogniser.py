@@ -92,7 +92,7 @@ class Recogniser:
         return found.hypstr if found else ""
 
 
-class Choice(Recogniser):
+class ClosedRecogniser(Recogniser):
     """The recogniser that hears one of a few texts, whichever fits best: a test of what was said, not of how well."""
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """One model behind HTTP and WebSocket: `python -m mktts serve`.
 
-The names below are the room's face: the agent puts its own server together from them. `Gate` and `OrderlyServer` are
-loaded when they are asked for, because they need fastapi and uvicorn (requirements.txt); importing this does not.
+The names below are what other folders use. `Gate` and `GracefulServer` are loaded when they are asked for, because they
+need fastapi and uvicorn (requirements.txt); importing this does not.
 """
 
 from __future__ import annotations
@@ -9,14 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
-from mktts.server.access.hosts import checked_hosts, checked_origins
+from mktts.server.address import (
+    add_address_arguments,
+    checked_hosts,
+    checked_origins,
+    listen,
+    read_keys,
+    refuse_open_address,
+    url_of,
+)
 from mktts.server.limits import Limits
 
 __all__ = [
     "Gate",
+    "GracefulServer",
     "Limits",
-    "OrderlyServer",
     "add_address_arguments",
     "checked_hosts",
     "checked_origins",
@@ -25,7 +32,7 @@ __all__ = [
     "refuse_open_address",
     "url_of",
 ]
-_LATER = {"Gate": "mktts.server.access.gate", "OrderlyServer": "mktts.server.orderly"}
+_LATER = {"Gate": "mktts.server.gate", "GracefulServer": "mktts.server.graceful"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,38 +1,49 @@
-"""The HTTP side: routes, errors, the OpenAPI document."""
+"""The ASGI application: middleware, error handlers, and the routes that are our own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute, Match
 from fastapi.security import HTTPBearer
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from mktts.audio.encoding import import_av
 from mktts.errors import BackendUnavailable
-from mktts.server.access.gate import Gate, owner_of_request
-from mktts.server.access.hosts import LOOPBACK_ORIGIN
-from mktts.server.access.request_id import RequestIds, current_id
-from mktts.server.answer import AudioAnswer, Body, headers
-from mktts.server.document import audio_response, describe, error_responses
-from mktts.server.openai_routes import PREFIX, SPEECH_PATH, add_openai_routes
-from mktts.server.pages import add_pages
-from mktts.server.peers import add_peer_sockets
-from mktts.server.probes import add_probes
-from mktts.server.problems import Problem, from_error, from_validation
+from mktts.server.address import LOOPBACK_ORIGIN
+from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
+from mktts.server.document import audio_response, describe, error_responses, text_page
+from mktts.server.gate import Gate, owner_of_request
+from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, json_only, openai_routes
 from mktts.server.references import References, ReferenceSources
-from mktts.server.schemas import SpeechRequest, StreamState
-from mktts.server.speaking import KEYS, Speaking
-from mktts.server.studio import Studio
-from mktts.server.uploads.routes import VOICES_PATH, add_upload_routes
+from mktts.server.responses import AudioResponse, SpeechEncoder
+from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
+from mktts.server.service import SpeechService
+from mktts.server.uploads import VOICES_PATH, VoiceFolder, upload_routes
 from mktts.server.websocket import SpeechSocket
 
+PAGE = Path(__file__).parent / "page"
+# What the page may load, and where it may go: this server alone. blob: is sound that the page has made itself.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
+        "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_BY_ACCEPT = {"Vary": "Accept"}
 _EXPOSED = [
     "X-Request-Id",
     "X-Seed",
@@ -42,13 +53,14 @@ _EXPOSED = [
     "X-Ignored-Keys",
     "Retry-After",
 ]
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
+_SWEEP_S = 5.0  # within which a voice that another server deleted is out of this one's memory
 
 log = logging.getLogger(__name__)
 
 
 def make_app(
-    studio: Studio,
+    service: SpeechService,
     api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
     sources: ReferenceSources | None = None,
@@ -56,23 +68,30 @@ def make_app(
 ) -> FastAPI:
     """The ASGI application. `api_key`, `origins`, `hosts`: see `Gate`; pages of the origins and of this machine also
     get CORS headers. `sources`: where recordings to be cloned may come from."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    limits = studio.limits
     with contextlib.suppress(BackendUnavailable):  # a request that needs it says so
         import_av()  # now: it takes 0.2 s, in which no stream would get on
 
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(_sweep(service.uploads)) if service.uploads is not None else None
+        yield
+        if sweeping is not None:
+            sweeping.cancel()
+
+    app = FastAPI(title="mktts", redoc_url=None, lifespan=lifespan)
+    limits = service.limits
+
     def refused(code: str) -> None:
-        studio.meters.refused.labels(code).inc()
+        service.meters.refused.labels(code).inc()
 
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
-    recordings = studio.model.clones  # no other checkpoint has a use for one
     app.add_middleware(
         Gate,
         api_key=api_key,
         origins=origins,
         max_body_bytes=limits.max_body_bytes,
         on_refusal=refused,
-        larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if recordings else {},
+        larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if service.model.clones else {},
         hosts=hosts,
         body_s=limits.body_s,
     )
@@ -84,94 +103,122 @@ def make_app(
         allow_headers=["*"],
         expose_headers=_EXPOSED,
     )
-    app.add_middleware(RequestIds)
-    # The gate checks the key; naming the scheme here puts it into the document.
-    locked = [Security(HTTPBearer(auto_error=False))] if api_key is not None else []
-    anyone = error_responses(403) if api_key is None else {}
-    known = anyone or error_responses(401)
 
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> Response:
-        if error.status == 422 and request.url.path.startswith(PREFIX):
-            error.status, error.param = 400, KEYS.get(error.param, error.param)
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
         refused(error.code)
-        return error.response()
+        return (error.in_terms_of(KEYS) if request.url.path.startswith(PREFIX) else error).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await problem(request, from_validation(list(error.errors())))
+        return await api_error(request, from_validation(list(error.errors())))
 
     async def http_error(request: Request, error: HTTPException) -> Response:
-        code = _CODES.get(error.status_code, "bad_request")
+        code = _CODES[error.status_code]
         refused(code)
         more = {"Allow": _allowed(app, request)} if error.status_code == 405 else error.headers
-        return Problem(error.status_code, code, str(error.detail)).response(more)
+        return ApiError(error.status_code, code, str(error.detail)).response(more)
 
-    for status in (400, *_CODES):
+    for status in _CODES:
         app.add_exception_handler(status, http_error)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        log.error("request %s failed", current_id())
+        log.error("request %s failed", current_id.get())
         return from_error(error).response()
 
-    checks = [Depends(_json_only)]
+    # The gate checks the key; naming the scheme here puts it into the document.
+    everyone = error_responses(403) if api_key is None else {}
+    locked: dict[str, Any] = {
+        "dependencies": [Security(HTTPBearer(auto_error=False))] if api_key is not None else [],
+        "responses": everyone or error_responses(401),
+    }
+    json_body = [*locked["dependencies"], Depends(json_only)]
+    errors = {**locked["responses"], **error_responses(400, 408, 413, 415, 422, 429, 500, 503)}
 
     @app.post(
         "/tts/stream",
         response_class=Response,
-        dependencies=[*locked, *checks],
-        responses={
-            200: audio_response("audio/pcm"),
-            **known,
-            **error_responses(400, 408, 413, 415, 422, 429, 500, 503),
-        },
+        dependencies=json_body,
+        responses={200: audio_response("audio/pcm"), **errors},
     )
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM comes while it is made."""
-        owner = owner_of_request(request.scope)
-        utterance, sound = studio.speak("tts_stream", body.text, body, owner=owner), Body("pcm")
-        return AudioAnswer(utterance, sound, headers(utterance, sound, studio.model.random_weights), limits.stall_s)
+        stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
+        return AudioResponse(stream, SpeechEncoder("pcm"), limits.stall_s, service.model.random_weights)
 
-    @app.get("/tts/stream/{id}", dependencies=locked, responses={**known, **error_responses(404)})
+    @app.get(
+        "/tts/stream/{id}",
+        dependencies=locked["dependencies"],
+        responses={**locked["responses"], **error_responses(404)},
+    )
     async def tts_stream_state(id: str) -> StreamState:
         """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
-        return studio.find(id)
+        return service.find(id)
 
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:
-        await SpeechSocket(socket, studio).run()
+        await SpeechSocket(socket, service).run()
 
-    add_probes(app, studio, locked, anyone, known)
+    references = References(service.checkpoint, limits, sources)
+    app.include_router(openai_routes(service, references, **locked))
+    app.include_router(upload_routes(service, references, **locked))
 
-    references = References(studio.checkpoint, limits, sources)
-    speaking = Speaking(studio, references)
-    add_openai_routes(app, studio, speaking, locked, known, checks)
-    add_upload_routes(app, studio, references, locked, known)
-    document: dict[str, Any] = {}
+    @app.head("/ping", include_in_schema=False)  # as other servers, and the clouds that run them, call it
+    @app.get("/ping", include_in_schema=False)
+    @app.head("/v1/health", include_in_schema=False)
+    @app.get("/v1/health", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **everyone})
+    async def health() -> Response:
+        """What is served, and whether it can be used."""
+        found = service.health
+        return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
-    def openapi() -> dict[str, Any]:
-        if not document:
-            document.update(describe(app, studio))
-        return document
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", response_model=Ready, responses={503: {"model": Ready, "description": "Not ready."}, **everyone})
+    async def ready() -> Response:
+        """Whether this server wants more requests: not while it fails or stops."""
+        wants_more = service.health.status == "ok"
+        return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
-    app.openapi = openapi
+    @app.get("/metrics", response_class=PlainTextResponse, **locked)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi_document() -> Response:
-        return JSONResponse(openapi())
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """Where things are; for a browser, a page to try them."""
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS | _BY_ACCEPT)
+        return PlainTextResponse(text_page(limits, service.carries), headers=_BY_ACCEPT)
 
-    add_pages(app, studio, openapi, anyone)
-    add_peer_sockets(app, studio, speaking)
+    app.mount("/page", _PageFiles(directory=PAGE))
 
     @app.websocket("/{path:path}")  # the last: left to itself, the framework answers 403
     async def no_such_socket(socket: WebSocket, path: str) -> None:
         refused("not_found")
-        await Problem(404, "not_found", "no WebSocket is spoken here").response()(
-            socket.scope, socket.receive, socket.send
-        )
+        answer = ApiError(404, "not_found", "no WebSocket is spoken here").response()
+        await answer(socket.scope, socket.receive, socket.send)
 
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            describe(made(), service)
+        return app.openapi_schema
+
+    app.openapi = openapi
     return app
+
+
+class _PageFiles(StaticFiles):
+    async def get_response(self, path: str, scope: Any) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
 def _allowed(app: FastAPI, request: Request) -> str:
@@ -183,9 +230,11 @@ def _allowed(app: FastAPI, request: Request) -> str:
     return ", ".join(sorted(methods))
 
 
-async def _json_only(request: Request) -> None:
-    """Raises Problem 415 for a body that does not say that it is JSON: curl's and a form's default."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        found = f"got {kind}" if kind else "got none"
-        raise Problem(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")
+async def _sweep(folder: VoiceFolder) -> None:
+    """Lets go, again and again, of voices that have expired or that another server of the folder has deleted."""
+    while True:
+        try:
+            await asyncio.to_thread(folder.sweep)
+        except Exception:
+            log.exception("the folder of uploaded voices could not be swept")
+        await asyncio.sleep(_SWEEP_S)

@@ -9,25 +9,50 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mktts.checkpoint.arguments import add_model_arguments
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
-from mktts.errors import BackendUnavailable
-from mktts.server.access.address import add_address_arguments, listen, read_keys, refuse_open_address, url_of
-from mktts.server.access.hosts import checked_hosts, checked_origins
+from mktts.errors import BackendUnavailable, ServerError
+from mktts.model.backend import device_named
+from mktts.server.address import (
+    add_address_arguments,
+    checked_hosts,
+    checked_origins,
+    listen,
+    read_keys,
+    refuse_open_address,
+    url_of,
+)
 from mktts.server.limits import Limits
-from mktts.server.replicas.arguments import add_replica_arguments, scale_of
-from mktts.server.replicas.opening import open_studio, reference_sources
 
-_DEFAULTS = Limits()
+if TYPE_CHECKING:
+    from mktts.model.voice import Voice
+    from mktts.server.references import ReferenceSources
+    from mktts.server.service import SpeechService
+    from mktts.synth import Synthesizer
+    from mktts.synth.apart import ApartSynthesizer
+
 _DAY_S = 24 * 3_600
+_LIMITS = (  # argument, field of Limits, type, unit, help
+    ("--max-streams", "max_streams", int, "N", "listened to at once"),
+    ("--max-waiting", "max_waiting", int, "N", "streams that wait for a place"),
+    ("--wait", "wait_s", float, "S", "for which they wait; then they are refused with 429"),
+    ("--max-chars", "max_chars", int, "N", "of one text"),
+    ("--max-duration", "max_duration_s", float, "S", "of one stream's audio"),
+    ("--head", "head_s", float, "S", "for a request's head"),
+    ("--body", "body_s", float, "S", "for its body, and more for a long one"),
+    ("--stall", "stall_s", float, "S", "until a client that reads nothing is dropped"),
+    ("--idle", "idle_s", float, "S", "until an utterance without text is ended"),
+    ("--grace", "grace_s", float, "S", "for open streams after the signal to stop"),
+)
 
 EXAMPLES = """examples:
   python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
-  python -m mktts serve --checkpoint path/to/checkpoint --replicas auto
+  python -m mktts serve --checkpoint path/to/checkpoint --replicas 8
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
@@ -38,7 +63,11 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_address_arguments(parser)
-    add_replica_arguments(parser)
+    several = parser.add_argument_group("several GPUs, by Ray Serve (pip install -e '.[ray]' in the checkout)")
+    several.add_argument("--replicas", type=int, metavar="N", help="complete servers at one address, one a GPU")
+    several.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a running Ray cluster (default: one is started here)"
+    )
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -64,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
     )
     voices.add_argument(
-        "--voice-days", type=float, default=_DEFAULTS.voice_s / _DAY_S, metavar="N", help="and for how long"
+        "--voice-days", type=float, default=Limits().voice_s / _DAY_S, metavar="N", help="and for how long"
     )
     parser.add_argument(
         "--engine",
@@ -85,105 +114,140 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
     )
     limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-streams", type=int, metavar="N", help="listened to at once (default: as many as the machine carries)"
-    )
-    limits.add_argument(
-        "--max-waiting",
-        type=int,
-        default=_DEFAULTS.max_waiting,
-        metavar="N",
-        help="streams that wait for a place (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--wait",
-        type=float,
-        default=_DEFAULTS.wait_s,
-        metavar="S",
-        help="and for how long; then they are refused with 429 (default: %(default)s)",
-    )
-    limits.add_argument("--max-chars", type=int, default=_DEFAULTS.max_chars, help="of one text (default: %(default)s)")
-    limits.add_argument(
-        "--max-duration", type=float, default=_DEFAULTS.max_duration_s, metavar="S", help="of one stream's audio"
-    )
-    limits.add_argument(
-        "--head", type=float, default=_DEFAULTS.head_s, metavar="S", help="for a request's head (default: %(default)s)"
-    )
-    limits.add_argument(
-        "--body",
-        type=float,
-        default=_DEFAULTS.body_s,
-        metavar="S",
-        help="for its body, and more for a long one (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--stall",
-        type=float,
-        default=_DEFAULTS.stall_s,
-        metavar="S",
-        help="until who reads nothing is dropped",
-    )
-    limits.add_argument(
-        "--idle", type=float, default=_DEFAULTS.idle_s, metavar="S", help="until an utterance without text is ended"
-    )
-    limits.add_argument(
-        "--grace", type=float, default=_DEFAULTS.grace_s, metavar="S", help="for open streams after the signal to stop"
-    )
+    for name, field, kind, metavar, text in _LIMITS:
+        default = getattr(Limits(), field)
+        shown = "as many as the machine carries" if default is None else f"{default:g}"
+        text = f"{text} (default: {shown})"
+        limits.add_argument(name, dest=field, type=kind, default=default, metavar=metavar, help=text)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     try:
-        from mktts.server.process import Server
-        from mktts.server.uploads.folder import VoiceFolder
+        from mktts.server.graceful import SpeechServer
+        from mktts.server.uploads import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    scale = scale_of(arguments)
     keys = read_keys(arguments.api_key_file)
     refuse_open_address(arguments.host, keys)
-    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
-    limits = Limits(
-        max_streams=arguments.max_streams,
-        max_waiting=arguments.max_waiting,
-        wait_s=arguments.wait,
-        head_s=arguments.head,
-        body_s=arguments.body,
-        max_chars=arguments.max_chars,
-        max_duration_s=arguments.max_duration,
-        grace_s=arguments.grace,
-        stall_s=arguments.stall,
-        idle_s=arguments.idle,
-        voice_s=arguments.voice_days * _DAY_S,
-    )
-    sources = reference_sources(arguments.reference_host, arguments.reference_folder)
+    given = {field: getattr(arguments, field) for _, field, *_ in _LIMITS}
+    limits = Limits(**given, voice_s=arguments.voice_days * _DAY_S)
+    access = {
+        "api_key": keys,
+        "origins": checked_origins(arguments.allow_origin),
+        "hosts": checked_hosts(arguments.allow_host),
+        "sources": reference_sources(arguments.reference_host, arguments.reference_folder),
+    }
     if arguments.voice_folder is not None:
         VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if scale is not None:
-        from mktts.server.replicas.cluster import serve_replicas
-        from mktts.server.replicas.replica import Plan
-
-        return serve_replicas(Plan(arguments, limits, keys, origins, hosts), scale)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
+    if arguments.replicas is not None:
+        from mktts.server.replicas import serve_replicas
+
+        return serve_replicas(arguments, limits, access, bound)
+    if arguments.ray_address is not None:
+        raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
         from mktts.speech.serving import many_streams
 
-        synthesizer, studio = open_studio(arguments, limits)
+        synthesizer, service = open_service(arguments, limits)
         with synthesizer:
-            server = Server(studio, keys, origins, sources, hosts)
+            server = SpeechServer(service, **access)
             synthesizer.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
-            if studio.model.random_weights:
+            if service.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
                 "%s with the %s backend on %s, for about %s at once, at %s",
-                studio.model.checkpoint, synthesizer.backend_name, synthesizer.device,
-                counted(studio.carries, "listener"), url_of(bound),
+                service.model.checkpoint, synthesizer.backend_name, synthesizer.device,
+                counted(service.carries, "listener"), url_of(bound),
             )  # fmt: skip
             with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
                 server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 1 if synthesizer.gone else 0
+
+
+def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer | ApartSynthesizer, SpeechService]:
+    """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
+    synthesizer. Raises what loading raises."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.server.service import SpeechService
+    from mktts.server.uploads import VoiceFolder
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    voices = read_voices(arguments.voice)
+    aliases = read_aliases(arguments.voice_alias)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    # Its public name: clients need not know where a folder lies on this machine.
+    folder = Path(arguments.checkpoint)
+    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
+    batch = BatchSettings(codec=arguments.codec_precision)
+    settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+    if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
+        from mktts.synth.apart import ApartSynthesizer
+
+        synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
+    else:
+        synthesizer = Synthesizer.load(checkpoint, **settings)
+    try:
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
+        synthesizer.warm_up()
+        synthesizer.calibrate()
+    except BaseException:
+        synthesizer.close()
+        raise
+    return synthesizer, service
+
+
+def runs_apart(process: str, engine: str, device: str) -> bool:
+    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
+
+    With "auto", where a GPU serves many: one H200 carries 680 listeners from one process and 1 100 from two (LOG.md,
+    2026-11-22). One listener hears the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
+    Raises BackendUnavailable for no device.
+    """
+    if process == "auto":
+        return engine == "batch" and device_named(device).type == "cuda"
+    return process == "own"
+
+
+def read_voices(words: list[str]) -> dict[str, Voice]:
+    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
+    from mktts.model.voice import Voice
+
+    voices = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not name or not equals or not file:
+            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
+        voices[name.lower()] = Voice.load(Path(file))
+    return voices
+
+
+def read_aliases(words: list[str]) -> dict[str, str]:
+    """Names by alias of ALIAS=NAME words. Raises ServerError."""
+    aliases = {}
+    for word in words:
+        alias, equals, name = (part.strip() for part in word.partition("="))
+        if not alias or not equals or not name:
+            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
+        aliases[alias] = name
+    return aliases
+
+
+def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
+    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
+    from mktts.server.references import ReferenceSources
+
+    for host in hosts:
+        if not host or set(host) & set("/:@ "):
+            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
+    if folder is not None and not folder.is_dir():
+        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
+    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)

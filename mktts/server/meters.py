@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from mktts.speech.executor import TICK_BOUNDS_S, Standing
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _OF_ENGINES = {
     "mktts_streams_carried": ("Streams that are listened to in real time at once, about, by engine.", "carries"),
@@ -69,11 +68,6 @@ class Meters:
     def watch(self, standing: Callable[[], Mapping[str, Standing]], behind: Callable[[], int]) -> None:
         """Adds what is asked for when somebody looks: how the engines stand, and how many streams are behind."""
         self.registry.register(_Engines(standing, behind))
-
-    def late(self, late_s: float) -> None:
-        """A write came so many seconds after its listener had played everything."""
-        self.underruns.inc()
-        self.late_s.inc(late_s)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

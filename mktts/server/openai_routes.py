@@ -3,79 +3,142 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from difflib import get_close_matches
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS
-from mktts.server.access.gate import owner_of_request
-from mktts.server.answer import MEDIA_TYPES, AudioAnswer, headers
+from mktts.model.voice import Voice
+from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
-from mktts.server.problems import Problem
-from mktts.server.schemas import ModelCard, ModelList, VoiceList
-from mktts.server.speaking import Speaking
-from mktts.server.speech_request import OpenAISpeechRequest
-from mktts.server.studio import Studio
-from mktts.server.uploads.routes import shown
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.server.gate import owner_of_request
+from mktts.server.references import References
+from mktts.server.responses import MEDIA_TYPES, AudioResponse, SpeechEncoder
+from mktts.server.schemas import DEFAULT, ModelCard, ModelList, OpenAISpeechRequest, VoiceList
+from mktts.server.service import SpeechService
+from mktts.server.voices import OPENAI_VOICES
+from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
+KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # OpenAI's names of our keys
+_MAX_LOGGED_KEYS = 100  # ignored keys that the log names, each once
+
+log = logging.getLogger(__name__)
 
 
-def add_openai_routes(
-    app: FastAPI, studio: Studio, speaking: Speaking, locked: list[Any], known: dict[Any, Any], checks: list[Any]
-) -> None:
-    """locked: the dependencies of routes behind the key. known: their documented refusals. checks: of bodies."""
+async def json_only(request: Request) -> None:
+    """Raises ApiError 415 for a body that does not say that it is JSON: curl's and a form's default."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        found = f"got {kind}" if kind else "got none"
+        raise ApiError(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")
+
+
+def openai_routes(service: SpeechService, references: References, **settings: Any) -> APIRouter:
+    """settings: of the router."""
+    router = APIRouter(**settings)
+    limits, model = service.limits, service.model
     started_s = int(time.time())
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
+    logged: set[str] = set()
 
-    @app.post(
+    @router.post(
         SPEECH_PATH,
         response_class=Response,
-        dependencies=[*locked, *checks],
+        dependencies=[Depends(json_only)],
         responses={
-            200: audio_response(*media, events=True),
-            **known,
+            200: audio_response(*media, "text/event-stream"),
             **error_responses(400, 408, 413, 415, 429, 500, 503),
         },
     )
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
-        """OpenAI's speech endpoint, with the keys that vLLM-Omni and SGLang-Omni add for this model. The sound is
-        encoded and sent while it is made; a WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
-        begun = await speaking.begin(body, owner_of_request(request.scope), "openai_speech")
-        head = headers(begun.utterance, begun.sound, studio.model.random_weights)
-        if begun.ignored:
-            head["X-Ignored-Keys"] = ",".join(begun.ignored)
-        return AudioAnswer(begun.utterance, begun.sound, head, studio.limits.stall_s)
+        """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
+        WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
+        check(body)
 
-    def card() -> ModelCard:
-        return ModelCard(id=studio.model.checkpoint, created=started_s)
+        async def usage() -> tuple[int, int]:
+            return await asyncio.to_thread(service.count_tokens, body.input), stream.frames
 
-    @app.get("/v1/models", dependencies=locked, responses=known)
+        encoder = SpeechEncoder(
+            body.response_format or "mp3",
+            speed=1.0 if body.speed is None else body.speed,
+            sample_rate_hz=body.sample_rate or SAMPLE_RATE_HZ,
+            whole=body.stream is False and body.stream_format is None,
+            usage=usage if body.stream_format == "sse" else None,
+        )
+        owner = owner_of_request(request.scope)
+        voice = await brought_voice(body, owner)
+        params = body.params(limits.max_frames)
+        stream = service.speak("openai_speech", params, body.input, voice=voice, layout=body.layout, owner=owner)
+        return AudioResponse(stream, encoder, limits.stall_s, model.random_weights, body.ignored)
+
+    def check(body: OpenAISpeechRequest) -> None:
+        """Raises ApiError for a misspelt key, and for another task than the checkpoint's."""
+        for key in body.model_extra or {}:
+            if near := get_close_matches(key, OpenAISpeechRequest.model_fields, 1, 0.85):
+                message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
+                raise ApiError(400, "unknown_key", message, key[:40])
+        for key in body.ignored:
+            if key not in logged and len(logged) < _MAX_LOGGED_KEYS:
+                logged.add(key)
+                log.info("requests have the key %s, which changes nothing here: ignored", key)
+        task = MODEL_TYPES[model.type].upstream_name
+        if body.task_type not in (None, task):
+            message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
+            raise ApiError(400, "wrong_task", message, "task_type")
+
+    async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:
+        """The voice of the recording that the request brings or names; None where it does neither. Raises ApiError."""
+        recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
+        if not recording:
+            if transcript is not None:
+                raise ApiError(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
+            return None
+        if not model.clones:
+            message = f"ref_audio: a {model.type} checkpoint clones no voices; leave it out, or serve a Base one"
+            raise ApiError(400, "cloning_unavailable", message, "ref_audio")
+        if (body.voice or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
+            raise ApiError(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
+        if (saved := service.saved_voice(recording[:256], owner)) is not None:
+            return saved
+        service.check_chars(len(transcript or ""), "ref_text")
+        if body.x_vector_only_mode:
+            transcript = None
+        elif body.x_vector_only_mode is False and transcript is None:
+            message = "ref_text: expected what ref_audio says, or x_vector_only_mode"
+            raise ApiError(400, "bad_reference", message, "ref_text")
+        service.admit()  # before the work, not after it
+        return await references.voice(recording, transcript)
+
+    @router.get("/v1/models")
     async def models() -> ModelList:
         """The one model there is; requests may call it by any name."""
-        return ModelList(data=[card()])
+        return ModelList(data=[ModelCard(id=model.checkpoint, created=started_s)])
 
-    @app.get("/v1/audio/models", dependencies=locked, include_in_schema=False)
+    @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
         """As Open WebUI asks for them."""
-        return {"models": [{"id": studio.model.checkpoint, "name": studio.model.checkpoint}]}
+        return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
-    @app.get("/v1/models/{id:path}", dependencies=locked, responses={**known, **error_responses(404)})
-    async def model(id: str) -> ModelCard:
+    @router.get("/v1/models/{id:path}", responses=error_responses(404))
+    async def one_model(id: str) -> ModelCard:
         """The model, by its name."""
-        if id != studio.model.checkpoint:
-            raise Problem(404, "unknown_model", f"the model here is {studio.model.checkpoint}", "id")
-        return card()
+        if id != model.checkpoint:
+            raise ApiError(404, "unknown_model", f"the model here is {model.checkpoint}", "id")
+        return ModelCard(id=id, created=started_s)
 
-    @app.get("/v1/audio/voices", dependencies=locked, responses=known)
+    @router.get("/v1/audio/voices")
     async def voices(request: Request) -> VoiceList:
         """Every name that `voice` may have."""
-        folder, owner = studio.uploads, owner_of_request(request.scope)
-        uploaded = [] if folder is None else [shown(record) for record in await asyncio.to_thread(folder.list, owner)]
-        uploads = folder is not None and studio.model.clones
-        names = [*studio.speakers, *(voice.name for voice in uploaded)]
-        return VoiceList(voices=names, aliases=studio.aliases, uploaded_voices=uploaded, uploads=uploads)
+        folder, owner = service.uploads, owner_of_request(request.scope)
+        uploaded = [] if folder is None else await asyncio.to_thread(folder.list, owner)
+        names = [*service.speakers, *(voice.name for voice in uploaded)]
+        uploads = folder is not None and model.clones
+        return VoiceList(voices=names, aliases=service.aliases, uploaded_voices=uploaded, uploads=uploads)
+
+    return router

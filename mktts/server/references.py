@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from mktts.audio.untrusted import DecodingLimits, decode_untrusted
 from mktts.errors import BackendUnavailable, MkttsError
+from mktts.server.api_errors import ApiError
 from mktts.server.limits import Limits
-from mktts.server.problems import Problem
 from mktts.synth.cloning import clone_voice
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class References:
         self._lock = asyncio.Lock()
 
     async def make(self, data: bytes, transcript: str | None, key: str) -> Voice:
-        """The voice of a recording's bytes, which is not kept here. key: what the caller calls it. Raises Problem."""
+        """The voice of a recording's bytes, which is not kept here. key: what the caller calls it. Raises ApiError."""
         async with self._lock:
             return await asyncio.to_thread(self._made, data, transcript, key)
 
     async def voice(self, recording: str, transcript: str | None) -> Voice:
-        """The voice of `recording`, in-context where `transcript` is given. Raises Problem."""
+        """The voice of `recording`, in-context where `transcript` is given. Raises ApiError."""
         data = await asyncio.to_thread(self._read, recording)
         key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
         async with self._lock:
@@ -75,9 +75,9 @@ class References:
             pcm, rate_hz = decode_untrusted(data, self._decoding)
             return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
         except BackendUnavailable as error:
-            raise Problem(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
+            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
         except MkttsError as error:
-            raise Problem(400, "bad_reference", f"{key}: {error}", key) from None
+            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
 
     def _read(self, recording: str) -> bytes:
         scheme = recording[:64].partition(":")[0].lower()
@@ -104,7 +104,7 @@ class References:
                 return answer.read(self._decoding.data_bytes + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "code", None) or type(error).__name__
-            raise Problem(400, "bad_reference", f"ref_audio: could not fetch it: {reason}", "ref_audio") from None
+            raise ApiError(400, "bad_reference", f"ref_audio: could not fetch it: {reason}", "ref_audio") from None
 
     def _of_folder(self, name: str) -> bytes:
         folder = self._sources.folder
@@ -118,7 +118,9 @@ class References:
                     return file.read(self._decoding.data_bytes + 1)
         except (OSError, ValueError):  # a name that no file can have
             pass
-        raise Problem(400, "bad_reference", "ref_audio: no such file in the server's folder of recordings", "ref_audio")
+        raise ApiError(
+            400, "bad_reference", "ref_audio: no such file in the server's folder of recordings", "ref_audio"
+        )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -126,14 +128,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _refused(reason: str) -> Problem:
-    return Problem(400, "reference_not_allowed", f"ref_audio: {reason}", "ref_audio")
+def _refused(reason: str) -> ApiError:
+    return ApiError(400, "reference_not_allowed", f"ref_audio: {reason}", "ref_audio")
 
 
 def from_base64(text: str, key: str = "ref_audio") -> bytes:
-    """Of either alphabet, with or without its padding. key: what the caller calls it. Raises Problem."""
+    """Of either alphabet, with or without its padding. key: what the caller calls it. Raises ApiError."""
     plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise Problem(400, "bad_reference", f"{key}: expected base64, found other characters", key) from None
+        raise ApiError(400, "bad_reference", f"{key}: expected base64, found other characters", key) from None

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import cycle
 
 from mktts.errors import ServerError
-
-DEFAULT = "default"  # whoever speaks where nobody is named
+from mktts.server.schemas import DEFAULT
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
 OPENAI_VOICES = {

@@ -16,8 +16,8 @@ from mktts.errors import ConnectionLost, OptionsError
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
 from mktts.server import Limits, listen
-from mktts.server.process import Server
-from mktts.server.studio import Studio
+from mktts.server.graceful import SpeechServer
+from mktts.server.service import SpeechService
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
@@ -33,7 +33,7 @@ async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
     )
 
     def serving():
-        return running(Server(Studio(synth, limits)), listen("127.0.0.1", port, limits))
+        return running(SpeechServer(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
 
     with contextlib.ExitStack() as first:
         first.enter_context(serving())

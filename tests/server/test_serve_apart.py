@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.checkpoint import Checkpoint
-from mktts.server.replicas.opening import runs_apart
+from mktts.server.command import runs_apart
 from mktts.speech.guard import Guard
 from mktts.synth import Synthesizer
 from mktts.synth.apart import ApartSynthesizer

@@ -12,7 +12,7 @@ from chromium import FOREIGN_HOST, NAMES, binary, chromium
 from served import first_speaker, served
 
 from mktts.server import Limits
-from mktts.server.uploads.folder import VoiceFolder
+from mktts.server.uploads import VoiceFolder
 from mktts.spec import FRAME_RATE_HZ
 from mktts.synth import Synthesizer
 

@@ -23,8 +23,8 @@ from mktts.audio import to_pcm16
 from mktts.errors import ServerError
 from mktts.model.sampling import Sampling
 from mktts.server import Limits
-from mktts.server.schemas import Manner
-from mktts.server.utterance import Utterance
+from mktts.server.schemas import VoiceParams as Manner
+from mktts.server.served_stream import ServedStream as Utterance
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.job import Job
 from mktts.speech.options import StreamOptions
@@ -180,7 +180,7 @@ def test_one_stream_too_many_is_told_to_come_back(synthesizer):
         ({"text": "x", "language": "klingon"}, 422, "bad_prompt"),
         ({"text": "x", "instruct": "softly"}, 422, "bad_prompt"),
         ({"text": "x", "sped": 2}, 422, "invalid_value"),
-        ({"text": "x", "temperature": 0}, 422, "invalid_value"),
+        ({"text": "x", "temperature": 0}, 422, "bad_sampling"),
         ({"text": "x" * 200_000}, 413, "body_too_large"),
     ],
     ids=lambda value: str(value)[:40],

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mktts.errors import EngineError
-from mktts.server import utterance
-from mktts.server.gathering import KEPT_LEAD_S, MOST_FRAMES, gathered
-from mktts.server.problems import Problem
-from mktts.server.utterance import Utterance
+from mktts.server import served_stream
+from mktts.server.api_errors import ApiError
+from mktts.server.meters import Meters
+from mktts.server.served_stream import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream, coalesced
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.options import Chunk, Timings
 
@@ -61,25 +61,35 @@ class Source:
     def cancel(self) -> None:
         pass
 
+    def feed(self, text: str) -> None:
+        pass
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(utterance, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(served_stream, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 
-async def written(source: Source, clock: Clock) -> tuple[list[tuple[float, int]], list[float], Utterance]:
-    """(seconds, frames) of every write, and by how much which were late."""
+def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
+    """A stream, and the list of how late its writes were."""
     late: list[float] = []
-    made = Utterance("tts_stream", source, 1, lambda one: None)
-    made.on_underrun = late.append
+    meters = Meters("a", "b", "c", True)
+    meters.late_s.inc = late.append
+    service = SimpleNamespace(meters=meters, has_ended=lambda stream: None, check_chars=lambda chars: None)
+    return ServedStream(service, "tts_stream", source, 0), late
+
+
+async def written(source: Source, clock: Clock) -> tuple[list[tuple[float, int]], list[float], ServedStream]:
+    """(seconds, frames) of every write, and by how much which were late."""
+    made, late = served_stream_of(source)
     writes = []
     try:
         async for one in made.chunks():
             with made.sending(one.duration_s):
                 writes.append((round(clock.now_s - 100.0, 6), one.frames))
-    except Problem:
+    except ApiError:
         pass
     return writes, late, made
 
@@ -93,15 +103,13 @@ async def test_a_write_later_than_the_listeners_place_is_an_underrun(clock):
 
 async def test_what_the_text_or_the_client_held_up_is_no_underrun(clock):
     source = Source(clock, (0.0, chunk()), (1.0, chunk()), (5.0, chunk()), (5.0, None))
-    late: list[float] = []
-    made = Utterance("tts_ws", source, 0, lambda one: None)
-    made.on_underrun = late.append
+    made, late = served_stream_of(source)
     chunks = made.chunks()
     with made.sending((await anext(chunks)).duration_s):
         pass
     clock.now_s, source.rests = 100.97, True
     assert not made.is_behind  # it waits for text
-    made.fed("And more. ")
+    made.feed("And more. ")
     source.rests = False
     with made.sending((await anext(chunks)).duration_s):
         clock.now_s = 105.0  # the client took nothing for four seconds
@@ -120,7 +128,7 @@ async def test_a_stream_that_is_ahead_gathers_and_one_that_is_not_writes_at_once
     assert sum(frames) == 48 and not late
     lead_s = [sum(frames[:n]) * FRAME_S - at_s for n, (at_s, _) in enumerate(writes)]
     assert all(size == 4 for size, lead in zip(frames, lead_s, strict=True) if lead <= KEPT_LEAD_S)
-    assert max(frames) >= 2 * 4 and max(frames) <= MOST_FRAMES + 3
+    assert max(frames) >= 2 * 4 and max(frames) <= MAX_HELD_FRAMES + 3
     assert len(frames) < 12
 
     slow = [(4 * FRAME_S * n, chunk(4, n)) for n in range(6)]
@@ -133,7 +141,7 @@ async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_befor
     writes, late, _ = await written(Source(clock, *ahead, (9.0, None)), clock)
     assert writes == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
     writes, _, made = await written(Source(Clock(), *ahead, (0.2, EngineError("broken"))), clock)
-    assert [count for _, count in writes] == [12, 4] and made.problem.code == "engine_error"
+    assert [count for _, count in writes] == [12, 4] and made.error.code == "engine_error"
 
 
 async def test_gathered_chunks_are_the_same_speech():
@@ -143,7 +151,7 @@ async def test_gathered_chunks_are_the_same_speech():
     async def take(within_s: float | None = None) -> Chunk | None:
         return next(left)
 
-    found = [one async for one in gathered(take, lambda: 10.0)]
+    found = [one async for one in coalesced(take, lambda: 10.0)]
     assert [one.frames for one in found] == [12, 8]
     assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
     assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]

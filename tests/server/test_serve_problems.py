@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mktts.errors import BusyError, CapacityError
-from mktts.server.problems import from_error
+from mktts.server.api_errors import from_error
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mktts.cli import main
 from mktts.common import python_path
 from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
-from mktts.server.process import Server
+from mktts.server.graceful import SpeechServer as Server
 from mktts.spec import SAMPLES_PER_FRAME
 from mktts.speech import serving
 from mktts.speech.serving import SWITCH_S, YOUNG_OBJECTS

@@ -95,10 +95,8 @@ def data_url(data: bytes) -> str:
         ({"ref_audio": base64.b64encode(WAV).decode(), "ref_text": SAID}, SAID),
         ({"ref_audio": [base64.urlsafe_b64encode(WAV).decode().rstrip("=")], "voice": "alloy"}, None),
         ({"ref_audio": data_url(WAV), "ref_text": SAID, "x_vector_only_mode": True}, None),
-        ({"references": [{"audio_path": data_url(WAV), "text": SAID}]}, SAID),
-        ({"references": [{"data": base64.b64encode(WAV).decode(), "media_type": "audio/wav"}]}, None),
     ],
-    ids=["data URL", "base64", "one in a list", "x-vector", "references", "references' data"],
+    ids=["data URL", "base64", "one in a list", "x-vector"],
 )
 def test_a_recording_is_cloned_as_by_clone_voice(server, synthesizer, voices, body, said):
     answer = post(server, **body)
@@ -130,7 +128,6 @@ def test_the_next_request_with_the_same_recording_need_not_make_it_again(server,
         ({"ref_audio": data_url(WAV), "voice": "anna"}, "two_voices", "ref_audio", "leave out voice"),
         ({"ref_audio": data_url(WAV), "ref_text": "x" * 5_001}, "ref_text_too_long", "ref_text", "characters"),
         ({"ref_audio": [WAV.hex(), WAV.hex()]}, "invalid_value", "ref_audio", "string"),
-        ({"references": [{"text": SAID}]}, "invalid_value", None, "must hold a recording"),
     ],
     ids=lambda value: str(value)[:30],
 )

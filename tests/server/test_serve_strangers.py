@@ -17,8 +17,8 @@ from websockets.sync.client import connect
 
 from mktts.errors import ServerError
 from mktts.server import Limits, checked_hosts, checked_origins, read_keys
-from mktts.server.access.hosts import is_local_page, is_own_name
-from mktts.server.access.keys import owner_of
+from mktts.server.address import is_local_page, is_own_name
+from mktts.server.gate import owner_of
 
 KEY, OTHER = "a/key=of the+tests".replace(" ", "-"), "another-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}

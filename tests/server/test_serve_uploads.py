@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import stat
@@ -22,9 +21,9 @@ from websockets.sync.client import connect
 from mktts.audio import encoded, from_pcm16, to_pcm16
 from mktts.model.voice import Voice
 from mktts.server import Limits
-from mktts.server.access.keys import owner_of
-from mktts.server.uploads.folder import VoiceFolder
-from mktts.server.uploads.record import UploadRecord
+from mktts.server.gate import owner_of
+from mktts.server.schemas import UploadedVoice as UploadRecord
+from mktts.server.uploads import VoiceFolder
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 from mktts.synth.cloning import clone_voice
@@ -94,11 +93,6 @@ def upload(server: Served, name: str = "anna", wav: bytes = WAV, key: str = ANNA
     return httpx.post(f"{server.url}/v1/audio/voices", data=form, files=files, headers=bearer(key), timeout=60)
 
 
-def upload_json(server: Served, key: str = ANNA, **body: object) -> httpx.Response:
-    body = {"name": "anna", "consent": CONSENT, "audio_sample": base64.b64encode(WAV).decode(), **body}
-    return httpx.post(f"{server.url}/v1/audio/voices", json=body, headers=bearer(key), timeout=60)
-
-
 def speak(server: Served, key: str = ANNA, **body: object) -> httpx.Response:
     body = {"input": "Hello.", "response_format": "pcm", **HOW, **body}
     return httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=bearer(key), timeout=60)
@@ -151,19 +145,6 @@ def test_openais_client_uploads_a_voice_and_speaks_with_it(server, said):
     assert answer.content == said(WAV)
 
 
-@pytest.mark.parametrize(
-    "recording",
-    [base64.b64encode(WAV).decode(), f"data:audio/wav;base64,{base64.b64encode(WAV).decode()}"],
-    ids=["base64", "data URL"],
-)
-def test_an_upload_as_json(server, said, recording):
-    answer = upload_json(server, audio_sample=recording, ref_text=SAID, expires_in_s=60)
-    assert answer.status_code == 200, answer.text
-    voice = answer.json()["voice"]
-    assert voice["expires_at"] - voice["created_at"] == 60 and voice["file_size"] == len(WAV)
-    assert speak(server, voice="anna").content == said(WAV, SAID)
-
-
 def test_a_voice_belongs_to_the_key_that_made_it(server, said):
     upload(server)
     assert (listed(server), listed(server, BEN)) == (["anna"], [])
@@ -184,7 +165,7 @@ def test_the_file_is_a_voice_that_its_owner_alone_can_read_and_holds_neither_key
     assert {stat.S_IMODE(part.stat().st_mode) for part in (folder, path.parent)} == {0o700}
     assert path.parent.name == owner_of(ANNA)
     assert Voice.load(path).transcript == SAID
-    record = UploadRecord.read(Voice.notes(path))
+    record = UploadRecord.model_validate_json(Voice.notes(path))
     assert (record.name, record.consent) == ("anna", CONSENT)
     content = path.read_bytes()
     assert ANNA.encode() not in content and WAV[2_000:2_100] not in content
@@ -211,7 +192,7 @@ def test_a_deleted_voice_is_gone_from_every_server_of_the_folder_and_from_its_ca
 
 
 def test_a_server_forgets_what_another_deleted_though_nobody_asks(synthesizer, folder, server, monkeypatch):
-    monkeypatch.setattr("mktts.server.process._SWEEP_S", 0.05)
+    monkeypatch.setattr("mktts.server.app._SWEEP_S", 0.05)
     upload(server)
     with served(synthesizer, LIMITS, uploads=VoiceFolder(folder, 3), api_key=ANNA) as other:
         gone: list[Voice] = []
@@ -231,7 +212,7 @@ def test_an_upload_of_the_same_name_takes_its_place(server, said):
 
 def test_a_voice_expires_and_its_file_is_deleted(server, folder):
     assert upload(server, expires_in_s="1").status_code == 200
-    assert upload_json(server, name="later", expires_in_s=10**9).json()["voice"]["expires_at"] < time.time() + 10**8
+    assert upload(server, "later", expires_in_s=str(10**9)).json()["voice"]["expires_at"] < time.time() + 10**8
     until(lambda: listed(server) == ["later"], "the voice to expire")
     assert speak(server, voice="anna").status_code == 400
     assert [path.stem for path in files(folder)] == ["later"]
@@ -240,7 +221,9 @@ def test_a_voice_expires_and_its_file_is_deleted(server, folder):
 def test_what_has_expired_is_deleted_though_nobody_asks(folder, tiny_base):
     kept = VoiceFolder(folder, 3)
     voice = clone_voice(tiny_base, hum(), SAMPLE_RATE_HZ)
-    kept.keep("nobody", voice, UploadRecord("anna", CONSENT, 0, 1, "audio/wav", 1))
+    what = {"name": "anna", "consent": CONSENT, "mime_type": "audio/wav", "file_size": 1}
+    record = UploadRecord(**what, created_at=0, expires_at=1)
+    kept.keep("nobody", voice, record)
     kept.sweep()
     assert files(folder) == []
 
@@ -263,14 +246,14 @@ GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "lit
 @pytest.mark.parametrize(
     ("fields", "wav", "code", "param"),
     [
-        ({"name": "../anna"}, WAV, "bad_name", "name"),
-        ({"name": ".anna"}, WAV, "bad_name", "name"),
+        ({"name": "../anna"}, WAV, "invalid_value", "name"),
+        ({"name": ".anna"}, WAV, "invalid_value", "name"),
         ({"name": ""}, WAV, "invalid_value", "name"),
         ({"name": "a" * 65}, WAV, "invalid_value", "name"),
         ({"name": "Alloy"}, WAV, "name_taken", "name"),
         ({"name": "default"}, WAV, "name_taken", "name"),
         ({"consent": ""}, WAV, "invalid_value", "consent"),
-        ({"consent": " \t"}, WAV, "no_consent", "consent"),
+        ({"consent": " \t"}, WAV, "invalid_value", "consent"),
         ({"consent": "x" * 2_001}, WAV, "invalid_value", "consent"),
         ({"ref_text": "x" * 5_001}, WAV, "ref_text_too_long", "ref_text"),
         ({"expires_in_s": "0"}, WAV, "invalid_value", "expires_in_s"),
@@ -304,25 +287,9 @@ def test_a_broken_flac_is_a_voice_or_a_refusal_and_never_a_failure(server, folde
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "code"),
-    [
-        ({"consent": None}, 400, "invalid_value"),
-        ({"audio_sample": None}, 400, "invalid_value"),
-        ({"audio_sample": "!!"}, 400, "bad_reference"),
-        ({"audio_sample": ""}, 400, "bad_reference"),
-        ({"type": "prompt"}, 400, "invalid_value"),
-    ],
-    ids=str,
-)
-def test_json_that_cannot_be_kept(refusing, body, status, code):
-    answer = upload_json(refusing[0], **body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-
-
-@pytest.mark.parametrize(
     ("kind", "content", "status"),
     [
-        ("text/plain", b"x", 415),
+        ("text/plain", b"x", 400),
         ("application/json", b"{", 400),
         ("application/json", b"[" * 60_000, 400),
         ("application/json", b"null", 400),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mktts.errors import ServerError
-from mktts.server.replicas.opening import read_aliases, reference_sources
-from mktts.server.voices import DEFAULT, OPENAI_VOICES, voice_aliases
+from mktts.server.command import read_aliases, reference_sources
+from mktts.server.schemas import DEFAULT
+from mktts.server.voices import OPENAI_VOICES, voice_aliases
 
 RELEASED = ["aiden", "dylan", "eric", "ono_anna", "ryan", "serena", "sohee", "uncle_fu", "vivian"]
 

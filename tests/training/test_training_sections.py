@@ -22,7 +22,7 @@ from mktts.training.judge import evaluate, forms, intervals, natural, sound, wri
 from mktts.training.judge.figures import MUST, figures
 from mktts.training.judge.keep import KeptFolder, Spoken, digest_of
 from mktts.training.judge.likeness import likeness_of, section
-from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Judged, JudgedSound, Line, Listened, Listener
+from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Judged, JudgedSound, Line, LineJudge, Listened
 from mktts.training.judge.loudness import integrated_lufs
 
 CLIPS = Path(__file__).parents[2] / "outputs" / "reference" / "voice"
@@ -173,15 +173,15 @@ def test_written_numbers_are_right_by_ear_where_a_right_reading_is_chosen():
 
 @needs("pocketsphinx")
 def test_the_recogniser_chooses_what_was_said():
-    from mktts.measure.recogniser import Choice
+    from mktts.measure.recogniser import ClosedRecogniser
 
     rows = json.loads((CLIPS / "index.json").read_text())
     said = [re.sub(r"[^a-z' ]", "", row["text"].lower()) for row in rows]
-    choice = Choice(["nothing of the kind", *said, "zzyzxq"])
+    choice = ClosedRecogniser(["nothing of the kind", *said, "zzyzxq"])
     for row, text in zip(rows, said, strict=True):
         assert choice.hear(read_audio(CLIPS / f"{row['name']}_teacher.flac")[0]) == text
     with pytest.raises(MetricsError, match="zzyzxq"):
-        Choice(["zzyzxq"])
+        ClosedRecogniser(["zzyzxq"])
 
 
 def sounding(speaker: str, said: str, lufs: float | None, buzz: float = 0.8, lead_ms: float | None = 80.0) -> Listened:
@@ -210,7 +210,7 @@ def test_a_listener_measures_what_it_hears():
         def sound(self, word: str) -> str:
             return word
 
-    listener = Listener(
+    listener = LineJudge(
         lambda text, speaker, seed, greedy: Spoken(tone(997, 0.1, 2.0), "runaway"),
         lambda text, speaker: tone(997, 0.1, 3.0),
         {"free": Ears()},

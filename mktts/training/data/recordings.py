@@ -38,13 +38,13 @@ _CLIPS_PER_SHARD = 200
 
 
 @dataclass(frozen=True)
-class SpokenText:
+class SpokenClip:
     path: Path
     text: str  # in the words of the text front end
     speaker: str
 
 
-def recordings(folder: Path, speaker: str | None = None) -> list[SpokenText]:
+def recordings(folder: Path, speaker: str | None = None) -> list[SpokenClip]:
     """All of a folder, in order of their names. speaker: of all; None: each one's is the folder that it lies in.
 
     Raises OptionsError for a folder without recordings, TextError for a transcript that is missing or empty, or that
@@ -58,7 +58,7 @@ def recordings(folder: Path, speaker: str | None = None) -> list[SpokenText]:
         )
     if empty := [str(path) for path, text in found if not text.strip()]:
         raise TextError(f"{empty[0]}: expected a transcript, found an empty one")
-    return [SpokenText(path, _words(path, text), speaker or _name(path, folder)) for path, text in sorted(found)]
+    return [SpokenClip(path, _words(path, text), speaker or _name(path, folder)) for path, text in sorted(found)]
 
 
 def _words(path: Path, transcript: str) -> str:
@@ -120,10 +120,10 @@ def resampled(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
     return found[: -(-len(pcm) * up // down)].astype(np.float32)
 
 
-def gains(found: Iterable[SpokenText]) -> dict[str, float]:
+def gains(found: Iterable[SpokenClip]) -> dict[str, float]:
     """Speaker -> factor that brings its recordings, end to end, to -23 LUFS. Raises AudioError for silence."""
     whole: dict[str, list[np.ndarray]] = {}
-    by_speaker: dict[str, list[SpokenText]] = {}
+    by_speaker: dict[str, list[SpokenClip]] = {}
     for recording in found:
         by_speaker.setdefault(recording.speaker, []).append(recording)
     for speaker, theirs in by_speaker.items():
@@ -138,7 +138,7 @@ def gains(found: Iterable[SpokenText]) -> dict[str, float]:
     return factors
 
 
-def prepared(recording: SpokenText, gain: float) -> np.ndarray | None:
+def prepared(recording: SpokenClip, gain: float) -> np.ndarray | None:
     """int16 (n,) at 24 kHz: at the speaker's loudness, silence at both ends cut; None where it is left out."""
     if len(recording.text) > MAX_LETTERS:
         return None
@@ -150,7 +150,7 @@ def prepared(recording: SpokenText, gain: float) -> np.ndarray | None:
     return np.frombuffer(to_pcm16(pcm), "<i2") if shortest <= len(pcm) <= longest else None
 
 
-def make_shards(found: list[SpokenText], out: Path, workers: int, seed: int = 0) -> dict[str, float]:
+def make_shards(found: list[SpokenClip], out: Path, workers: int, seed: int = 0) -> dict[str, float]:
     """Writes shards of 200 clips, shuffled; hours, and how many were taken and left out.
 
     Raises AudioError where all are left out.

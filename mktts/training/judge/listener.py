@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mktts.audio import first_audible_sample
-from mktts.measure.recogniser import Choice, Recogniser
+from mktts.measure.recogniser import ClosedRecogniser, Recogniser
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
@@ -74,7 +74,7 @@ class Listened:
 
 @dataclass(frozen=True)
 class ListenerSetup:
-    """What a worker process needs to make a `Listener` (`utterances.measure`)."""
+    """What a worker process needs to make a `LineJudge` (`utterances.measure`)."""
 
     checkpoint: str
     device: str = "cpu"
@@ -84,13 +84,13 @@ class ListenerSetup:
     codec_state: Path | None = None
     codec_audio: Path | None = None
 
-    def judge(self) -> Listener:
+    def judge(self) -> LineJudge:
         from mktts.checkpoint import open_checkpoint
 
         keep = KeptFolder(self.keep)
         names = (digest_of(open_checkpoint(self.checkpoint)), self.layout, self.device)
-        recognisers = {FREE: Recogniser(), **({CHOICE: Choice(self.choices)} if self.choices else {})}
-        return Listener(
+        recognisers = {FREE: Recogniser(), **({CHOICE: ClosedRecogniser(self.choices)} if self.choices else {})}
+        return LineJudge(
             keep.student(student_of(self.checkpoint, self.device, self.layout), names),
             lambda text, speaker: cached(keep.teacher(), text, speaker, teacher.speak),
             {name: keep.ears(recogniser) for name, recogniser in recognisers.items()},
@@ -98,7 +98,7 @@ class ListenerSetup:
         )
 
 
-class Listener:
+class LineJudge:
     """Makes and measures lines; student, teacher and codec as of `utterances.Judge`, ears by the names of `Line`."""
 
     def __init__(

@@ -1,19 +1,24 @@
-"""Where a server listens, and who may use it: arguments, key, socket."""
+"""Where a server listens, by which names it may be called, which web pages may use it, and its keys."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mktts.errors import ServerError
-from mktts.server.access.hosts import is_loopback
 from mktts.server.limits import Limits
 
 KEY_VARIABLE = "MKTTS_API_KEY"
+# What a browser writes into Origin for a page on this machine. A page that lies there was put there by its owner.
+LOOPBACK_ORIGIN = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 _LAST_PORT = 2**16 - 1
 
 
@@ -33,6 +38,74 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="that a server without a key may be called by, beside localhost and numbers",
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address stands for this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")
+
+
+def is_local_page(origin: str) -> bool:
+    """Whether a header Origin is that of a page on this machine."""
+    return re.fullmatch(LOOPBACK_ORIGIN, origin) is not None
+
+
+def is_own_name(header: str, names: Collection[str]) -> bool:
+    """Whether a header Host can be meant for a server that is called `names` (lower case), beside its addresses.
+
+    With DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends
+    that name. A number or `localhost` cannot be pointed anywhere.
+    """
+    try:
+        host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return _is_address(host) or is_loopback(host) or host in names
+
+
+def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
+    """Origins as browsers write them, in lower case. Raises ServerError for a word that no Origin can equal."""
+    return tuple(_origin(word) for word in words)
+
+
+def _origin(word: str) -> str:
+    try:
+        parts = urlsplit(word.strip().lower())
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https") or parts.username is not None or not _is_name(host):
+        raise ServerError(f"--allow-origin must be like https://app.example or http://localhost:3000, got {word!r}")
+    host = f"[{host}]" if ":" in host else host
+    usual = {"http": 80, "https": 443}[parts.scheme]
+    origin = f"{parts.scheme}://{host}" + ("" if port in (None, usual) else f":{port}")
+    if parts.path or parts.query or parts.fragment:
+        raise ServerError(f"--allow-origin must end after the host and port, as {origin}, got {word!r}")
+    return origin
+
+
+def checked_hosts(words: Iterable[str]) -> frozenset[str]:
+    """Host names in lower case. Raises ServerError for a word that is none."""
+    names = [word.strip().lower().rstrip(".") for word in words]
+    for word, name in zip(words, names, strict=True):
+        if not _is_name(name):
+            raise ServerError(f"--allow-host must be a name without scheme and port, as tts.example, got {word!r}")
+    return frozenset(names)
+
+
+def _is_name(host: str) -> bool:
+    return _is_address(host) or _NAME.fullmatch(host) is not None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_open_address(host: str, keys: str | Sequence[str] | None) -> None:
@@ -62,15 +135,10 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def refuse_bad_port(port: int, least: int = 0) -> None:
-    """Raises ServerError for what is no port."""
-    if not least <= port <= _LAST_PORT:
-        raise ServerError(f"port must be {least} to {_LAST_PORT}, got {port}")
-
-
 def listen(host: str, port: int, limits: Limits) -> socket.socket:
     """A bound socket (port 0: a free one) that refuses connections until it is served. Raises ServerError."""
-    refuse_bad_port(port)
+    if not 0 <= port <= _LAST_PORT:
+        raise ServerError(f"port must be 0 to {_LAST_PORT}, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

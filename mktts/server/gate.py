@@ -1,0 +1,207 @@
+"""What is decided about a request before its body is parsed: its id, key, host, origin and size."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import parse_qsl
+
+from fastapi.datastructures import Headers
+
+from mktts.server.address import is_local_page, is_own_name
+from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
+
+# Answered without a key: probes, readers of the document, and pages that are only opened.
+OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
+OPEN_FOLDER = "/page/"
+NOBODY = "nobody"  # the owner of all requests to a server without a key
+_OWNER = "mktts_owner"  # in a request's state
+_OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
+_SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
+_PROTOCOL = "mktts"  # what a browser offers beside its key, to have a protocol that the server can choose
+# Subprotocols that carry a key: the first is followed by base64url, the second by the key.
+_KEY_PROTOCOLS = ("mktts.key.", "openai-insecure-api-key.")
+_FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+
+
+def owner_of(key: str) -> str:
+    """A name for the owner of a key that does not tell the key: 64 hexadecimal digits, the same on every server."""
+    return hashlib.sha256(_OWNER_PREFIX + key.encode()).hexdigest()
+
+
+def owner_of_request(scope: Any) -> str:
+    """The owner of the key that a request came with."""
+    return scope.get("state", {}).get(_OWNER) or NOBODY
+
+
+class Gate:
+    """ASGI middleware. Gives every request an id, and answers a request that does not pass itself.
+
+    api_key: one or several; None lets everyone in: such a server must listen on loopback only (`refuse_open_address`
+        sees to it).
+    origins: of web pages that may use the server, as the browser writes them. Pages served from loopback may use a
+        server without a key; any other page could otherwise speak through the browser of anyone who opens it, because
+        neither WebSocket nor a plain POST waits for CORS.
+    hosts: names that a server without a key may be called by, beside numbers and localhost; with a key, names are
+        checked only where there are any here.
+    on_refusal: called with the code of each refusal.
+    larger_bodies: paths whose bodies may have more than `max_body_bytes`, and how many.
+    body_s: for a body, and more for a long one.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        api_key: str | Sequence[str] | None,
+        origins: Collection[str],
+        max_body_bytes: int,
+        on_refusal: Callable[[str], None],
+        larger_bodies: Mapping[str, int] = MappingProxyType({}),
+        hosts: Collection[str] = (),
+        body_s: float = 20.0,
+    ) -> None:
+        self._app = app
+        keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
+        self._owners = {_digest(key.encode()): owner_of(key) for key in keys}
+        self._origins = frozenset(origins)
+        self._hosts = frozenset(hosts)
+        self._max_body_bytes = max_body_bytes
+        self._on_refusal = on_refusal
+        self._larger_bodies = larger_bodies
+        self._body_s = body_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        id = new_id()
+        current_id.set(id)  # never taken back: what fails further out is answered in this task too
+        send = _first_message_changed(send, id, _chosen_protocol(scope.get("subprotocols", ())))
+        try:
+            scope.setdefault("state", {})[_OWNER] = self._check(scope)
+            if scope["type"] == "http":
+                receive = await self._whole_body(scope, receive)
+        except ApiError as error:
+            self._on_refusal(error.code)
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+            if error.status in (408, 413):
+                headers["Connection"] = "close"  # what is left of the body will not be read
+            await error.response(headers)(scope, receive, send)  # a WebSocket's handshake gets the same answer
+        except _Gone:
+            pass
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Any) -> str | None:
+        """The owner of the request. Raises ApiError."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and (self._hosts or not self._owners) and not is_own_name(host, self._hosts):
+            raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
+        if origin is not None and origin not in self._origins and not self._owners and not is_local_page(origin):
+            message = "web pages from elsewhere may use this server only with --allow-origin"
+            raise ApiError(403, "foreign_origin", message)
+        owner = self._owner(scope) if self._owners else NOBODY
+        if owner is None and not (scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)):
+            where = "" if scope["type"] == "http" else ", or ?key=KEY"
+            message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
+            raise ApiError(401, "invalid_api_key", message)
+        return owner
+
+    def _owner(self, scope: Any) -> str | None:
+        for key in _keys_of(scope):
+            found = _digest(key)
+            for known, owner in self._owners.items():
+                if hmac.compare_digest(found, known):
+                    return owner
+        return None
+
+    async def _whole_body(self, scope: Any, receive: Any) -> Any:
+        """A `receive` that gives the body in one piece, read within its limits of size and time. Raises ApiError."""
+        at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
+        length = Headers(scope=scope).get("content-length", "")
+        too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
+        if length.isdigit() and int(length) > at_most:
+            raise too_large
+        body = bytearray()
+        more = True
+        try:
+            async with asyncio.timeout(self._body_s + at_most / _SLOWEST_BYTES_PER_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > at_most:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
+        whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Any:
+            return whole.pop() if whole else await receive()
+
+        return replay
+
+
+class _Gone(Exception):
+    """The client went away while it sent its body."""
+
+
+def _first_message_changed(send: Any, id: str, protocol: str | None) -> Any:
+    """`send` that adds the request's id, and the subprotocol of a WebSocket that carries its key as one."""
+    header = REQUEST_ID_HEADER.lower().encode()
+
+    async def changed(message: Any) -> None:
+        if message["type"] in _FIRST_MESSAGES:
+            message = {**message, "headers": list(message.get("headers", ()))}
+            if not any(name.lower() == header for name, _ in message["headers"]):
+                message["headers"].append((header, id.encode()))
+            if message["type"] == "websocket.accept" and message.get("subprotocol") is None:
+                message["subprotocol"] = protocol
+        await send(message)
+
+    return changed
+
+
+def _chosen_protocol(offered: Sequence[str]) -> str | None:
+    """The subprotocol to answer a WebSocket with that carries its key as one; None where it carries none so.
+
+    A browser closes a connection that is answered with none of the subprotocols it offered.
+    """
+    carriers = [name for name in offered if name.startswith(_KEY_PROTOCOLS)]
+    others = [name for name in offered if name not in carriers]
+    return None if not carriers else (_PROTOCOL if _PROTOCOL in others else (others or carriers)[0])
+
+
+def _keys_of(scope: Any) -> Iterator[bytes]:
+    """Keys of a request: as a bearer, or, of a WebSocket, in the query or as a subprotocol. A browser's page can set
+    no header there."""
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield given.strip().encode("latin-1")
+    if scope["type"] != "websocket":
+        return
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1")):
+        if name == "key":
+            yield value.encode()
+    for word in scope.get("subprotocols", ()):
+        if word.startswith(_KEY_PROTOCOLS[1]):
+            yield word.removeprefix(_KEY_PROTOCOLS[1]).encode()
+        elif word.startswith(_KEY_PROTOCOLS[0]):
+            plain = word.removeprefix(_KEY_PROTOCOLS[0])
+            try:
+                yield base64.urlsafe_b64decode(plain + "=" * (-len(plain) % 4))
+            except (binascii.Error, ValueError):
+                continue
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # of equal length: how long the comparison takes says nothing about the key's

@@ -1,0 +1,173 @@
+"""`serve --replicas N`: complete servers as replicas of Ray Serve at one address, each with a model of its own.
+
+The sound goes through Ray Serve's proxy, which does not tell a replica that a client reads slowly; docs/serving.md has
+the way without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mktts.errors import BackendUnavailable, EngineError, ServerError
+from mktts.server.address import url_of
+from mktts.server.limits import Limits
+
+_NAME = "mktts"
+_NO_LIMIT = 1_000_000  # of requests that Ray lets into a replica: the service admits, and says how many it carries
+_POLL_S = 0.5
+_STOP_S = 15.0  # beside the time of grace, for a replica to close its model
+
+log = logging.getLogger(__name__)
+
+
+class Replica:
+    """What Ray Serve makes, asks for its health, and deletes; `serve.ingress` serves the application.
+
+    arguments: of `serve`. access: as `make_app`.
+    """
+
+    async def __init__(self, arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any]) -> None:
+        from mktts.server.app import make_app
+        from mktts.server.command import open_service
+        from mktts.speech.serving import many_streams
+
+        logging.getLogger("mktts").setLevel(logging.INFO)
+        if arguments.ray_address is None:
+            _listen_on_loopback()
+        # In a thread: loading takes longer than Ray waits for a sign of life.
+        self._synthesizer, self._service = await asyncio.to_thread(open_service, arguments, limits)
+        self._app = make_app(self._service, **access)
+        self._open = contextlib.ExitStack()
+        if self._synthesizer.serves_many:
+            self._open.enter_context(many_streams())
+
+    def __serve_build_asgi_app__(self) -> Any:
+        async def app(scope: Any, receive: Any, send: Any) -> None:  # to a FastAPI, Ray Serve would add error handlers
+            await self._app(scope, receive, send)
+
+        return app
+
+    async def check_health(self) -> None:
+        """Raises ServerError when the model fails every stream: then the replica is replaced."""
+        if self._service.health.status == "failing":
+            raise ServerError("the model has failed several streams in a row")
+
+    async def stop(self) -> None:
+        """Refuses new streams, and returns when none is open."""
+        await self._service.stop()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_open"):
+            self._open.close()
+            await asyncio.to_thread(self._synthesizer.close)
+
+
+def serve_replicas(
+    arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any], bound: socket.socket
+) -> int:
+    """Serves until a signal; 0 after SIGTERM. bound: to the address, which is free then.
+
+    Raises BackendUnavailable where Ray is not installed, ServerError where the cluster cannot be reached or has fewer
+    devices than replicas, and EngineError where the replicas do not start.
+    """
+    host, port, url = arguments.host, bound.getsockname()[1], url_of(bound)
+    bound.close()
+    # Before Ray is imported, whose processes all read them. In a thread of its own, the application could not be
+    # interrupted by a client that goes away.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0")
+    address = arguments.ray_address
+    if address is None:  # a cluster of its own: its ports are for this machine alone, here as on other systems
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError:
+        message = 'several replicas need Ray Serve, which is not installed: pip install -e ".[ray]" in the checkout'
+        raise BackendUnavailable(message) from None
+    here = {} if address else {"include_dashboard": False}
+    try:
+        ray.init(address or "local", namespace="serve", log_to_driver=False, logging_level=logging.WARNING, **here)
+    except Exception as error:  # Ray raises Exception itself
+        raise ServerError(f"no Ray cluster at {address or 'this machine'}: {str(error).strip()}") from None
+    try:
+        options = _resources(ray.cluster_resources(), arguments.replicas, arguments.device)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        deployment = serve.deployment(
+            serve.ingress()(Replica),
+            name=_NAME,
+            num_replicas=arguments.replicas,
+            ray_actor_options=options,
+            max_ongoing_requests=_NO_LIMIT,
+            graceful_shutdown_timeout_s=limits.grace_s + _STOP_S,
+            graceful_shutdown_wait_loop_s=0.2,
+            health_check_period_s=1.0,
+            logging_config={"enable_access_log": False},  # addresses may hold keys
+        )
+        stop = threading.Event()
+        signals: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own handlers in place
+            signal.signal(number, lambda number, frame: (signals.append(number), stop.set()))
+        try:
+            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+            handle = serve.run(deployment.bind(_with_whole_paths(arguments), limits, access), name=_NAME)
+        except Exception as error:  # of whichever process of Ray's it was
+            reason = str(error).strip().rpartition("\n")[2]
+            raise EngineError(f"the replicas did not start: {reason}") from None
+        log.info("%d replicas of %s at %s", arguments.replicas, arguments.checkpoint, url)
+        while not stop.wait(_POLL_S):  # a signal that reaches one of Ray's threads would not wake this one
+            pass
+        log.info("stopping: open streams may go on for %g s", limits.grace_s)
+        with contextlib.suppress(Exception):  # of a replica whose process has died
+            handle.broadcast("stop").results(timeout_s=limits.grace_s + _STOP_S)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+    if signals[0] == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _listen_on_loopback() -> None:
+    """Keeps the port for calls between deployments, which Ray Serve opens on every interface, on this machine."""
+    from ray.serve._private import replica
+
+    add = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add(server, address.replace("[::]", "127.0.0.1"))
+
+
+def _resources(available: Mapping[str, float], replicas: int, device: str) -> dict[str, float]:
+    """What each replica gets of the cluster's resources. Raises ServerError where there is less than is asked for."""
+    gpus, cpus = int(available.get("GPU", 0)), int(available.get("CPU", 1))
+    if replicas < 1:
+        raise ServerError(f"--replicas must be 1 or more, got {replicas}")
+    if ":" in device:
+        raise ServerError(f"--device {device}: every replica has a GPU of its own; leave it out, or give cuda or cpu")
+    if device == "cuda" or (device == "auto" and gpus):
+        if replicas > gpus:
+            raise ServerError(f"a replica needs a GPU of its own: expected at most {gpus} --replicas, got {replicas}")
+        return {"num_gpus": 1, "num_cpus": min(1.0, cpus / gpus)}
+    share = cpus / replicas
+    return {"num_cpus": float(int(share)) if share >= 1 else int(share * 100) / 100}
+
+
+def _with_whole_paths(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The same with absolute paths, because a replica's working folder is another one."""
+    whole = argparse.Namespace(**vars(arguments))
+    del whole.run  # the command's function: nothing to be sent
+    if Path(whole.checkpoint).is_dir():
+        whole.checkpoint = str(Path(whole.checkpoint).resolve())
+    whole.voice = [f"{name}={Path(file).resolve()}" for name, _, file in (word.partition("=") for word in whole.voice)]
+    for name in ("voice_folder", "reference_folder"):
+        folder = getattr(whole, name)
+        setattr(whole, name, None if folder is None else folder.resolve())
+    return whole

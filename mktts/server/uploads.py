@@ -1,0 +1,208 @@
+"""Voices that callers upload: POST and DELETE of /v1/audio/voices, and the folder where they are kept.
+
+Each is a file of `Voice.save`, OWNER/NAME.safetensors. Several servers may share the folder: every use of a voice
+checks that its file is still there and still the same, and `sweep` does so for voices that are not asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Form, Request
+from pydantic import ValidationError
+
+from mktts.common import counted
+from mktts.errors import BusyError, ServerError, VoiceError
+from mktts.model.voice import Voice
+from mktts.server.api_errors import ApiError
+from mktts.server.document import error_responses
+from mktts.server.gate import owner_of_request
+from mktts.server.references import References
+from mktts.server.schemas import DeletedVoice, KeptVoice, UploadedVoice, VoiceUpload
+from mktts.server.service import SpeechService
+
+VOICES_PATH = "/v1/audio/voices"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_SUFFIX = ".safetensors"
+_LOADED = 256  # voices in memory
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+
+log = logging.getLogger(__name__)
+
+
+class _Loaded(NamedTuple):
+    stamp: tuple[int, int, int]
+    voice: Voice
+    record: UploadedVoice
+
+
+class VoiceFolder:
+    """Any thread.
+
+    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired.
+    """
+
+    def __init__(self, folder: Path, max_voices: int) -> None:
+        """Makes the folder, where there is none, for this user alone. Raises ServerError where it cannot be used."""
+        self.folder = folder
+        self.max_voices = max_voices
+        self.on_gone: Callable[[Voice], None] = lambda voice: None
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[Path, _Loaded] = OrderedDict()
+        try:
+            folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            next(folder.iterdir(), None)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ServerError(f"--voice-folder {folder}: expected a folder to read and write: {reason}") from None
+
+    def keep(self, owner: str, voice: Voice, record: UploadedVoice) -> None:
+        """Keeps a voice in place of the owner's former one of that name. Raises BusyError where the owner has as many
+        as are allowed."""
+        path = self._path(owner, record.name)
+        with self._lock:
+            if sum(other != path for other in self._paths(owner)) >= self.max_voices:
+                raise BusyError(f"a key may keep {counted(self.max_voices, 'voice')}: delete one")
+            path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            voice.save(path, record.model_dump_json(), _FILE_MODE)
+        self._record(path)
+        log.info("a voice was uploaded, kept until %s", time.strftime("%F %T", time.localtime(record.expires_at)))
+
+    def find(self, owner: str, name: str) -> Voice | None:
+        """The owner's voice of that name, in any case; None where there is none. The same object every time."""
+        path = self._path(owner, name)
+        if not _NAME.fullmatch(name.lower()) or (record := self._record(path)) is None:
+            return None
+        with self._lock:
+            if path not in self._loaded:
+                try:
+                    self._loaded[path] = _Loaded(_stamp(path), Voice.load(path), record)
+                except (OSError, VoiceError):  # deleted in between
+                    return None
+            self._loaded.move_to_end(path)
+            found = self._loaded[path].voice
+            dropped = [self._loaded.popitem(last=False)[1].voice for _ in range(len(self._loaded) - _LOADED)]
+        for voice in dropped:
+            self.on_gone(voice)
+        return found
+
+    def list(self, owner: str) -> list[UploadedVoice]:
+        """What the owner has uploaded, by name."""
+        return [record for path in self._paths(owner) if (record := self._record(path)) is not None]
+
+    def delete(self, owner: str, name: str) -> bool:
+        """Deletes the owner's voice of that name; False where there is none."""
+        path = self._path(owner, name)
+        if not _NAME.fullmatch(name.lower()) or self._record(path) is None:
+            return False
+        path.unlink(missing_ok=True)
+        self._record(path)
+        log.info("an uploaded voice was deleted")
+        return True
+
+    def sweep(self) -> None:
+        """Deletes what has expired, and forgets what is gone."""
+        for path in {*list(self._loaded), *self._paths("*")}:
+            self._record(path)
+
+    def _path(self, owner: str, name: str) -> Path:
+        return self.folder / owner / f"{name.lower()}{_SUFFIX}"
+
+    def _paths(self, owner: str) -> list[Path]:
+        found = self.folder.glob(f"{owner}/*{_SUFFIX}")
+        return sorted(path for path in found if _NAME.fullmatch(path.name.removesuffix(_SUFFIX)))
+
+    def _record(self, path: Path) -> UploadedVoice | None:
+        """What is noted in the file; None where it is gone, no upload, or has expired, and is deleted then. A voice
+        loaded from another state of the file is forgotten."""
+        stamp = _stamp(path)
+        with self._lock:
+            loaded = self._loaded.get(path)
+            if loaded is not None and loaded.stamp != stamp:
+                del self._loaded[path]
+        if loaded is not None and loaded.stamp != stamp:
+            self.on_gone(loaded.voice)
+            loaded = None
+        if stamp is None:
+            return None
+        try:
+            record = UploadedVoice.model_validate_json(Voice.notes(path)) if loaded is None else loaded.record
+        except (VoiceError, ValidationError):
+            return None
+        if record.expires_at > time.time():
+            return record
+        path.unlink(missing_ok=True)
+        return self._record(path)
+
+
+def _stamp(path: Path) -> Any:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def upload_routes(service: SpeechService, references: References, **settings: Any) -> APIRouter:
+    """settings: of the router."""
+    router = APIRouter(**settings)
+
+    def folder() -> VoiceFolder:
+        if service.uploads is None:
+            raise ApiError(403, "uploads_off", "this server keeps no voices: it was started without --voice-folder")
+        return service.uploads
+
+    @router.post(VOICES_PATH, responses=error_responses(400, 403, 408, 413, 429, 500, 503))
+    async def upload_voice(
+        upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
+    ) -> KeptVoice:
+        """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
+        recording itself is not kept."""
+        kept, owner = folder(), owner_of_request(request.scope)
+        if not service.model.clones:
+            message = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
+            raise ApiError(400, "cloning_unavailable", message)
+        name, data = upload.name.lower(), await upload.audio_sample.read()
+        if service.is_taken(name):
+            raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
+        transcript = (upload.ref_text or "").strip() or None
+        service.check_chars(len(transcript or ""), "ref_text")
+        voice = await references.make(data, transcript, "audio_sample")
+        now_s = int(time.time())
+        lifetime_s = min(upload.expires_in_s or service.limits.voice_s, service.limits.voice_s)
+        record = UploadedVoice(
+            name=name,
+            consent=upload.consent,
+            created_at=now_s,
+            expires_at=now_s + max(1, int(lifetime_s)),
+            mime_type=(upload.audio_sample.content_type or "application/octet-stream")[:100],
+            file_size=len(data),
+            ref_text=transcript,
+            speaker_description=upload.speaker_description,
+        )
+        try:
+            await asyncio.to_thread(kept.keep, owner, voice, record)
+        except BusyError as error:
+            raise ApiError(400, "too_many_voices", str(error)) from None
+        return KeptVoice(id=name, name=name, created_at=now_s, voice=record)
+
+    @router.delete(f"{VOICES_PATH}/{{name}}", responses=error_responses(403, 404))
+    async def delete_voice(name: str, request: Request) -> DeletedVoice:
+        """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
+        Speech that is on its way goes on."""
+        if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
+            raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
+        return DeletedVoice(id=name.lower(), message=f"Voice '{name.lower()}' deleted successfully")
+
+    return router
