@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from queue import SimpleQueue
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mktts.speech.stream import Stream
+
+OpenStream = Callable[[str, Any], Stream]
+_NOTHING = np.zeros(0, np.float32)
 
 
 class Asked(NamedTuple):
@@ -23,14 +27,14 @@ class Asked(NamedTuple):
 class Said(NamedTuple):
     """What became of it. stream: None where it could not be opened. pcm: (S,) float32, empty beside an `error`."""
 
-    asked: Asked | None
+    asked: Asked
     stream: Stream | None
-    pcm: np.ndarray
+    pcm: np.ndarray = _NOTHING
     error: Exception | None = None
 
 
 def say_many(
-    open_stream: Callable[[str, Any], Stream],
+    open_stream: OpenStream,
     texts: Iterable[str],
     settings: Any,
     on_done: Callable[[int], None] | None,
@@ -38,55 +42,68 @@ def say_many(
 ) -> Iterator[np.ndarray]:
     """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
     in its turn, so that what comes does not depend on `at_once`."""
-    asked = (Asked(text, settings) for text in texts)
-    said = say_each(open_stream, partial(next, asked, None), at_once, in_turn=True)
-    try:
-        for done, one in enumerate(said, 1):
-            if one.error is not None:
-                raise one.error
-            if on_done is not None:
-                on_done(done)
-            yield one.pcm
-    finally:
-        said.close()
-
-
-def say_each(
-    open_stream: Callable[[str, Any], Stream], ask: Callable[[], Asked | None], at_once: int, in_turn: bool = False
-) -> Iterator[Said]:
-    """Keeps `at_once` streams open. in_turn: hands them out in the order in which they were asked for, and asks for no
-    more once one could not be opened; otherwise each as soon as it is over, and an error is that text's alone.
-
-    ask: gives the next one; None where there is none for now: it is asked again after each that was handed out, and all
-    is over once it has none and nothing is open. What `ask` raises is handed out as the last one's error in turn, and
-    raised at once otherwise. Leaving the iterator ends the streams that are open.
-    """
-    over: SimpleQueue[int] = SimpleQueue()
-    waiting: dict[int, Said] = {}  # by number, in the order of opening
-    number, open_to_more = 0, True
+    opened: deque[Stream] = deque()
+    source, failed, done = iter(texts), None, 0
 
     def fill() -> None:
-        nonlocal number, open_to_more
-        while open_to_more and len(waiting) < at_once:
-            said = _opened(open_stream, ask, in_turn)
-            if said is None:
-                return
+        nonlocal source, failed
+        while source is not None and len(opened) < at_once:
+            try:
+                opened.append(open_stream(next(source), settings))
+            except StopIteration:
+                source = None
+            except Exception as error:
+                source, failed = None, error
+
+    try:
+        fill()
+        while opened:
+            pcm = opened[0].read()
+            opened.popleft()
+            fill()  # before the caller does anything with what it gets
+            done += 1
+            if on_done is not None:
+                on_done(done)
+            yield pcm
+        if failed is not None:
+            raise failed
+    finally:
+        for stream in opened:
+            stream.cancel()
+
+
+def say_each(open_stream: OpenStream, ask: Callable[[], Asked | None], at_once: int) -> Iterator[Said]:
+    """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
+
+    ask: gives the next one; None where there is none for now: it is asked again after each that was handed out, and all
+    is over once it has none and nothing is open. What it raises is raised. Leaving the iterator ends what is open.
+    """
+    over: SimpleQueue[int] = SimpleQueue()
+    waiting: dict[int, Said] = {}  # by number
+    number = 0
+
+    def fill() -> None:
+        nonlocal number
+        while len(waiting) < at_once and (asked := ask()) is not None:
             number += 1
-            waiting[number] = said
-            open_to_more = not (in_turn and said.error)
-            if said.stream is None:
+            try:
+                waiting[number] = Said(asked, open_stream(asked.text, asked.settings))
+                waiting[number].stream.when_over(partial(over.put, number))
+            except Exception as error:
+                waiting[number] = Said(asked, None, error=error)
                 over.put(number)
-            elif not in_turn:
-                said.stream.when_over(partial(over.put, number))
 
     try:
         fill()
         while waiting:
-            turn = next(iter(waiting)) if in_turn else over.get()
-            if turn not in waiting:  # a stream that ended while it was asked may have said so twice
+            said = waiting.pop(over.get(), None)
+            if said is None:  # a stream that ended while it was asked may have said so twice
                 continue
-            said = _read(waiting[turn])
-            del waiting[turn]
+            if said.stream is not None:
+                try:
+                    said = said._replace(pcm=said.stream.read())
+                except Exception as error:
+                    said = said._replace(error=error)
             fill()  # before the caller does anything with what it gets
             yield said
             fill()  # what it asks for again because of that
@@ -94,26 +111,3 @@ def say_each(
         for said in waiting.values():
             if said.stream is not None:
                 said.stream.cancel()
-
-
-_NOTHING = np.zeros(0, np.float32)
-
-
-def _opened(open_stream: Callable[[str, Any], Stream], ask: Callable[[], Asked | None], in_turn: bool) -> Said | None:
-    asked = None
-    try:
-        asked = ask()
-        return None if asked is None else Said(asked, open_stream(asked.text, asked.settings), _NOTHING)
-    except Exception as error:
-        if asked is None and not in_turn:
-            raise
-        return Said(asked, None, _NOTHING, error)
-
-
-def _read(said: Said) -> Said:
-    if said.stream is None:
-        return said
-    try:
-        return said._replace(pcm=said.stream.read())
-    except Exception as error:
-        return said._replace(error=error)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
-from mktts.errors import MkttsError, OptionsError, TextError
+from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics, summarise
 from mktts.synth.cloning import recorded_voice
@@ -23,6 +24,51 @@ from mktts.synth.cloning import recorded_voice
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
     from mktts.model.voice import Voice
+
+
+class Loudspeaker:
+    """Plays PCM as it is made. Leaving its block waits until all of it was heard; an error or Ctrl-C ends it at once.
+
+    Raises BackendUnavailable where the package, its library or a sound device is missing.
+    """
+
+    def __init__(self, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
+        try:
+            import sounddevice
+        except ImportError:
+            raise BackendUnavailable(
+                "playing needs the package sounddevice: pip install sounddevice; or write a file"
+            ) from None
+        except OSError as error:  # the package is there, its library is not
+            raise BackendUnavailable(
+                f"playing needs the library PortAudio ({error}): install it (Debian: apt install libportaudio2), or "
+                "write a file"
+            ) from None
+        try:
+            self._stream: Any = sounddevice.OutputStream(sample_rate_hz, channels=1, dtype="float32")
+        except (sounddevice.PortAudioError, ValueError) as error:
+            raise BackendUnavailable(
+                f"expected a sound device that plays {sample_rate_hz} Hz, found none ({error}): write a file instead"
+            ) from None
+
+    def __enter__(self) -> Loudspeaker:
+        return self
+
+    def play(self, pcm: np.ndarray) -> None:
+        """Hands over `pcm` (S,) float32; returns once what is left of it fits the device's buffer."""
+        if not self._stream.active:
+            self._stream.start()  # not earlier: it would run dry before the first sound
+        self._stream.write(pcm[:, None])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is not None:
+                self._stream.abort()
+            elif self._stream.active:
+                self._stream.stop()  # waits for what was handed over
+        finally:
+            self._stream.close()
+
 
 EXAMPLES = f"""examples:
   python -m mktts say "Good morning." --play
@@ -63,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
     from mktts.checkpoint import open_checkpoint
-    from mktts.synth.loudspeaker import Loudspeaker
+    from mktts.synth.say import Loudspeaker
     from mktts.synth.synthesizer import Synthesizer
 
     _check(arguments)

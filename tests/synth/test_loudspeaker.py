@@ -12,7 +12,7 @@ import soundfile
 from mktts.cli import main
 from mktts.errors import BackendUnavailable
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synth.loudspeaker import Loudspeaker
+from mktts.synth.say import Loudspeaker
 
 SAY = ["say", "Hello there.", "--checkpoint", "random:tiny", "--seed", "1", "--max-frames", "4"]
 

@@ -13,12 +13,10 @@ from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import EMBEDDINGS
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.batch.cuda.memory import LaneMemory
-from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
-from mktts.codec.graphs import Precision
 from mktts.errors import BackendUnavailable, CapacityError
 
 _STREAMS = 2_048
@@ -83,33 +81,6 @@ def cuda_lanes(
         slots, pages, pages * each.page / 2**30, settings.codec,
     )  # fmt: skip
     return lanes
-
-
-def bare_lanes(
-    checkpoint: Checkpoint,
-    codec: Precision | None,
-    deterministic: bool,
-    slots: int,
-    rows: int,
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> CudaLanes:
-    """Lanes for measurements: `slots` streams of at most `rows` rows each. codec: its precision; None: no sound. Graphs
-    are recorded when they are first needed."""
-    device = torch.device(device)
-    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
-    pages = slots * -(-rows // PAGE_ROWS) + 1
-    return CudaLanes(
-        checkpoint.config,
-        checkpoint.tensors(),
-        device,
-        dtype,
-        slots=slots,
-        positions=rows,
-        pages=pages,
-        codec=None if codec is None else CudaCodec(decoder, slots + 1, codec),
-        deterministic=deterministic,
-    )
 
 
 class _Primed:

@@ -258,7 +258,7 @@ def clean(point: dict[str, Any]) -> bool:
 
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> np.ndarray:
-    """Those of `ticks` (dtype mktts.batch.log.TICKS) that ended in the held time; none where the run did not hold."""
+    """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time; none where the run did not hold."""
     if seen.begin is None or seen.end is None:
         return ticks[:0]
     return ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
