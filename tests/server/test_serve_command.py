@@ -110,7 +110,7 @@ def test_help_names_the_limits_and_the_key(capsys):
         main(["serve", "--help"])
     text = capsys.readouterr().out
     assert "--api-key-file" in text and "MKTTS_API_KEY" in text and max(map(len, text.splitlines())) <= 130
-    assert "--max-streams N" in text and "as many as the machine carries" in text and examples("serve")
+    assert "(default: as many as the machine carries)" in " ".join(text.split()) and examples("serve")
 
 
 @pytest.mark.parametrize(("engine", "many"), [("batch", True), ("single", False)])
@@ -198,10 +198,7 @@ def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(chec
         with httpx.stream("POST", f"{url}/tts/stream", json=LONG) as answer:
             pieces = answer.iter_raw()
             next(pieces)
-            children = [
-                int(word) for word in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            ]
-            (engine,) = [one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+            engine = max(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError):
                 b"".join(pieces)
