@@ -25,7 +25,7 @@ def parity_rows(document: Mapping[str, Any] | None, otherwise: str) -> list[dict
 def codec_rows(
     here: Sequence[Mapping[str, Any]], committed: Mapping[str, Any] | None, otherwise: str
 ) -> list[dict[str, Any]]:
-    """Rows of `measure.parity.serving_codec`, measured here and committed; one saying `otherwise` where none is
+    """Rows of `measure.parity.codec.serving_error`, measured here and committed; one saying `otherwise` where none is
     committed."""
     rows = [("here", row) for row in here] + [("committed", row) for row in (committed or {}).get("rows", ())]
     shown = [
@@ -54,10 +54,10 @@ def parity_here(kernel: str, frames: int) -> dict[str, Any] | None:
         return None
     from mktts.measure.environment import head
     from mktts.measure.parity.kernel import Scope, parity_of
-    from mktts.measure.parity.probe import LIMIT
+    from mktts.measure.parity.ratio import LIMIT
 
     device, source = "cuda" if kernel == "megakernel" else "cpu", "random:tiny"
-    found = parity_of(source, Scope((16, 200), frames, 4 * frames, frames), kernel, device)
+    found = parity_of(source, Scope((16, 200), frames, 4 * frames), kernel, device)
     return {
         **head(device),
         "kernel": kernel,

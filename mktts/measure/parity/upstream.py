@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.ratio import Budget, RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -201,16 +201,24 @@ def compare_expected(checkpoint: Checkpoint, expected: Sequence[Expected], dtype
     return rows
 
 
-def our_codes(backend: TorchBackend, prompt: Prompt, sampling: Sampling, seed: int, max_frames: int) -> Tensor:
-    """Codes (T, 16) int64 of one stream of the torch backend, T <= max_frames."""
+@torch.inference_mode()
+def our_codes(
+    backend: Any,
+    prompt: Prompt | RowStream,
+    sampling: Sampling,
+    seed: int,
+    max_frames: int,
+    budget: Budget | None = None,
+) -> Tensor:
+    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer where the budget is over."""
     state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
-    while len(frames) < max_frames:
+    while len(frames) < max_frames and not (frames and budget is not None and budget.over):
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes
         if codes is None:
             break
-        frames.append(codes)
-    return torch.stack(frames)
+        frames.append(torch.as_tensor(codes))
+    return torch.stack(frames) if frames else torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64)
 
 
 def first_mismatch(found: Tensor, expected: Tensor) -> tuple[int, int] | None:

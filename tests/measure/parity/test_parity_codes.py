@@ -9,7 +9,7 @@ import torch
 from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
-from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.ratio import Budget
 from mktts.measure.parity.upstream import (
     DTYPES,
     compare_codes,

@@ -13,10 +13,11 @@ from upstream_models import loaded
 from mktts.checkpoint import Checkpoint
 from mktts.cli import main
 from mktts.errors import BackendUnavailable
-from mktts.measure.parity import command, sections
+from mktts.measure.parity import codec, command
 from mktts.measure.parity import text as text_parity
-from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.document import name_of, without_paths
+from mktts.measure.parity.command import name_of, without_paths
+from mktts.measure.parity.kernel import Scope
+from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
 from mktts.notebook.parity_tables import parity_rows
 from mktts.synth.upstream import load_upstream
@@ -32,11 +33,11 @@ def quick(monkeypatch, tiny) -> None:
         shared = checkpoint.folder == tiny.folder
         return loaded("random:tiny", dtype)[1] if shared else load_upstream(checkpoint, dtype)
 
-    monkeypatch.setattr(sections, "load_upstream", load)
-    monkeypatch.setattr(sections, "CODES_FRAMES", 3)
-    monkeypatch.setattr(sections, "CODES_REQUESTS", 1)
-    monkeypatch.setattr(sections, "CODEC_FRAMES", 20)
-    monkeypatch.setattr("mktts.measure.checkpoint_maker._make", lambda kind, source: None)  # made where it is opened
+    monkeypatch.setattr(command, "load_upstream", load)
+    monkeypatch.setattr(command, "CODES_FRAMES", 3)
+    monkeypatch.setattr(command, "CODES_REQUESTS", 1)
+    monkeypatch.setattr(command, "SCOPE", Scope(frames=4, exact=4, lane_frames=2, lane_exact=3))
+    monkeypatch.setattr(codec, "FRAMES", 20)
 
 
 def run(capsys, folder: Path, *words: str) -> tuple[int, dict]:
@@ -82,11 +83,11 @@ def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(tiny, quick, tmp_pat
 
 
 def test_a_prompt_and_a_codec_that_are_off_are_found_too(tiny, quick, tmp_path, capsys, monkeypatch):
-    whole = sections.decode_streamed
-    monkeypatch.setattr(sections, "decode_streamed", lambda *given: whole(*given) * 0.999)
-    build = sections.compare_prompts
+    whole = codec.decode_streamed
+    monkeypatch.setattr(codec, "decode_streamed", lambda *given: whole(*given) * 0.999)
+    build = command.compare_prompts
     monkeypatch.setattr(
-        sections,
+        command,
         "compare_prompts",
         lambda *given: [row | {"equal": False, "max_abs_error": 0.5} for row in build(*given)],
     )
@@ -101,7 +102,7 @@ def test_an_error_within_a_section_fails_it_and_leaves_the_others(tiny, quick, t
     def broken(*given):
         raise RuntimeError(f"no room in {tmp_path}/somewhere/file.bin")
 
-    monkeypatch.setattr(sections, "codec_for", broken)
+    monkeypatch.setattr(codec, "codec_for", broken)
     status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codec", *CPU)
     found = document["checkpoints"]["random:tiny"]["sections"]
     assert status == 1 and found["codec"]["reason"] == "RuntimeError: no room in file.bin"
@@ -112,7 +113,7 @@ def test_without_upstream_the_codec_is_compared_with_ours_alone(tiny, quick, tmp
     def absent(*given):
         raise BackendUnavailable("the upstream package qwen-tts is needed")
 
-    monkeypatch.setattr(sections, "load_upstream", absent)
+    monkeypatch.setattr(command, "load_upstream", absent)
     status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes,codec", *CPU)
     found = document["checkpoints"]["random:tiny"]["sections"]
     assert status == 0
@@ -129,23 +130,26 @@ def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys
     }  # fmt: skip
 
 
-def test_kernel_and_text_give_the_document_that_the_notebooks_tables_read(
+def test_kernel_batch_and_text_give_the_document_that_the_notebooks_tables_read(
     tiny, tiny_margin, tiny_projected, quick, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
     monkeypatch.setattr(text_parity, "_TOKENS", 6)
     monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
-    few = ["--contexts", "5", "--forced-frames", "2", "--exact-frames", "4", "--kernel", "torch"]
-    words = ["random:tiny", "random:tiny-projected", "--parts", "kernel,text", "--text-model", "random:tiny"]
+    words = ["random:tiny", "--parts", "kernel,batch,text", "--text-model", "random:tiny"]
+    few = ["--contexts", "5", "--lanes", "3", "--kernel", "torch"]
     status, document = run(capsys, tmp_path, *words, *few, *CPU)
     assert status == 0 and document["passed"]
     assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
     assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
-    first, second, text = parity_rows(document, "")
-    assert first["frames forced"] == 2 and first["hidden: ratio"] == 1
-    assert first["frames equal (wide margins)"] == second["frames equal (wide margins)"] == "4 of 4"
+    found = document["checkpoints"]["random:tiny"]
+    assert found["sections"]["kernel"]["ratio"]["hidden"] == 1 and found["sections"]["batch"]["status"] == "passed"
+    kernel, batch, text = parity_rows(document, "")
+    assert kernel["frames forced"] == 4 and kernel["hidden: ratio"] == 1
+    assert kernel["frames equal (wide margins)"] == "4 of 4"
+    assert batch["kernel"] == "batch, torch" and batch["passed"]
+    assert batch["frames equal (wide margins)"] == "9 of 9"
     assert text["passed"] and text["tokens equal (wide margins)"] == "12 of 12"
-    assert document["checkpoints"]["random:tiny"]["sections"]["kernel"]["ratio"]["hidden"] == 1
 
 
 def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
@@ -159,13 +163,13 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
 
 
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
-    upstream = sections.Upstream(tiny)
-    prompts = sections.prompt_section(tiny, upstream, Budget(0))
+    upstream = command.Upstream(tiny)
+    prompts = command.prompt_section(tiny, upstream, Budget(0))
     assert prompts["prompts"] == 1 < prompts["asked"]
-    codes = sections.codes_section(tiny, upstream, Budget(0))
+    codes = command.codes_section(tiny, upstream, Budget(0))
     assert codes["frames"] == {"bf16": 2, "fp32": 0} and codes["asked"] == 6  # one frame greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
-    assert sections.codec_section(tiny, upstream, "cpu", Budget(0))["frames"] == 16
+    assert codec.codec_section(tiny, lambda: upstream.model(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
 
 
 def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, quick, capsys):
