@@ -1,4 +1,4 @@
-"""Notebook helpers: run folders, clips, tables, controls, and the rows of the report."""
+"""Notebook helpers: run folders, clips, tables, widgets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from IPython.utils.capture import capture_output
 
 from mktts.audio import read_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import MetricsError, MkttsError
+from mktts.errors import MkttsError
 from mktts.measure import machine, metrics
-from mktts.notebook import nb, report
+from mktts.notebook import nb
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.metrics import StreamMetrics
 
 
 @pytest.fixture
@@ -232,95 +231,6 @@ def test_a_button_acts_once():
     shown.click()
     shown.click()
     assert calls == [1] and shown.disabled
-
-
-# ---- report
-
-
-def measured(**changes):
-    base = dict(
-        ttfc_ms=50.0, audible_ttfc_ms=130.0, rtf=0.5, audio_s=0.8, compute_ms=400.0, frames=10, prefill_ms=10.0,
-        talker_ms_per_frame=5.0, predictor_ms_per_frame=20.0, codec_ms_per_frame=10.0, underruns=1, stalled_ms=3.0,
-        prebuffer_ms=3.0,
-    )  # fmt: skip
-    return StreamMetrics(**{**base, **changes})
-
-
-def test_stages_and_the_rest_add_up_to_the_time_per_frame():
-    stages = report.stages_per_frame([measured(), measured(rtf=0.75)])
-    assert stages == {"talker": 5.0, "predictor": 20.0, "codec": 10.0, "other": 15.0}
-
-
-def test_repeats_become_medians_sums_and_skip_silent_utterances():
-    recorded = report.over_repeats([measured(ttfc_ms=40.0), measured(ttfc_ms=60.0, audible_ttfc_ms=None)])
-    assert recorded["ttfc_ms_median"] == 50.0 and recorded["audible_ttfc_ms_median"] == 130.0
-    assert recorded["never_audible"] == 1
-    assert recorded["underruns"] == 2 and recorded["repeats"] == 2
-    assert recorded["wall_ms_per_frame"] == 40.0 and "frame_ms" not in recorded  # which is the codes' alone, in a bench
-
-
-def test_texts_have_a_row_each_with_medians():
-    rows = report.by_text({"Hi.": [measured(ttfc_ms=40.0), measured(ttfc_ms=60.0)], "x" * 99: [measured(rtf=0.75)]})
-    assert rows[0] == {
-        "text": "Hi.", "characters": 3, "audio (s)": 0.8, "TTFC (ms)": 50.0, "RTF": 0.5, "underruns": 2,
-    }  # fmt: skip
-    assert rows[1]["characters"] == 99 and len(rows[1]["text"]) == report.TEXT_CHARS and rows[1]["RTF"] == 0.75
-
-
-def test_collected_reads_the_nearest_table_and_the_manual_runs(tmp_path):
-    import pandas
-
-    rows = [
-        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
-        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
-    ]
-    pandas.DataFrame(rows).to_parquet(tmp_path / report.TABLE)
-    for name in ("06_report-manual", "03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    for name, rtf in (("03_streaming-manual", 0.25), ("03_streaming-manual-2", 0.5), ("03_streaming-manual-x", 1.0)):
-        metrics.record(tmp_path / "runs" / name, rtf=rtf)
-    found = report.collected(tmp_path / "runs" / "06_report-manual")
-    assert found == [
-        *rows,
-        {"run": "03_streaming-manual", "notebook": "03_streaming", "rtf": 0.25},
-        {"run": "03_streaming-manual-2", "notebook": "03_streaming", "rtf": 0.5},
-    ]
-    coverage = {line["notebook"]: line for line in report.coverage(found)}
-    assert (
-        coverage["02_parity"]["failed"] == 1 and "mktts run notebooks/02_parity.ipynb" in coverage["02_parity"]["note"]
-    )
-    assert coverage["04_metrics"]["note"] == ""
-    assert report.points(report.of_notebook(found, "04_metrics"), "rtf_median") == [("c", 0.5)]
-
-
-def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_down():
-    recorded = {"backend": "torch", "device": "cpu", "dtype": "torch.float32", "threads": 2.0}
-    by_hand = {**recorded, "checkpoint": "small", "schedule": "1,2"}
-    swept = {**recorded, "param.CHECKPOINT": "small", "param.SCHEDULE": "1,2", "param.BF16": None}
-    expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
-    assert report.label(by_hand) == report.label(swept) == expected
-    assert report.label({}) == "checkpoint not recorded"
-
-
-def test_the_report_asks_for_every_notebook_of_the_folder_but_itself():
-    names = {path.stem for path in (nb.repository() / "notebooks").glob("*.ipynb")}
-    assert {line["notebook"] for line in report.coverage([])} == names - {"06_report"} and len(names) > 5
-
-
-def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):
-    (tmp_path / "runs" / "06_report").mkdir(parents=True)
-    assert report.collected(tmp_path / "runs" / "06_report") == []
-    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
-    with pytest.raises(MetricsError, match=report.TABLE):
-        report.collected(tmp_path / "runs" / "06_report")
-
-
-def test_a_table_further_up_is_not_this_grids(tmp_path):
-    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
-    for folder in ("06_report", ".partial/06_report"):
-        run_dir = tmp_path / "outputs" / "runs" / folder
-        run_dir.mkdir(parents=True)
-        assert report.collected(run_dir) == []
 
 
 # ---- machine

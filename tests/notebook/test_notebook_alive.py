@@ -57,6 +57,7 @@ async def page(monkeypatch, tmp_path):
         yield Page(client)
 
 
+@pytest.mark.slow
 async def test_start_speaks_again_after_a_run_and_stop_ends_it(page):
     start, player = page.model(description="Start"), page.model(status="live PCM")
     message = page.model(_model_name="HTMLModel")

@@ -19,7 +19,6 @@ from mktts.measure.parity.command import name_of, without_paths
 from mktts.measure.parity.kernel import Scope
 from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
-from mktts.notebook.parity_tables import parity_rows
 from mktts.synth.upstream import load_upstream
 
 CPU = ["--device", "cpu"]
@@ -130,7 +129,7 @@ def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys
     }  # fmt: skip
 
 
-def test_kernel_batch_and_text_give_the_document_that_the_notebooks_tables_read(
+def test_kernel_batch_and_text_give_the_document_that_the_notebook_reads(
     tiny, tiny_margin, tiny_projected, quick, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
@@ -144,12 +143,11 @@ def test_kernel_batch_and_text_give_the_document_that_the_notebooks_tables_read(
     assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
     found = document["checkpoints"]["random:tiny"]
     assert found["sections"]["kernel"]["ratio"]["hidden"] == 1 and found["sections"]["batch"]["status"] == "passed"
-    kernel, batch, text = parity_rows(document, "")
-    assert kernel["frames forced"] == 4 and kernel["hidden: ratio"] == 1
-    assert kernel["frames equal (wide margins)"] == "4 of 4"
-    assert batch["kernel"] == "batch, torch" and batch["passed"]
-    assert batch["frames equal (wide margins)"] == "9 of 9"
-    assert text["passed"] and text["tokens equal (wide margins)"] == "12 of 12"
+    assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "batch", "errors", "passed"}
+    assert found["forced"]["frames"] == {"5": 4} and found["forced"]["pooled"]["hidden"]["ratio"] == 1
+    assert {"kernel", "bf16"} == set(found["forced"]["total_variation"]["code 0"])
+    assert found["exact"] == {"frames": 4, "asked": 4, "equal": True, "passed": True}
+    assert found["batch"]["torch"]["exact"]["equal"] == 9 and found["batch"]["torch"]["free"]["passed"]
 
 
 def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
