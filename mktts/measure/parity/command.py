@@ -62,7 +62,6 @@ _SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
 _ON_DEVICE = ("kernel", "batch", "text")
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
-_HUB_CACHE = re.compile(r"models--([^/\\]+)--([^/\\]+)")  # of a folder in the Hub's own cache
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
 _FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/:'\",()\[\]]+[\\/])+")
 
@@ -276,7 +275,7 @@ def codes_section(checkpoint: Checkpoint, upstream: Upstream, budget: Budget) ->
         expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
         del model
         upstream.held.clear()
-        rows += compare_expected(checkpoint, expected, dtype)
+        rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
         took_s = time.perf_counter() - begun_s
     wrong = [row for row in rows if not row["equal"]]
     # The times of a run this short are no measurement: they stay out.
@@ -326,14 +325,9 @@ def _missing(kernel: str, device: str, part: str) -> str | None:
 
 
 def name_of(source: str) -> str:
-    """What a checkpoint is called in the file: a Hub id, small or random:... as it is; of a folder its last name, or
-    the Hub id that a folder of the Hub's cache belongs to."""
+    """What a checkpoint is called in the file: a Hub id, small or random:... as it is, a folder by its last name."""
     folder = Path(source).expanduser()
-    if source.startswith("random:") or not folder.is_dir():
-        return source
-    if found := _HUB_CACHE.search(str(folder.resolve())):
-        return f"{found[1]}/{found[2]}"
-    return folder.resolve().name
+    return source if source.startswith("random:") or not folder.is_dir() else folder.resolve().name
 
 
 def without_paths(value: Any) -> Any:

@@ -275,6 +275,7 @@ def test_lanes_in_bf16_are_as_near_to_fp32_as_the_bf16_oracle_and_wrong_ones_are
     for value in (*errors["pooled"].values(), *errors["by_head"], *errors["by_layer"], *errors["by_label"].values()):
         assert 0.8 < value["ratio"] < 1.3 and 1e-4 < value["kernel"] < 0.1
     assert free["streams"] == 3 and free["frames"] == free["equal"] + len(free["differences"])
+    loads = {2: loads[2]}
     tested.probe.lanes._talker._predictor._heads[6].mul_(1.05)
     wrong = forced_and_free(tested, oracles, loads)["forced"]
     assert not wrong["passed"] and wrong["pooled"]["logits of codes 1-15"]["ratio"] > 1.1
