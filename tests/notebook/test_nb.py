@@ -37,35 +37,19 @@ def bundles(captured):
 # ---- run folders
 
 
-@pytest.fixture
-def checkout(tmp_path):
+def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_alone(tmp_path, monkeypatch, shown):
     (tmp_path / "notebooks" / "deep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize("inside", [".", "notebooks", "notebooks/deep"])
-def test_a_run_by_hand_goes_to_the_repositorys_outputs_from_any_folder_in_it(checkout, inside, monkeypatch, shown):
-    monkeypatch.chdir(checkout / inside)
-    assert nb.run_dir("", "03_streaming") == checkout / "outputs" / "runs" / "03_streaming-manual"
-    assert (checkout / "outputs" / "runs" / "03_streaming-manual").is_dir()
-
-
-def test_a_run_by_hand_leaves_recorded_runs_alone_and_says_where_it_writes(checkout, monkeypatch, shown):
-    monkeypatch.chdir(checkout)
-    first = nb.run_dir("", "04_metrics")
-    assert nb.run_dir("", "04_metrics") == first  # nothing recorded yet: the cell was run again
+    for inside in (".", "notebooks", "notebooks/deep"):
+        monkeypatch.chdir(tmp_path / inside)
+        first = nb.run_dir("", "04_metrics")  # nothing recorded yet: the cell was run again
+        assert first == tmp_path / "outputs" / "runs" / "04_metrics-manual" and first.is_dir()
     metrics.record(first, rtf=0.25)
-    second = nb.run_dir("", "04_metrics")
-    metrics.record(second, rtf=0.5)
-    assert [first.name, second.name] == ["04_metrics-manual", "04_metrics-manual-2"]
+    assert nb.run_dir("", "04_metrics").name == "04_metrics-manual-2"
     assert json.loads((first / "metrics.json").read_text()) == {"rtf": 0.25}
     assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/04_metrics-manual-2")
-
-
-def test_a_given_run_folder_is_taken_relative_to_the_working_folder(checkout, monkeypatch):
-    monkeypatch.chdir(checkout / "notebooks")
-    assert nb.run_dir("../outputs/runs/x", "03_streaming") == checkout / "outputs" / "runs" / "x"
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert nb.run_dir("../outputs/runs/x", "03_streaming") == tmp_path / "outputs" / "runs" / "x"
 
 
 def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):
@@ -88,17 +72,12 @@ def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, s
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
 
 
-def test_audio_of_random_weights_is_labelled_as_not_speech(tmp_path, shown):
-    nb.clip(np.zeros(100, np.float32), "x", tmp_path, random_weights=True)
-    assert RANDOM_WEIGHTS in bundles(shown)[0]["text/html"]
-
-
-def test_a_long_clip_is_written_whole_and_embedded_in_part(tmp_path, shown):
+def test_a_long_clip_is_written_whole_embedded_in_part_and_labelled_where_it_is_no_speech(tmp_path, shown):
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
-    path = nb.clip(pcm, "long", tmp_path, random_weights=False)
+    path = nb.clip(pcm, "long", tmp_path, random_weights=True)
     assert len(read_audio(path)[0]) == len(pcm)
     (data,) = bundles(shown)
-    assert "embedded" in data["text/plain"]
+    assert "embedded" in data["text/plain"] and RANDOM_WEIGHTS in data["text/html"]
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
 
@@ -132,51 +111,46 @@ def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
 # ---- tables
 
 
-def test_a_table_has_every_key_as_a_column_and_escapes_its_cells(shown):
+def test_a_table_has_every_key_as_a_column_or_a_line_and_escapes_its_cells(shown):
     nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
-    (data,) = bundles(shown)
-    assert data["text/plain"].splitlines() == ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"]
-    assert "&lt;b&gt;" in data["text/html"] and "<b>" not in data["text/html"]
-
-
-def test_a_table_leaves_out_what_it_is_told_to(shown):
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
-    assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
-
-
-def test_a_table_may_have_rows_as_columns(shown):
     nb.table([{"who": "x", "a": 1, "b": 2}, {"who": "y", "a": 3, "c": 4}], heads="who")
-    assert bundles(shown)[0]["text/plain"].splitlines() == [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"]
-
-
-def test_rows_without_the_heads_key_stay_rows(shown):
     nb.table([{"missing": "all of it"}], heads="who")
-    assert bundles(shown)[0]["text/plain"].splitlines() == ["missing", "all of it"]
+    data = bundles(shown)
+    assert [one["text/plain"].splitlines() for one in data] == [
+        ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"],
+        ["a", "1", "4"],
+        [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"],
+        ["missing", "all of it"],
+    ]
+    assert "&lt;b&gt;" in data[0]["text/html"] and "<b>" not in data[0]["text/html"]
 
 
-# ---- controls
+# ---- widgets
 
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
-    panel = nb.controls({"SPEAKER": ["", "ryan"]}, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5)
-    assert panel.values == {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5}
-    panel._widgets["TEXT"].value = "Ho"
-    assert panel.values["TEXT"] == "Ho"
+    choices = {"SPEAKER": ["", "ryan"], "TEMPERATURE": (0.05, 2.0)}
+    panel = nb.controls(choices, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5, TEMPERATURE=0.3)
+    first = {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5, "TEMPERATURE": 0.3}
+    assert panel.values == first
+    panel._widgets["TEXT"].value, panel._widgets["TEMPERATURE"].value = "Ho", 7.0
+    assert panel.values == first | {"TEXT": "Ho", "TEMPERATURE": 2.0}  # a slider stays within its range
 
 
-def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter():
-    with pytest.raises(MkttsError, match="SPEAKER='nobody'"):
-        nb.controls({"SPEAKER": ["ryan"]}, SPEAKER="nobody")
+@pytest.mark.parametrize(
+    ("choices", "value", "named"),
+    [
+        (["ryan"], "nobody", "SPEAKER='nobody'"),
+        ((0.05, 2.0), 3.0, "SPEAKER=3.0 is not between"),
+        (None, (1, 2), "found tuple"),
+    ],
+)
+def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter(choices, value, named):
+    with pytest.raises(MkttsError, match=named):
+        nb.controls({"SPEAKER": choices} if choices else {}, SPEAKER=value)
     with pytest.raises(MkttsError, match="VOICE"):
         nb.controls({"VOICE": ["a"]}, SPEAKER="nobody")
-
-
-def test_a_number_with_a_range_is_a_slider_within_it():
-    panel = nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=0.3, SEED=1)
-    panel._widgets["TEMPERATURE"].value = 7.0
-    assert panel.values == {"TEMPERATURE": 2.0, "SEED": 1}
-    with pytest.raises(MkttsError, match="TEMPERATURE=3.0 is not between"):
-        nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=3.0)
 
 
 async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_and_again(shown):

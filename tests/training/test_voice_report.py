@@ -14,9 +14,9 @@ from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import main, parse
 from mktts.errors import CheckpointError
-from mktts.notebook.voice_report import Evidence, evidence, quality, reported
 from mktts.training import ship as ship_module
 from mktts.training.card import card
+from mktts.training.voice_report import Evidence, evidence, quality, reported
 
 
 def line(value, limit, met):
