@@ -23,7 +23,7 @@ from traces import document_of
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import MkttsError
-from mktts.notebook import records, runs
+from mktts.notebook import plots, records, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -163,12 +163,13 @@ SMALL = {  # settings, what is recorded, files
 
 @pytest.fixture
 def shell(monkeypatch):
-    """As a notebook's kernel, in notebooks/, with the settings of loggers and threads put back."""
+    """As a notebook's kernel, in notebooks/, with coarse pictures; settings of loggers and threads are put back."""
     import loguru
     import torch
 
     threads = torch.get_num_threads()
     monkeypatch.chdir(FOLDER)
+    monkeypatch.setattr(plots, "DPI", 40)
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
     torch.set_num_threads(threads)

@@ -31,6 +31,11 @@ DRAW = {
 }
 
 
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    monkeypatch.setattr(plots, "DPI", 40)
+
+
 @pytest.fixture(params=DRAW)
 def drawn(request, tmp_path):
     return request.param, DRAW[request.param](tmp_path), tmp_path

@@ -155,15 +155,15 @@ def test_computed_parameter_is_refused(tmp_path):
 
 CELL = """\
 import os
+if SEED == 3: os._exit(1)
+assert SEED != 2, "two is refused"
+from mktts.errors import PackageMissing
+if SEED == 4: raise PackageMissing("hearing needs pocketsphinx")
 import ipywidgets
 import numpy as np
 from IPython.display import IFrame, display
-from mktts.errors import PackageMissing
 from mktts.measure.metrics import record
 from mktts.notebook import nb
-if SEED == 3: os._exit(1)
-if SEED == 4: raise PackageMissing("hearing needs pocketsphinx")
-assert SEED != 2, "two is refused"
 folder = nb.run_dir(RUN_DIR, "n")
 record(folder, seed_squared=SEED**2)
 print(RUN_DIR)
