@@ -112,7 +112,9 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
 
     axis.set_minor_locator(NullLocator())
     if numbers is None:
-        low, high = axis.get_view_interval()
+        low, high = getattr(axis.axes, f"get_{axis.axis_name}lim")()
+        if not 0 < low < high:  # nothing was drawn
+            low, high = 1.0, 10.0
         wider = max(1.0, math.sqrt(10 * low / high))
         axis.axes.set(**{f"{axis.axis_name}lim": (low / wider, high * wider)})
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1_000 * low else (1,)))
@@ -275,7 +277,7 @@ def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float:
     """Milliseconds that a load spent on one frame of one stream: on a GPU the ticks' time on the device over the
     frames, on a CPU the process's CPU time. Not a number where the point does not say."""
     if not on_gpu:
-        return point.get("host_us_per_frame", math.nan) / 1e3
+        return (point.get("host_us_per_frame") or math.nan) / 1e3
     if not point.get("device_busy_percent") or not point.get("frames"):
         return math.nan
     return 10 * point["device_busy_percent"] * point["duration_s"] / point["frames"]
@@ -297,8 +299,8 @@ def growth(
 ) -> Figure:
     """First PCM, underruns and the time spent on a frame over the listeners: one line for each of `series`.
 
-    series: label -> points of a document of `bench --load`, or of `mktts.notebook.loads.hold`, which have `waits_ms`
-    too: a dot for each arrival. goal_ms: of the 99th percentile of first PCM. on_gpu: see `cost_ms`.
+    series: label -> points of a document of `bench --load`; one with `waits_ms` has a dot for each arrival. goal_ms:
+    of the 99th percentile of first PCM. on_gpu: see `cost_ms`.
     """
     figure, panels = new(7.6, 3, sharex=True, height_ratios=(2.2, 1, 1.4))
     first, late, spent = panels

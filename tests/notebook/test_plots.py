@@ -91,3 +91,16 @@ def test_growth_shows_every_arrival_the_gaps_and_the_cost(tmp_path):
     assert [tick.get_text() for tick in cost.get_xticklabels()] == ["1", "4"] and "CPU" in cost.get_ylabel()
     plots.plain_ticks(cost.xaxis, [64, 1_400, 1_600])  # two that lie close are not written over each other
     assert [tick.get_text() for tick in cost.get_xticklabels()] == ["64", "1,400", ""]
+
+
+def test_a_load_whose_listeners_got_nothing_is_drawn(tmp_path):
+    nothing = point(1, ttfc_p50_ms=None, ttfc_p99_ms=None, host_us_per_frame=None, waits_ms=[])
+    assert plots.growth({"alone": [nothing]}, False, tmp_path, "here")
+
+
+def test_a_frame_costs_the_devices_time_on_a_gpu_and_underruns_count_by_the_minutes_that_were_played():
+    busy = point(4, duration_s=20.0, frames=10_000, device_busy_percent=50.0, playing_mean=3.0, underruns=5)
+    assert plots.cost_ms(busy, on_gpu=True) == pytest.approx(1.0)  # 10 s for 10 000 frames
+    assert np.isnan(plots.cost_ms(busy, on_gpu=False)) and np.isnan(plots.cost_ms(point(), on_gpu=True))
+    assert plots.underruns_a_minute(busy) == pytest.approx(5.0)
+    assert plots.underruns_a_minute(point(4, playing_mean=0.0)) == 0.0
