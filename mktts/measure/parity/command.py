@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +170,9 @@ def _prove(
     missing = {part: why for part in _ON_DEVICE if (why := _missing(arguments.kernel, device, part))}
     if source.startswith("random:") and {"kernel", "batch"} & (set(parts) - set(missing)):
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
-    upstream, budget = Upstream(checkpoint), Budget(60 * arguments.minutes)
-
-    def ready(part: str) -> None:
-        upstream.held.clear()
-        if part in missing:
-            raise BackendUnavailable(missing[part])
+    upstream, budget = upstream_of(checkpoint), Budget(60 * arguments.minutes)
 
     def frames(part: str, within: Budget) -> dict[str, Any]:
-        ready(part)
         found = parity_of(
             source, scope, arguments.kernel, device, batch=part == "batch", revision=arguments.revision, budget=within
         )
@@ -190,10 +184,9 @@ def _prove(
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, partial(upstream.model, torch.bfloat16), device),
+        "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), device),
         "codes": partial(codes_section, checkpoint, upstream),
-        "kernel": partial(frames, "kernel"),
-        "batch": partial(frames, "batch"),
+        **{part: partial(frames, part) for part in ("kernel", "batch")},
     }
     wanted = {part: share for part, share in _SHARES.items() if part in parts}
     wanted |= {part: 0 for part in wanted if part in missing}  # the others take its time
@@ -201,7 +194,10 @@ def _prove(
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
         within = budget.share(share / max(1, sum(wanted.values())))
         del wanted[part]
-        result["sections"][part] = section(partial(work[part], within))
+        if part in _ON_DEVICE:
+            upstream.cache_clear()
+        skipped = {"status": "skipped", "reason": missing.get(part), "seconds": 0.0}
+        result["sections"][part] = skipped if part in missing else section(partial(work[part], within))
         states = {found["status"] for found in result["sections"].values()}
         result["passed"] = "passed" in states and "failed" not in states
         store()
@@ -225,25 +221,18 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 # ---- prompt and codes
 
 
-class Upstream:
-    """qwen-tts's model of one checkpoint, on the CPU, loaded when it is asked for and held in one dtype at a time."""
+def upstream_of(checkpoint: Checkpoint) -> Any:
+    """dtype -> qwen-tts's model on the CPU, loaded when it is asked for and kept until `cache_clear`.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.held: dict[torch.dtype, Any] = {}
-
-    def model(self, dtype: torch.dtype) -> Any:
-        """A qwen_tts.Qwen3TTSModel. Raises BackendUnavailable without qwen-tts."""
-        if dtype not in self.held:
-            self.held.clear()
-            self.held[dtype] = load_upstream(self._checkpoint, dtype)
-        return self.held[dtype]
+    The call raises BackendUnavailable without qwen-tts.
+    """
+    return lru_cache(1)(lambda dtype: load_upstream(checkpoint, dtype))
 
 
-def prompt_section(checkpoint: Checkpoint, upstream: Upstream, budget: Budget) -> dict[str, Any]:
+def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Every mode that the checkpoint has, in bf16."""
     dtype, requests = torch.bfloat16, standard_requests(checkpoint)
-    model, rows = upstream.model(dtype), []
+    model, rows = upstream(dtype), []
     for request in requests:
         if rows and budget.over:
             break
@@ -258,7 +247,7 @@ def prompt_section(checkpoint: Checkpoint, upstream: Upstream, budget: Budget) -
     return found
 
 
-def codes_section(checkpoint: Checkpoint, upstream: Upstream, budget: Budget) -> dict[str, Any]:
+def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Greedy codes and drawn ones; fp32 where it can be done in the time that bf16 leaves."""
     requests = standard_requests(checkpoint)[:CODES_REQUESTS]
     rows: list[Row] = []
@@ -269,12 +258,12 @@ def codes_section(checkpoint: Checkpoint, upstream: Upstream, budget: Budget) ->
             left_out[name] = f"no time: it would take about {took_s:.0f} s, {budget.left_s:.0f} s were left"
             continue
         begun_s = time.perf_counter()
-        model, within = upstream.model(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
+        model, within = upstream(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
         greedy, drawn = checkpoint.sampling().greedy(), replace(checkpoint.sampling(), rng="torch")
         expected = upstream_codes(model, requests, greedy, SEED, CODES_FRAMES, within.share(0.5))
         expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
         del model
-        upstream.held.clear()
+        upstream.cache_clear()
         rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
         took_s = time.perf_counter() - begun_s
     wrong = [row for row in rows if not row["equal"]]

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,18 +73,8 @@ class Scope:
     watched: int = 8
 
 
-class UnderTest(Protocol):
-    """The model under test."""
-
-    def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, Iterable[Observed]]]:
-        """What it did in every frame of the streams that are compared, with their numbers."""
-
-    def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
-        """Codes (T, 16) of each stream."""
-
-
 class KernelUnderTest:
-    """One stream at a time: the megakernel, or the bf16 oracle in its place."""
+    """One stream at a time: the megakernel, or the bf16 oracle in its place; `LanesUnderTest` is its like."""
 
     def __init__(self, checkpoint: Checkpoint, kernel: str, device: str, bf16: TorchBackend) -> None:
         backend: Any = bf16
@@ -95,9 +85,11 @@ class KernelUnderTest:
         self.probe = probe_of(backend)
 
     def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, Iterable[Observed]]]:
+        """What every frame of the compared streams did, with their numbers."""
         return ((number, self._frames(stream)) for number, stream in enumerate(streams))
 
     def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
+        """Codes (T, 16) of each stream."""
         return [our_codes(self.probe.backend, one, one.sampling, one.seed, len(one.text)) for one in streams]
 
     def _frames(self, stream: RowStream) -> Iterator[Observed]:
@@ -107,6 +99,9 @@ class KernelUnderTest:
             if frame is None:
                 return
             yield frame
+
+
+UnderTest = KernelUnderTest | LanesUnderTest
 
 
 def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:

@@ -155,13 +155,13 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
 
 
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
-    upstream = command.Upstream(tiny)
+    upstream = command.upstream_of(tiny)
     prompts = command.prompt_section(tiny, upstream, Budget(0))
     assert prompts["prompts"] == 1 < prompts["asked"]
     codes = command.codes_section(tiny, upstream, Budget(0))
     assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 6  # one utterance greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
-    assert codec.codec_section(tiny, lambda: upstream.model(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
+    assert codec.codec_section(tiny, lambda: upstream(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
 
 
 def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, quick, capsys):
