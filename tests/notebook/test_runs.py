@@ -53,38 +53,34 @@ def read(path: Path) -> dict:
 
 def test_parameters_have_the_annotated_type_and_the_literal_default(tmp_path):
     found = runs.read_notebook(notebook(tmp_path / "n.ipynb")).parameters
-    assert found["TEXT"] == ("str", "a=b # not a comment")
-    assert found["SHAPE"] == ("tuple", (1, 2))
-    assert found["PLAIN"] == ("int", 3)
-
-
-def test_grid_is_every_combination_typed_and_in_order(tmp_path):
-    planned = runs.plan([notebook(tmp_path / "n.ipynb")], ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"])
-    assert [run.parameters for run in planned] == [
-        {"SEED": seed, "FLAG": flag, "SCALE": 0.5} for seed in (1, 2) for flag in (True, False)
-    ]
-    assert all(isinstance(run.parameters["FLAG"], bool) for run in planned)
-    assert len({run.name for run in planned}) == len(planned)
-
-
-def test_quoted_values_keep_their_commas_and_quotes(tmp_path):
-    planned = runs.plan([notebook(tmp_path / "n.ipynb")], ['TEXT="Yes, please.","He said ""no"".",plain'])
-    assert [run.parameters["TEXT"] for run in planned] == ["Yes, please.", 'He said "no".', "plain"]
+    defaults = {"TEXT": ("str", "a=b # not a comment"), "SHAPE": ("tuple", (1, 2)), "PLAIN": ("int", 3)}
+    assert {name: found[name] for name in defaults} == defaults
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("settings", "names", "values"),
     [
-        ([], "n"),
-        (["SEED=1", "TEXT=small"], "n-SEED=1-TEXT=small"),
-        (["TEXT=random:tiny"], "n-TEXT=random~tiny"),
-        (['TEXT="1,1,2"'], "n-TEXT=1,1,2"),
-        (["FLAG=true", "SCALE=0.5"], "n-FLAG=True-SCALE=0.5"),
+        ([], ["n"], [{}]),
+        (["TEXT="], ["n-TEXT="], [{"TEXT": ""}]),
+        (["SEED=1", "TEXT=small"], ["n-SEED=1-TEXT=small"], [{"SEED": 1, "TEXT": "small"}]),
+        (
+            ['TEXT=random:tiny,"1,1,2"'],
+            ["n-TEXT=random~tiny", "n-TEXT=1,1,2"],
+            [{"TEXT": "random:tiny"}, {"TEXT": "1,1,2"}],
+        ),
+        (['TEXT="Yes, please.","He said ""no""."'], None, [{"TEXT": "Yes, please."}, {"TEXT": 'He said "no".'}]),
+        (
+            ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"],
+            [f"n-SEED={seed}-FLAG={flag}-SCALE=0.5" for seed in (1, 2) for flag in (True, False)],
+            [{"SEED": seed, "FLAG": flag, "SCALE": 0.5} for seed in (1, 2) for flag in (True, False)],
+        ),
     ],
 )
-def test_a_run_folders_name_tells_the_set_values(tmp_path, settings, name):
-    (planned,) = runs.plan([notebook(tmp_path / "n.ipynb")], settings)
-    assert planned.name == name
+def test_a_grid_is_every_combination_typed_in_order_and_named_by_its_values(tmp_path, settings, names, values):
+    planned = runs.plan([notebook(tmp_path / "n.ipynb")], settings)
+    assert [run.parameters for run in planned] == values
+    assert all(isinstance(run.parameters.get("FLAG", True), bool) for run in planned)
+    assert names is None or [run.name for run in planned] == names
 
 
 def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
@@ -105,11 +101,6 @@ def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
         runs.plan([tmp_path / "x*.ipynb"], [])
     literal = notebook(tmp_path / "a[1].ipynb")
     assert [run.notebook.path for run in runs.plan([literal], [])] == [literal]
-
-
-def test_a_name_without_a_value_is_one_empty_value(tmp_path):
-    (planned,) = runs.plan([notebook(tmp_path / "n.ipynb")], ["TEXT="])
-    assert planned.parameters == {"TEXT": ""}
 
 
 @pytest.mark.parametrize(
@@ -141,16 +132,13 @@ def test_name_unknown_to_one_of_two_notebooks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"cells": 3}'])
-def test_file_that_is_no_notebook_is_refused(tmp_path, text):
+def test_a_file_that_is_no_notebook_and_a_computed_parameter_are_refused(tmp_path, text):
     path = tmp_path / "n.ipynb"
     path.write_text(text)
     with pytest.raises(BatchError, match=r"n\.ipynb: expected a notebook"):
         runs.plan([path], [])
-
-
-def test_computed_parameter_is_refused(tmp_path):
     with pytest.raises(BatchError, match="literals"):
-        runs.read_notebook(notebook(tmp_path / "n.ipynb", parameters="A: int = len('x')"))
+        runs.plan([notebook(path, parameters="A: int = len('x')")], [])
 
 
 CELL = """\

@@ -67,13 +67,10 @@ def test_a_schedule_that_is_none_is_named(tiny, text):
         speaking.stream_arguments(tiny, SCHEDULE=text)
 
 
-def test_a_number_below_its_least_is_named_by_its_parameter():
+def test_numbers_and_texts_that_are_none_are_named_by_their_parameter():
     speaking.at_least(1, REPEATS=1, FRAMES=3)
     with pytest.raises(OptionsError, match="REPEATS must be a whole number of at least 1, got 0"):
         speaking.at_least(1, FRAMES=3, REPEATS=0)
-
-
-def test_texts_are_separated_by_bars_and_none_is_empty():
     assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
     with pytest.raises(OptionsError, match="TEXTS"):
         speaking.texts("Yes. |")
