@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,15 +199,3 @@ class LatencyObserver(BaseObserver):
         self._answered.append(turn)
         if self.on_turn is not None:
             await self.on_turn(turn.latency())
-
-
-def table(turns: Sequence[TurnLatency]) -> str:
-    """The turns as text, times in ms."""
-    rows = [["turn", *(name.removesuffix("_ms").replace("_", " ") for name in TIMES), "said"]]
-    for turn in turns:
-        times = [getattr(turn, name) for name in TIMES]
-        rows.append([str(turn.turn), *("-" if value is None else f"{value:.0f}" for value in times), turn.user])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[-1]}" for row in rows
-    )

@@ -28,7 +28,7 @@ from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
-from mktts.agent.latency import TurnLatency, table
+from mktts.agent.latency import TurnLatency
 from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
@@ -130,21 +130,6 @@ class Talk:
         found |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
         return json.loads(json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str))
 
-    def lines(self) -> list[str]:
-        """What was said, the latencies, and what was heard back, for a person."""
-        said = [f"{message['role']:>9}: {message['content']}" for message in self.messages]
-        heard = [
-            f"{reply.turn:>9}: heard back, {reply.errors} of {reply.words} words wrong: {reply.heard}"
-            for reply in self.heard_back
-        ]
-        rate = self.word_error_rate
-        return [
-            *said,
-            table(self.turns),
-            *heard,
-            *([] if rate is None else [f"word error rate of the bot's whole replies: {rate:.3f}"]),
-        ]
-
 
 async def converse(
     settings: AgentSettings,
@@ -200,8 +185,8 @@ async def converse(
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
     )
-    for line in talk.lines():
-        say(line)
+    for message in talk.messages:
+        say(f"{message['role']:>9}: {message['content']}")
     return talk
 
 
