@@ -59,7 +59,7 @@ class Speech(Protocol):
 
 
 class FedSpeech(Speech, Protocol):
-    """An utterance whose text is still being written. Neither call waits: what cannot go out yet is kept."""
+    """An utterance whose text is still being written. No call waits: what cannot go out yet is kept."""
 
     def feed(self, text: str) -> None: ...
 

@@ -422,7 +422,7 @@ def test_the_address_of_the_websocket_follows_from_the_servers():
         ("https://speech.example/", "wss://speech.example/tts/ws"),
         ("ws://[::1]:80/deep/", "ws://[::1]:80/deep/tts/ws"),
     ):
-        assert RemoteSource(url)._servers[0][1] == address
+        assert RemoteSource(url)._ws == address
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""):
         with pytest.raises(OptionsError, match="url must be"):
             RemoteSource(url)
@@ -521,16 +521,12 @@ async def test_tries_have_an_end_and_a_cancel_ends_them():
         await source.disconnect()
 
 
-async def test_several_servers_take_turns_and_one_that_is_away_is_passed_over():
-    async with FakeServer(one_piece) as away:
-        pass
-    async with FakeServer(one_piece) as one, FakeServer(one_piece) as other:
-        source = RemoteSource([one.url, away.url, other.url])
+async def test_a_lost_connection_is_replaced_at_the_next_utterance():
+    async with FakeServer(one_piece) as server:
+        source = RemoteSource(server.url)
         await source.connect()
-        for _ in range(6):
+        for _ in range(3):
             assert await taken(await source.speak("Hello.", Style())) == PIECE
             await until(lambda: not source._connections)
         await source.disconnect()
-    assert (len(one.clients), len(other.clients)) == (3, 3)
-    with pytest.raises(OptionsError, match="empty"):
-        RemoteSource([])
+    assert len(server.clients) == 3
