@@ -624,7 +624,7 @@ def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
 # ---- all of it
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_everything_is_free_after_many_streams_that_end_in_every_way(desk, monkeypatch, seed):
     rng = random.Random(seed)
     prefix = "v" * rng.choice([0, 64, 90])
