@@ -135,18 +135,10 @@ _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash ta
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CachedPrefix:
     """Keys and values of positions [0, length), apart from the workspace they were made in."""
 
     keys_values: Tensor  # (2, layers, kv heads, length, head_dim)
-
-    @property
-    def keys(self) -> Tensor:
-        return self.keys_values[0]
-
-    @property
-    def values(self) -> Tensor:
-        return self.keys_values[1]
 
     @property
     def length(self) -> int:
@@ -233,16 +225,6 @@ class Prefill:
         next call."""
         return self._kv[:, :, :, : self._length]
 
-    @property
-    def keys(self) -> Tensor:
-        """Of `keys_values`."""
-        return self.keys_values[0]
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self.keys_values[1]
-
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
         """Prefills `rows` (L, H) at positions [past, past + L), after the `past` filled ones.
@@ -261,14 +243,14 @@ class Prefill:
         return self._hidden.clone()
 
     @torch.inference_mode()
-    def keep(self, length: int) -> Kept:
+    def keep(self, length: int) -> CachedPrefix:
         """A copy of positions [0, length), for `restore`. Raises CapacityError where they are not filled."""
         if not 0 < length <= self._length:
             raise CapacityError(f"{self._length} positions are filled, {length} were asked for")
-        return Kept(self._kv[:, :, :, :length].clone())
+        return CachedPrefix(self._kv[:, :, :, :length].clone())
 
     @torch.inference_mode()
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: CachedPrefix) -> None:
         """Makes the first positions those of `kept`, and them the only filled ones. Raises CapacityError."""
         expected = (*self._kv.shape[:3], min(kept.length, self.capacity), self._kv.shape[4])
         if kept.keys_values.shape != expected:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.kernel.prefill import Kept, Prefill
+from mktts.kernel.prefill import CachedPrefix, Prefill
 from mktts.kernel.tape_stack import TapeRows
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack
@@ -65,7 +65,7 @@ class KernelPrefill:
         return hidden
 
     @torch.inference_mode()
-    def go_on(self, rows: Tensor, kv: Tensor, kept: Kept) -> Tensor:
+    def go_on(self, rows: Tensor, kv: Tensor, kept: CachedPrefix) -> Tensor:
         """As `fill`, of a prompt (L, H) whose first `kept.length` (< L) positions are known; beyond the graphs'
         capacity all of it is computed."""
         if len(rows) > self.capacity:
@@ -91,8 +91,7 @@ class PrefixCache:
         self.prefill = prefill
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.nbytes = 0
-        self.hits = self.misses = 0
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, CachedPrefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -115,22 +114,20 @@ class PrefixCache:
                 self.prefill.restore(kept)
         return self.prefill.run(rows[prefix_rows:], prefix_rows)
 
-    def prefix(self, rows: Tensor, key: Hashable | None) -> Kept:
+    def prefix(self, rows: Tensor, key: Hashable | None) -> CachedPrefix:
         """Keys and values of the prefix rows (P, H) alone, found or made; where made, they are also in the workspace.
 
         For a caller that computes the rest of the prompt by other means.
         """
         return self.find(key, len(rows)) or self._make(rows, key)
 
-    def find(self, key: Hashable | None, rows: int) -> Kept | None:
-        """What is kept under `key`, counted as a hit or a miss. Raises PromptError where it has not `rows` rows."""
+    def find(self, key: Hashable | None, rows: int) -> CachedPrefix | None:
+        """What is kept under `key`. Raises PromptError where it has not `rows` rows."""
         kept = None if key is None else self._kept.get(key)
         if kept is None:
-            self.misses += 1
             return None
         if kept.length != rows:
             raise PromptError(f"prefix_key names a prefix of {kept.length} rows, this one has {rows}: keys must differ")
-        self.hits += 1
         self._kept.move_to_end(key)
         return kept
 
@@ -139,7 +136,7 @@ class PrefixCache:
         for key in [key for key in self._kept if is_of_voice(key, voice)]:
             self.nbytes -= self._kept.pop(key).nbytes
 
-    def _make(self, rows: Tensor, key: Hashable | None) -> Kept:
+    def _make(self, rows: Tensor, key: Hashable | None) -> CachedPrefix:
         self.prefill.run(rows)
         kept = self.prefill.keep(len(rows))
         if key is not None and self.max_entries and kept.nbytes <= self.max_bytes:
@@ -175,11 +172,11 @@ def copy_into_cache(keys_values: Tensor, kv: Tensor, start: int = 0) -> None:
 
 
 @torch.inference_mode()
-def kept_of_cache(kv: Tensor, length: int) -> Kept:
+def kept_of_cache(kv: Tensor, length: int) -> CachedPrefix:
     """A copy of positions [0, length) of the kernel's cache; what `copy_into_cache` wrote comes back."""
     group, slots = kv.shape[2], kv.shape[3]
     if not 0 < length <= group * slots:
         raise CapacityError(f"the cache holds {group * slots} positions, {length} were asked for")
     used = kv[:, :, :, : -(-length // group)]  # (layers, kv heads, group, slots, 2, head_dim)
     in_order = used.permute(4, 0, 1, 3, 2, 5).flatten(3, 4)  # position p is in block p % group, slot p // group
-    return Kept(in_order[:, :, :, :length].contiguous())
+    return CachedPrefix(in_order[:, :, :, :length].contiguous())

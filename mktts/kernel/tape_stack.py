@@ -4,7 +4,7 @@ rows a layer at a time is unpacked into matrices (csrc/unpack.cu)."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ MOST_POSITIONS = 512  # that a row can attend to
 KERNELS = tuple(f"mktts_rows_{phase}" for phase in ("qkv", "attend", "out", "gate_up", "down"))
 _ROWS_THREADS = 256
 _TILE = 16  # rows of a matrix that a block multiplies at a time
+# Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
+# to keep its memory busy.
+_UNPACK_THREADS, _SHARES = 512, 2
 
 Launch = Callable[[str, tuple[int, int], "RowsParams"], None]
 
@@ -38,6 +41,16 @@ class RowsParams(ctypes.Structure):
             end""".split()
         ),
         ("positions", ctypes.c_ulonglong),
+    ]
+
+
+class UnpackParams(ctypes.Structure):
+    """csrc/unpack.cu, struct Unpack."""
+
+    _fields_ = [
+        ("tape", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_ulonglong),
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
     ]
 
 
@@ -71,8 +84,7 @@ class TapeRows:
         past, end () int64. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the rows' keys and values.
         rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
         """
-        block_bytes = self._tape.stride(0) * self._tape.itemsize
-        p = RowsParams(block_bytes=block_bytes, positions=kv.shape[3])
+        p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
         point(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
         c, blocks = self._shape.talker, self._shape.blocks
         tiles = (self._shape.group, -(-c.hidden_size // (self._shape.group * _TILE)))
@@ -85,40 +97,6 @@ class TapeRows:
             self._launch("mktts_rows_out", tiles, p)
             self._launch("mktts_rows_gate_up", (blocks, 1), p)
             self._launch("mktts_rows_down", tiles, p)
-
-
-def _launches(shape: Shape, tape: Tensor) -> Launch:
-    with torch.cuda.device(tape.device):
-        build = compile_kernel(shape.defines, card_of(tape.device).arch, "rows.cu")
-        kernels = {name: PlainKernel(build.image, name) for name in KERNELS}
-    names = ("layer_bytes", "params_bytes", "rows", "most_keys")
-    sizes = tuple(build.constants[name] for name in names)
-    expected = (tape.stride(1) * tape.itemsize, ctypes.sizeof(RowsParams), ROWS, MOST_POSITIONS)
-    if sizes != expected:
-        raise BackendUnavailable(f"csrc/rows.cu and mktts disagree about {', '.join(names)}: {sizes} and {expected}")
-    early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
-
-    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
-        kernel = kernels[name]
-        with torch.cuda.device(tape.device):
-            (kernel.launch_early if early else kernel.launch_grid)(grid, _ROWS_THREADS, parameters)
-
-    return launch
-
-
-# Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
-# to keep its memory busy.
-_UNPACK_THREADS, _SHARES = 512, 2
-
-
-class UnpackParams(ctypes.Structure):
-    """csrc/unpack.cu, struct Unpack."""
-
-    _fields_ = [
-        ("tape", ctypes.c_void_p),
-        ("block_bytes", ctypes.c_ulonglong),
-        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
-    ]
 
 
 class TapeStack(Stack):
@@ -134,20 +112,34 @@ class TapeStack(Stack):
         """`kind` leads the names in `weights`. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
         super().__init__(shape.talker, weights[f"{kind}_final"])
         self._shape, self._tape = shape, weights[f"{kind}_tape"]  # (blocks, layers, elements)
-        self._kernel = _UnpackKernel(shape, self._tape) if self.device.type == "cuda" else None
-        self._room = self._new_room()
-        norms, heads = weights[f"{kind}_norms"], weights[f"{kind}_qk"]
+        self._kernel = None
+        if self.device.type == "cuda":
+            sizes = {"params_bytes": ctypes.sizeof(UnpackParams)}
+            self._kernel = _kernels("unpack.cu", ["mktts_unpack"], shape, self._tape, sizes)["mktts_unpack"]
+        c = self.config
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        h, inner = c.hidden_size, c.intermediate_size
+        shapes = {"qkv": (queries + 2 * keys, h), "o": (h, queries), "gate_up": (2 * inner, h), "down": (h, inner)}
+        self._room = {name: self._tape.new_empty(size) for name, size in shapes.items()}
+        q, k, v = self._room["qkv"].split((queries, keys, keys))
+        gate, up = self._room["gate_up"].split(inner)
+        matrices = {"q": q, "k": k, "v": v, "gate": gate, "up": up, **self._room}
         self._layers = [
-            _layer(self._room, *norms[i], *heads[i], *self._sizes) for i in range(self.config.num_hidden_layers)
+            LayerWeights(input_norm=norms[0], post_norm=norms[1], q_norm=heads[0], k_norm=heads[1], **matrices)
+            for norms, heads in zip(weights[f"{kind}_norms"], weights[f"{kind}_qk"], strict=True)
         ]
 
     def layer_weights(self, index: int) -> LayerWeights:
         """As `Stack.layer_weights`."""
-        if self._kernel is not None:
-            self._kernel.launch(index, self._room)
-        else:
+        if self._kernel is None:
             for name, matrix in unpack_layer(self._shape, self.config, self._tape[:, index]).items():
                 self._room[name].copy_(matrix)
+            return self._layers[index]
+        parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
+        named = {"out" if name == "o" else name: matrix for name, matrix in self._room.items()}
+        point(parameters, {"tape": self._tape[0, index], **named})
+        with torch.cuda.device(self._tape.device):
+            self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
         return self._layers[index]
 
     @property
@@ -155,64 +147,28 @@ class TapeStack(Stack):
         """Device memory of the room for one layer."""
         return sum(matrix.nbytes for matrix in self._room.values())
 
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Rows of queries; of keys, or values; of gates, or ups."""
-        c = self.config
-        return c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
 
-    def _new_room(self) -> dict[str, Tensor]:
-        h, (queries, keys, inner) = self.config.hidden_size, self._sizes
-        shapes = {"qkv": (queries + 2 * keys, h), "o": (h, queries), "gate_up": (2 * inner, h), "down": (h, inner)}
-        return {name: self._tape.new_empty(shape) for name, shape in shapes.items()}
+def _kernels(
+    unit: str, names: Sequence[str], shape: Shape, tape: Tensor, sizes: Mapping[str, int]
+) -> dict[str, PlainKernel]:
+    """The kernels of csrc/`unit` for one tape. Raises BackendUnavailable where its constants are not `sizes`."""
+    with torch.cuda.device(tape.device):
+        build = compile_kernel(shape.defines, card_of(tape.device).arch, unit)
+        kernels = {name: PlainKernel(build.image, name) for name in names}
+    for name, size in {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes}.items():
+        if build.constants[name] != size:
+            raise BackendUnavailable(f"csrc/{unit} and mktts disagree about {name}: {build.constants[name]} and {size}")
+    return kernels
 
 
-class _UnpackKernel:
-    """csrc/unpack.cu for one tape."""
+def _launches(shape: Shape, tape: Tensor) -> Launch:
+    sizes = {"params_bytes": ctypes.sizeof(RowsParams), "rows": ROWS, "most_keys": MOST_POSITIONS}
+    kernels = _kernels("rows.cu", KERNELS, shape, tape, sizes)
+    early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
 
-    def __init__(self, shape: Shape, tape: Tensor) -> None:
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        kernel = kernels[name]
         with torch.cuda.device(tape.device):
-            build = compile_kernel(shape.defines, card_of(tape.device).arch, "unpack.cu")
-            self._kernel = PlainKernel(build.image, "mktts_unpack")
-        sizes = build.constants["layer_bytes"], build.constants["params_bytes"]
-        expected = tape.stride(1) * tape.itemsize, ctypes.sizeof(UnpackParams)
-        if sizes != expected:
-            raise BackendUnavailable(f"csrc/unpack.cu and mktts disagree about bytes: {sizes} and {expected}")
-        self._tape = tape
+            (kernel.launch_early if early else kernel.launch_grid)(grid, _ROWS_THREADS, parameters)
 
-    def launch(self, index: int, room: Mapping[str, Tensor]) -> None:
-        """Queues the writing of layer `index` on torch's current stream."""
-        parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
-        named = {"out" if name == "o" else name: matrix for name, matrix in room.items()}
-        point(parameters, {"tape": self._tape[0, index], **named})
-        with torch.cuda.device(self._tape.device):
-            self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
-
-
-def _layer(
-    room: Mapping[str, Tensor],
-    input_norm: Tensor,
-    post_norm: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    queries: int,
-    keys: int,
-    inner: int,
-) -> LayerWeights:
-    q, k, v = room["qkv"].split((queries, keys, keys))
-    gate, up = room["gate_up"].split(inner)
-    return LayerWeights(
-        input_norm=input_norm,
-        q=q,
-        k=k,
-        v=v,
-        o=room["o"],
-        q_norm=q_norm,
-        k_norm=k_norm,
-        post_norm=post_norm,
-        gate=gate,
-        up=up,
-        down=room["down"],
-        qkv=room["qkv"],
-        gate_up=room["gate_up"],
-    )
+    return launch

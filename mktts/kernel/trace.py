@@ -112,15 +112,6 @@ def decode(words: np.ndarray) -> Marks:
     return Marks(points[0, :count], cycles, starved)
 
 
-def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: int) -> np.ndarray:
-    """The inverse of `decode`, as the kernel writes them: (blocks, room) uint64."""
-    clock = (cycles % (1 << _CLOCK_BITS)).astype(np.uint64)
-    waited = np.minimum(starved, (1 << _STARVED_BITS) - 1).astype(np.uint64) << np.uint64(_CLOCK_BITS)
-    words = np.zeros((len(cycles), room), np.uint64)
-    words[:, : len(points)] = (points.astype(np.uint64) << np.uint64(_CLOCK_BITS + _STARVED_BITS)) | waited | clock
-    return words
-
-
 def aligned(marks: Marks) -> np.ndarray:
     """Cycles (blocks, n) on block 0's clock: blocks are laid so that on the median of _NEAR sums in a row they receive
     the residual together. Clocks have rates of their own: on an H200 those of different GPCs drift apart by up to 15 us

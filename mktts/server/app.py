@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from fastapi.routing import APIRoute, Match
+from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -154,7 +154,7 @@ def make_app(
     )
     async def tts_stream_state(id: str) -> StreamState:
         """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
-        return service.find(id)
+        return service.find(id.partition(",")[0])  # where a proxy adds an id of its own, clients give both
 
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:
@@ -223,11 +223,10 @@ class _PageFiles(StaticFiles):
 
 def _allowed(app: FastAPI, request: Request) -> str:
     """The methods of a path, of all its routes; the framework names those of the first alone."""
-    methods: set[str] = set()
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE:
-            methods |= route.methods or set()
-    return ", ".join(sorted(methods))
+    methods = ("GET", "HEAD", "POST", "DELETE")
+    scopes = [{**request.scope, "method": method} for method in methods]
+    found = [any(route.matches(scope)[0] is Match.FULL for route in app.routes) for scope in scopes]
+    return ", ".join(method for method, there in zip(methods, found, strict=True) if there)
 
 
 async def _sweep(folder: VoiceFolder) -> None:

@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mktts.errors import BackendUnavailable, EngineError, ServerError
@@ -94,6 +93,8 @@ def serve_replicas(
     except ModuleNotFoundError:
         message = 'several replicas need Ray Serve, which is not installed: pip install -e ".[ray]" in the checkout'
         raise BackendUnavailable(message) from None
+    # It says that the ports of the cluster obey this user alone, as they should.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     here = {} if address else {"include_dashboard": False}
     try:
         ray.init(address or "local", namespace="serve", log_to_driver=False, logging_level=logging.WARNING, **here)
@@ -119,7 +120,7 @@ def serve_replicas(
             signal.signal(number, lambda number, frame: (signals.append(number), stop.set()))
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-            handle = serve.run(deployment.bind(_with_whole_paths(arguments), limits, access), name=_NAME)
+            handle = serve.run(deployment.bind(arguments, limits, access), name=_NAME)
         except Exception as error:  # of whichever process of Ray's it was
             reason = str(error).strip().rpartition("\n")[2]
             raise EngineError(f"the replicas did not start: {reason}") from None
@@ -158,16 +159,3 @@ def _resources(available: Mapping[str, float], replicas: int, device: str) -> di
         return {"num_gpus": 1, "num_cpus": min(1.0, cpus / gpus)}
     share = cpus / replicas
     return {"num_cpus": float(int(share)) if share >= 1 else int(share * 100) / 100}
-
-
-def _with_whole_paths(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The same with absolute paths, because a replica's working folder is another one."""
-    whole = argparse.Namespace(**vars(arguments))
-    del whole.run  # the command's function: nothing to be sent
-    if Path(whole.checkpoint).is_dir():
-        whole.checkpoint = str(Path(whole.checkpoint).resolve())
-    whole.voice = [f"{name}={Path(file).resolve()}" for name, _, file in (word.partition("=") for word in whole.voice)]
-    for name in ("voice_folder", "reference_folder"):
-        folder = getattr(whole, name)
-        setattr(whole, name, None if folder is None else folder.resolve())
-    return whole

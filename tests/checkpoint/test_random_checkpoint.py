@@ -20,20 +20,9 @@ from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.synth import upstream
 
-HUB_FILES = {
-    "config.json",
-    "configuration.json",
-    "generation_config.json",
-    "merges.txt",
-    "model.safetensors",
-    "preprocessor_config.json",
-    "speech_tokenizer/config.json",
-    "speech_tokenizer/configuration.json",
-    "speech_tokenizer/model.safetensors",
-    "speech_tokenizer/preprocessor_config.json",
-    "tokenizer_config.json",
-    "vocab.json",
-}
+_SMALL = ("config.json", "configuration.json", "preprocessor_config.json", "model.safetensors")
+HUB_FILES = {"generation_config.json", "merges.txt", "tokenizer_config.json", "vocab.json", *_SMALL}
+HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
 TEXT = "Hello world, this is speech."
 
 
@@ -41,15 +30,11 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_files_are_the_hubs_and_a_marker(tiny: Checkpoint) -> None:
+def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny: Checkpoint, tmp_path: Path) -> None:
     assert files_of(tiny.folder) == HUB_FILES | {"mktts.json"}
     assert tiny.is_random and tiny.revision is None
-
-
-def test_a_folder_without_the_marker_is_not_random(tmp_path: Path) -> None:
-    folder = random_checkpoint.make(tmp_path / "made")
-    (folder / "mktts.json").unlink()
-    assert not open_checkpoint(folder).is_random
+    shutil.copytree(tiny.folder, tmp_path / "unmarked", ignore=shutil.ignore_patterns("mktts.json"))
+    assert not open_checkpoint(tmp_path / "unmarked").is_random
 
 
 @pytest.mark.parametrize("words", ["tiny", "tiny:base", "tiny:voice_design", "tiny-projected"])
@@ -122,14 +107,10 @@ def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str, monkeypatch
     assert len(set(fine[:, 0].tolist())) == 6
 
 
-def test_with_margins_other_text_still_gives_other_codes(tiny_margin: Checkpoint) -> None:
+def test_with_margins_other_text_still_gives_other_codes() -> None:
     _, model = loaded("random:tiny:margin")
-    one, two = (
-        upstream.generate_codes(
-            model, Request(text, speaker="ryan", layout="streaming"), Sampling().greedy(), 0, max_frames=6
-        )
-        for text in (TEXT, "Good morning, what a day.")
-    )
+    requests = (Request(text, speaker="ryan", layout="streaming") for text in (TEXT, "Good morning, what a day."))
+    one, two = (upstream.generate_codes(model, request, Sampling().greedy(), 0, max_frames=6) for request in requests)
     assert not torch.equal(one, two)
 
 
@@ -175,19 +156,15 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_cache_is_at_home_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path / "named"))
-    assert random_checkpoint.cache_folder() == tmp_path / "named"
-    monkeypatch.delenv("MKTTS_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert random_checkpoint.cache_folder() == tmp_path / "home" / ".cache" / "mktts"
-
-
-def test_without_a_home_the_cache_is_a_private_temporary_folder(homeless: Path) -> None:
+def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = random_checkpoint.cache_folder()
     assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
     assert random_checkpoint.cache_folder() == folder
     assert random_checkpoint.ensure("tiny").parent == folder
+    monkeypatch.setenv("HOME", str(homeless / "home"))
+    assert random_checkpoint.cache_folder() == homeless / "home" / ".cache" / "mktts"
+    monkeypatch.setenv("MKTTS_CACHE", str(homeless / "named"))
+    assert random_checkpoint.cache_folder() == homeless / "named"
 
 
 def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> None:
@@ -203,17 +180,15 @@ def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> 
         random_checkpoint.cache_folder()
 
 
-def test_a_failed_make_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
-        random_checkpoint.ensure("tiny", cache=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fail)
+        with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
+            random_checkpoint.ensure("tiny", cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_with_content_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="found content"):
         random_checkpoint.make(tmp_path)

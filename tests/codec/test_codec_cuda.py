@@ -9,7 +9,7 @@ import torch
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, pieces
 from mktts.errors import CodecError
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLERANCE = 1e-5  # of full scale, fp32
@@ -50,25 +50,6 @@ def test_every_schedule_gives_the_cpus_samples(tiny, codec, codes):
         torch.testing.assert_close(pcm.cpu(), expected, atol=TOLERANCE, rtol=0)
 
 
-@torch.inference_mode()
-def test_a_frame_can_be_captured_in_a_cuda_graph(codec, codes):
-    expected, state = codec.decode_all(codes), codec.start()
-    frame = codes[:1].cuda()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # as torch asks for: warm up apart, and on a state of its own
-        codec.advance(frame, codec.start())
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pcm = codec.advance(frame, state)
-    for t in range(len(codes)):
-        frame.copy_(codes[t : t + 1])
-        graph.replay()
-        wanted = expected[t * SAMPLES_PER_FRAME : (t + 1) * SAMPLES_PER_FRAME]
-        torch.testing.assert_close(pcm, wanted, atol=TOLERANCE, rtol=0)
-    assert int(state.position) == len(codes)
-
-
 @pytest.mark.parametrize(
     "schedule", [[1] * 40, [2] * 20, [4] * 10, [8] * 5, [1, 1, 2, 4, 8, 8, 16], [3, 7, 15, 15], [40]]
 )
@@ -87,19 +68,6 @@ def test_graphs_give_the_eager_decoders_samples_and_state(codec, graphed, codes,
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_graphs_of_a_full_size_codec_give_the_eager_decoders_samples(codes):
-    from mktts.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint("random:tiny:custom_voice:full-codec")
-    codec = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), "cuda")
-    graphed = GraphedCodec(codec)
-    ours, theirs = graphed.start(), codec.start()
-    for piece in torch.cat((codes, codes, codes)).split(
-        [1, 1, 2, 4, *[8] * 10, 15, 17]
-    ):  # past the window of 72 frames
-        assert_same(graphed.decode(piece, ours), eager(codec, piece, theirs))
-
-
 def test_streams_on_the_same_graphs_and_a_copied_state_do_not_mix(codec, graphed, codes):
     states, references = [graphed.start(), graphed.start()], [codec.start(), codec.start()]
     for t, frames in enumerate((1, 2, 3, 8, 4, 5)):
@@ -109,12 +77,6 @@ def test_streams_on_the_same_graphs_and_a_copied_state_do_not_mix(codec, graphed
         for stream, (state, reference) in enumerate(zip(states, references, strict=True)):
             piece = codes.roll(stream, 1)[t : t + frames]
             assert_same(graphed.decode(piece, state), eager(codec, piece, reference))
-
-
-def test_states_of_the_eager_decoder_and_of_graphs_are_exchangeable(codec, graphed, codes):
-    state, reference = graphed.start(), codec.start()
-    mixed = [(graphed if t % 2 else codec).decode(piece, state) for t, piece in enumerate(codes.split(4))]
-    assert_same(torch.cat(mixed), torch.cat([codec.decode(piece, reference) for piece in codes.split(4)]))
 
 
 def test_no_later_call_changes_samples_of_graphs(graphed, codes):
@@ -133,17 +95,14 @@ def test_graphs_follow_the_stream_they_are_called_on(codec, graphed, codes):
     np.testing.assert_allclose(pcm, expected.cpu().numpy(), atol=GRAPH_TOLERANCE, rtol=0)
 
 
-def test_graphs_refuse_what_the_eager_decoder_refuses(tiny, codec, graphed, codes):
+def test_graphs_refuse_codes_of_the_device_and_states_of_another(tiny, graphed, codes):
     on_cpu = CodecDecoder(tiny.codec_config, tiny.codec_tensors()).start()
     state = graphed.start()
-    wrong = [codes[:0], codes[0], codes[:1].float(), codes[:1].cuda() + CODEBOOK_SIZE, codes[:1] - CODEBOOK_SIZE]
-    for bad, target in [*((bad, state) for bad in wrong), (codes[:1], on_cpu)]:
-        with pytest.raises(CodecError) as ours:
-            graphed.decode(bad, target)
-        with pytest.raises(CodecError) as theirs:
-            codec.decode(bad, target)
-        assert str(ours.value) == str(theirs.value)
-        assert target.frames == int(target.position) == 0
+    with pytest.raises(CodecError, match="control ids"):
+        graphed.decode(codes[:1].cuda() + CODEBOOK_SIZE, state)
+    with pytest.raises(CodecError, match="another decoder"):
+        graphed.decode(codes[:1], on_cpu)
+    assert state.frames == int(state.position) == 0
 
 
 def test_bf16_can_be_captured(tiny, codes):

@@ -97,4 +97,4 @@ def rms_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 def in_two_pieces(prefill: Prefill, x: Tensor) -> tuple[Tensor, ...]:
     """Hidden state, keys and values of rows of which the first nine come first."""
     prefill.run(x[:9])
-    return prefill.run(x[9:], 9), prefill.keys, prefill.values
+    return prefill.run(x[9:], 9), prefill.keys_values

@@ -110,6 +110,9 @@ def test_the_kernel_compiles_for_every_target(arch, size, capsys):
     assert build.constants == compile_kernel(shape, arch, SHARED).constants
 
 
+TEXT_SIZES = ("0.6b", "1.7b")  # of Qwen3 text models, which have the talkers' stacks
+
+
 # Of the shared headers, which compile at once. A wait for a copy that the ring cannot tell from the next has no end.
 @pytest.mark.parametrize("size", ["0.6b", "1.7b", SMALL, "tiny-projected"])
 @needs_nvrtc
@@ -122,6 +125,8 @@ def test_no_card_has_more_copies_under_way_than_stages(size):
         assert 1 <= known["talker_copies"] <= ring and 1 <= known["predictor_copies"] <= ring
         # The CPU runs a frame with this ring and these copies; five stages and more take any of them.
         assert (ring, known["talker_copies"]) in {pair[:2] for pair in RINGS} or ring >= 5
+        if size not in TEXT_SIZES:
+            continue
         stack = config_of(size).talker
         text = choose_text_shape(replace(stack, vocab_size=151_936), card.multiprocessors).defines
         ring = ring_stages(text, card)

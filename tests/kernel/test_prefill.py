@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mktts.kernel
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, Kept, Prefill, row_kernels
+from mktts.kernel.prefill import ROW_BUCKETS, CachedPrefix, FusedRows, Prefill, row_kernels
 from mktts.kernel.prompts import copy_into_cache
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, unit_rms
@@ -36,16 +36,17 @@ def small(dtype: torch.dtype = torch.float32, **settings) -> Prefill:
 
 
 @torch.inference_mode()
-def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden state of the last row, keys and values."""
+def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
+    """Hidden state of the last row; keys and values."""
     cache = of.new_cache(len(rows))
-    return of.forward(rows[None], cache)[0, -1], cache.keys[:, 0], cache.values[:, 0]
+    hidden = of.forward(rows[None], cache)[0, -1]
+    return hidden, torch.stack((cache.keys, cache.values))[:, :, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17, 64, 65, 127, 129, 300, 512])
 def test_all_lengths_give_the_oracles_hidden_state_keys_and_values(rows):
     prefill, x = small(), prompt(rows)
-    assert close((prefill.run(x), prefill.keys, prefill.values), oracle(x, stack()))
+    assert close((prefill.run(x), prefill.keys_values), oracle(x, stack()))
     assert prefill.length == rows
 
 
@@ -55,7 +56,7 @@ def test_a_prompt_in_two_pieces_gives_the_oracles_single_pass(past, rows):
     prefill, x = small(), prompt(past + rows)
     prefill.run(x[:past])
     hidden = prefill.run(x[past:], past)
-    assert close((hidden, prefill.keys, prefill.values), oracle(x, stack()))
+    assert close((hidden, prefill.keys_values), oracle(x, stack()))
 
 
 def test_the_last_row_is_what_the_oracle_makes_of_it_step_by_step():
@@ -73,7 +74,7 @@ def test_in_bf16_it_is_no_further_from_fp64_than_the_oracle():
         x = prompt(rows, dtype=torch.bfloat16)
         exact = oracle(x.double(), stack(torch.float64))
         prefill = small(torch.bfloat16)
-        ours = (prefill.run(x), prefill.keys, prefill.values)
+        ours = (prefill.run(x), prefill.keys_values)
         theirs = oracle(x, stack(torch.bfloat16))
         errors.append(
             [[(a.double() - e).square().mean() for a, e in zip(f, exact, strict=True)] for f in (ours, theirs)]
@@ -98,20 +99,20 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made(dtype, rest):
     x, prefill = prompt(9 + rest, dtype=dtype), small(dtype)
     prefill.run(x[:9])
     kept = prefill.keep(9)
-    expected = (prefill.run(x[9:], 9), prefill.keys.clone(), prefill.values.clone())
+    expected = (prefill.run(x[9:], 9), prefill.keys_values.clone())
     prefill.run(prompt(333, seed=2, dtype=dtype))
     prefill.restore(kept)
     assert prefill.length == kept.length == 9
-    found = (prefill.run(x[9:], 9), prefill.keys, prefill.values)
+    found = (prefill.run(x[9:], 9), prefill.keys_values)
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
 def test_what_is_kept_is_a_copy_and_knows_its_size():
     prefill = small()
     prefill.run(prompt(9))
-    kept, before = prefill.keep(5), prefill.keys[:, :, :5].clone()
+    kept, before = prefill.keep(5), prefill.keys_values[:, :, :, :5].clone()
     prefill.run(prompt(9, seed=3))
-    assert torch.equal(kept.keys, before) and not torch.equal(prefill.keys[:, :, :5], before)
+    assert torch.equal(kept.keys_values, before) and not torch.equal(prefill.keys_values[:, :, :, :5], before)
     assert kept.nbytes == 5 * 2 * SMALL.kv_bytes_per_position  # fp32 takes twice the bytes of bf16
 
 
@@ -155,7 +156,7 @@ def test_borders():
     with pytest.raises(CapacityError, match="holds 512 positions, 513"):
         prefill.run(prompt(503), 10)
     with pytest.raises(CapacityError, match="kept keys and values must be"):
-        prefill.restore(Kept(torch.zeros(2, 3, 2, 513, 16)))
+        prefill.restore(CachedPrefix(torch.zeros(2, 3, 2, 513, 16)))
     assert prefill.length == 10
     for capacity in (0, 100, 8192):
         with pytest.raises(CapacityError, match="capacity must be a multiple of 16"):
@@ -298,15 +299,15 @@ def test_graphs_give_the_bits_of_eager_passes(rows):
     for _ in range(2):  # captured, then replayed
         hidden = graphed.run(x)
     assert torch.equal(hidden, eager.run(x))
-    assert torch.equal(graphed.keys, eager.keys) and torch.equal(graphed.values, eager.values)
+    assert torch.equal(graphed.keys_values, eager.keys_values)
 
 
 @pytest.mark.gpu
 @GPU
 def test_in_fp32_a_gpu_gives_what_the_cpu_gives():
     x, on_cpu, on_gpu = prompt(300), small(), Prefill(stack(device="cuda"), capacity=512, buckets=(4, 16, 64))
-    expected = (on_cpu.run(x), on_cpu.keys, on_cpu.values)
-    found = (on_gpu.run(x.cuda()), on_gpu.keys, on_gpu.values)
+    expected = (on_cpu.run(x), on_cpu.keys_values)
+    found = (on_gpu.run(x.cuda()), on_gpu.keys_values)
     assert close(tuple(t.cpu() for t in found), expected, 1e-3)
 
 
@@ -318,8 +319,8 @@ def test_fused_rows_are_those_of_the_operators(rows, monkeypatch):
     monkeypatch.setattr("mktts.kernel.prefill.row_kernels", lambda *of: None)
     plain = released(torch.float32, graphs=False)
     assert fused._fused is not None and plain._fused is None
-    expected = (plain.run(x), plain.keys, plain.values)
-    assert close((fused.run(x), fused.keys, fused.values), expected, 1e-3)
+    expected = (plain.run(x), plain.keys_values)
+    assert close((fused.run(x), fused.keys_values), expected, 1e-3)
 
 
 @pytest.mark.gpu
@@ -328,10 +329,10 @@ def test_fused_rows_are_those_of_the_operators(rows, monkeypatch):
 def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
     x, prefill, exact = on_gpu(rows), released(), released(torch.float32, graphs=False).stack
     expected = oracle(x.float(), exact)
-    ours = (prefill.run(x), prefill.keys, prefill.values)
+    ours = (prefill.run(x), prefill.keys_values)
     theirs = oracle(x, prefill.stack)
-    for place in (1, 2):  # keys, values: many numbers, so the figures are steady
-        errors = [(found[place].float() - expected[place]).square().mean().sqrt() for found in (ours, theirs)]
+    for place in (0, 1):  # keys, values: many numbers, so the figures are steady
+        errors = [(found[1][place].float() - expected[1][place]).square().mean().sqrt() for found in (ours, theirs)]
         assert errors[0] <= 1.1 * errors[1]
 
 

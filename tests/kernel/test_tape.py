@@ -138,7 +138,7 @@ def test_prefill_from_the_tape_is_prefill_from_the_stack(rows):
     weights, x = weights_of(shape.talker), rows_of(shape, rows)
     ours, theirs = (Prefill(of(shape, weights), capacity=512, buckets=(4, 16, 64)) for of in (tape_of, stack_of))
     assert torch.equal(ours.run(x), theirs.run(x))
-    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    assert torch.equal(ours.keys_values, theirs.keys_values)
 
 
 def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_with_them():
@@ -204,7 +204,7 @@ def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
             for piece in x.split(cuts):
                 hidden[prefill] = prefill.run(piece, past)
                 past += len(piece)
-        ours, theirs = ((hidden[prefill], prefill.keys, prefill.values) for prefill in (found, plain))
+        ours, theirs = ((hidden[prefill], prefill.keys_values) for prefill in (found, plain))
         assert rms_error(ours, theirs) < 0.02
 
 
@@ -251,7 +251,7 @@ def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
         for count in (1, 10, 64, 100, 500):
             x = rows_of(shape, count).cuda()
             assert torch.equal(ours.run(x), theirs.run(x))
-            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+            assert torch.equal(ours.keys_values, theirs.keys_values)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from mktts.kernel import build as kernel_build
 from mktts.kernel import trace
 from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, encode, frame_points, room_of, steady
+from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, frame_points, room_of, steady
 from mktts.measure.inspection import config_at
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -50,10 +50,8 @@ def small(arch: str, code: str = SMALL, **more: int) -> list[int]:
 # ---- the kernel's side
 
 
-# The source has three branches: below sm_90, sm_90a, above. One target of each is quick enough for every run.
 @pytest.mark.parametrize(
-    "arch",
-    [name if name in ("sm_80", "sm_90a", "sm_120") else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS],
+    "arch", [name if name == "sm_90a" else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
 )
 @needs_nvrtc
 def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
@@ -122,6 +120,17 @@ def test_the_word_of_a_mark_is_that_of_csrc():
 # ---- the reader
 
 
+def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: int) -> np.ndarray:
+    """The inverse of `decode`, as the kernel writes words: (blocks, room) uint64."""
+    clock = (cycles % (1 << trace._CLOCK_BITS)).astype(np.uint64)
+    waited = np.minimum(starved, (1 << trace._STARVED_BITS) - 1).astype(np.uint64) << np.uint64(trace._CLOCK_BITS)
+    words = np.zeros((len(cycles), room), np.uint64)
+    words[:, : len(points)] = (
+        (points.astype(np.uint64) << np.uint64(trace._CLOCK_BITS + trace._STARVED_BITS)) | waited | clock
+    )
+    return words
+
+
 def test_words_are_read_as_they_were_written_also_where_the_clock_turns_over():
     cycles = (1 << 40) - 500 + np.cumsum(np.full((4, 9), 100), axis=1) + np.arange(4)[:, None]
     starved = np.arange(36).reshape(4, 9) * 3_000
@@ -173,7 +182,6 @@ def test_frames_between_the_first_and_the_last_of_a_launch_are_steady():
 
 def test_there_is_room_for_a_launch_and_one_word_more():
     assert room_of(frame_points(28, 5)) == 8 * 1_237 + 1
-    assert len(encode(frame_points(28, 5), np.ones((1, 1_237)), np.ones((1, 1_237)), 2_000)[0]) == 2_000
 
 
 def test_without_a_device_recording_says_so(tiny):

@@ -51,36 +51,15 @@ def test_a_stream_keeps_nothing_for_a_gradient(tiny):
     assert state.hidden.is_inference()
 
 
-def test_an_unseeded_stream_is_not_the_seeded_one(tiny):
+def test_draws_follow_all_of_the_seed_and_the_generator(tiny):
     backend, prompt = made(tiny)
-    states = [backend.start(prompt, Sampling(), seed, 6) for seed in (None, None, 0, 0)]
-    codes = [run(backend, prompt, state, 6) for state in states]
-    assert torch.equal(codes[2], codes[3])
-    assert not torch.equal(codes[0], codes[1])
-
-
-def test_both_generators_repeat_with_the_seed_and_differ_from_each_other(tiny):
-    backend, prompt = made(tiny)
-    first, again, other = (
-        [our_codes(backend, prompt, Sampling(rng=rng), seed, 6) for rng in ("philox", "torch")] for seed in (1, 1, 2)
-    )
-    for rng in (0, 1):
-        assert torch.equal(first[rng], again[rng]) and not torch.equal(first[rng], other[rng])
-    assert not torch.equal(*first)
-
-
-def test_the_upper_half_of_a_seed_counts(tiny):
-    backend, prompt = made(tiny)
-    codes = [our_codes(backend, prompt, Sampling(), seed, 4) for seed in (5, 5 + 2**32, 2**64 - 1)]
-    assert not torch.equal(codes[0], codes[1]) and not torch.equal(codes[0], codes[2])
-
-
-@pytest.mark.parametrize("rng", ["philox", "torch"])
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_a_seed_out_of_range_is_named(tiny, rng, seed):
-    backend, prompt = made(tiny)
-    with pytest.raises(SamplingError, match="seed"):
-        backend.start(prompt, Sampling(rng=rng), seed, 4)
+    seeds = (1, 1, 2, 1 + 2**32, 2**64 - 1, None, None)
+    codes = {rng: [our_codes(backend, prompt, Sampling(rng=rng), s, 6) for s in seeds] for rng in ("philox", "torch")}
+    for first, again, other, *_ in codes.values():
+        assert torch.equal(first, again) and not torch.equal(first, other)
+    first, *others = codes["philox"]
+    assert not any(torch.equal(first, other) for other in (*others[2:], codes["torch"][0]))  # torch: 32 bits of a seed
+    assert not torch.equal(*codes["philox"][-2:])
 
 
 def test_draws_are_the_same_however_many_streams_take_turns(tiny):
@@ -116,23 +95,18 @@ def test_control_ids_are_never_code_0(tiny):
     assert int(code0.max()) < tiny.config.talker.vocab_size - SUPPRESSED_TAIL
 
 
-def test_a_stream_past_its_frames_is_refused(tiny):
+def test_borders(tiny):
     backend, prompt = made(tiny)
     state = backend.start(prompt, Sampling().greedy(), 0, max_frames=2)
     run(backend, prompt, state, 2)
     with pytest.raises(CapacityError, match="at most 2"):
         backend.step(state, prompt.row(1))
-
-
-@pytest.mark.parametrize("max_frames", [0, 10**7])
-def test_an_impossible_number_of_frames_is_named(tiny, max_frames):
-    backend, prompt = made(tiny)
-    with pytest.raises(CapacityError, match="max_frames"):
-        backend.start(prompt, Sampling(), 0, max_frames)
-
-
-def test_a_prompt_of_another_width_is_named(tiny):
-    backend, _ = made(tiny)
+    for max_frames in (0, 10**7):
+        with pytest.raises(CapacityError, match="max_frames"):
+            backend.start(prompt, Sampling(), 0, max_frames)
+    for rng in ("philox", "torch"):
+        with pytest.raises(SamplingError, match="seed"):
+            backend.start(prompt, Sampling(rng=rng), -1, 4)
     with pytest.raises(PromptError, match=str(tiny.config.talker.hidden_size)):
         backend.start(PromptRows(torch.zeros(5, 7)), Sampling(), 0, 4)
 

@@ -56,17 +56,11 @@ def test_distribution_is_that_of_transformers_warpers(seed, temperature, top_k, 
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.05, 2.0, 0.5])
-def test_penalty_is_that_of_transformers(penalty):
+def test_penalty_is_that_of_transformers_and_leaves_its_input_alone(penalty):
     logits, history = logits_of(1), torch.tensor([3, 7, 7, 250])
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(history[None], logits[None].clone())[0]
-    assert torch.equal(penalise(logits, history, penalty), expected)
-
-
-def test_penalty_leaves_its_input_alone():
-    logits = logits_of(2)
     before = logits.clone()
-    penalise(logits, torch.tensor([1, 2]), 1.3)
-    assert torch.equal(logits, before)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(history[None], logits[None].clone())[0]
+    assert torch.equal(penalise(logits, history, penalty), expected) and torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("frames", [0, MIN_NEW_FRAMES - 1, MIN_NEW_FRAMES, 30])
@@ -176,12 +170,6 @@ def test_a_setting_out_of_range_is_named(kwargs, named):
         Choice(**kwargs)
 
 
-def test_an_unknown_generator_is_named():
-    with pytest.raises(SamplingError, match="philox.*torch.*numpy"):
-        Sampling(rng="numpy")
-    assert Sampling().rng == "philox" and Sampling(rng="torch").greedy().rng == "torch"
-
-
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "7", True])
 def test_a_seed_out_of_range_is_named(seed):
     with pytest.raises(SamplingError, match=r"seed.*below 2\^64"):
@@ -194,12 +182,14 @@ def test_seeds_in_range_are_taken_and_none_draws_another_each_time():
     assert len(drawn) == 20 and all(0 <= seed < 2**64 for seed in drawn)
 
 
-def test_a_bad_penalty_is_named_and_greedy_keeps_the_rest():
+def test_a_bad_penalty_and_an_unknown_generator_are_named_and_greedy_keeps_the_rest():
     with pytest.raises(SamplingError, match="repetition_penalty"):
         Sampling(repetition_penalty=0.0)
-    greedy = Sampling(talker=Choice(top_k=7), repetition_penalty=1.2).greedy()
+    with pytest.raises(SamplingError, match="philox.*torch.*numpy"):
+        Sampling(rng="numpy")
+    greedy = Sampling(talker=Choice(top_k=7), repetition_penalty=1.2, rng="torch").greedy()
     assert not greedy.talker.do_sample and not greedy.predictor.do_sample
-    assert greedy.talker.top_k == 7 and greedy.repetition_penalty == 1.2
+    assert (greedy.talker.top_k, greedy.repetition_penalty, greedy.rng) == (7, 1.2, "torch")
 
 
 def test_flat_names_say_all_settings_and_give_them_back():
@@ -208,7 +198,9 @@ def test_flat_names_say_all_settings_and_give_them_back():
         "greedy": True, "temperature": 0.3, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.2,
         "predictor_greedy": False, "predictor_temperature": 0.4, "predictor_top_k": 6, "predictor_top_p": 0.7,
     }  # fmt: skip
-    assert Sampling().with_flat(odd.flat()) == odd
+    assert Sampling().with_flat(odd.flat()) == odd == Sampling().with_upstream(odd.upstream())
+    written = Choice(temperature=1, top_k=50.0, top_p=1)  # as JSON may say them
+    assert (type(written.temperature), type(written.top_k), type(written.top_p)) == (float, int, float)
     assert Sampling(rng="torch").with_flat({"top_k": None, "predictor_top_k": 3}) == Sampling(
         predictor=Choice(top_k=3), rng="torch"
     )
@@ -218,7 +210,3 @@ def test_flat_names_say_all_settings_and_give_them_back():
 def test_a_flat_name_or_value_that_is_none_is_refused(given):
     with pytest.raises(SamplingError, match=next(iter(given)).removeprefix("predictor_")):
         Sampling().with_flat(given)
-
-
-def test_a_whole_number_written_as_a_float_is_one():
-    assert type(Choice(top_k=50.0).top_k) is int

@@ -67,10 +67,6 @@ def test_the_qwen_split_keeps_what_upstream_cuts_in_a_local_folder(
     assert patched(word)["input_ids"] != reference(word)["input_ids"] == tokenizer.encode(word)
 
 
-def test_digits_are_one_token_each(tokenizer: TextTokenizer) -> None:
-    assert tokenizer.encode("2024") == [tokenizer.encode(digit)[0] for digit in "2024"]
-
-
 def test_the_prompt_layout_ids_are_upstreams(tokenizer: TextTokenizer, tiny: Checkpoint, reference: object) -> None:
     ids = tiny.config.text_ids
     wrapped = "<|im_start|>assistant\niPhone<|im_end|>\n<|im_start|>assistant\n"
@@ -78,6 +74,7 @@ def test_the_prompt_layout_ids_are_upstreams(tokenizer: TextTokenizer, tiny: Che
     role = [ids.im_start, ids.assistant, *newline]
     assert reference(wrapped)["input_ids"] == [*role, *tokenizer.encode("iPhone"), ids.im_end, *newline, *role]
     assert tokenizer.encode("assistant") == [ids.assistant]
+    assert tokenizer.encode("2024") == [tokenizer.encode(digit)[0] for digit in "2024"]
     assert reference("<tts_pad><tts_text_bos><tts_text_eod>")["input_ids"] == [ids.tts_pad, ids.tts_bos, ids.tts_eos]
 
 
@@ -120,7 +117,7 @@ PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(parts=st.lists(PARTS | st.text(max_size=4), max_size=25))
 def test_any_split_of_a_text_gives_the_ids_of_the_whole(tokenizer: TextTokenizer, parts: list[str]) -> None:
     whole = tokenizer.encode("".join(parts).strip())

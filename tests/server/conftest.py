@@ -1,14 +1,101 @@
-"""A server over the tiny checkpoint: one a module, and between its tests nothing open."""
+"""A server in process over a synthesizer that makes noise, and one on a socket over the tiny checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
+from fake_synthesizer import FakeSynthesizer
+from fastapi.testclient import TestClient
 from served import Served, served, until
 
 from mktts.checkpoint import Checkpoint
+from mktts.server import Limits
+from mktts.server.app import make_app
+from mktts.server.service import SpeechService
 from mktts.synth import Synthesizer
+
+
+class Api(TestClient):
+    """A client of an application in this process. synth: what speaks in it."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: Limits | None = None,
+        voices: Any = None,
+        aliases: Any = None,
+        uploads: Any = None,
+        **access: Any,
+    ) -> None:
+        self.synth = FakeSynthesizer(checkpoint)
+        self.service = SpeechService(self.synth, limits, voices, aliases=aliases, uploads=uploads)
+        self.application = make_app(self.service, **access)
+        super().__init__(self.application, base_url="http://localhost", raise_server_exceptions=False)
+
+    def tts(self, **body: Any) -> Any:
+        """POST /tts/stream."""
+        return self.post("/tts/stream", json={"text": "Hello.", "max_frames": 2, **body})
+
+    def speech(self, **body: Any) -> Any:
+        """POST /v1/audio/speech."""
+        usual = {"input": "Hello.", "response_format": "pcm", "max_frames": 2}
+        return self.post("/v1/audio/speech", json={**usual, **body})
+
+    def open_socket(self, path: str = "/tts/ws", **settings: Any) -> Any:
+        """A WebSocket: `with` connects it."""
+        return self.websocket_connect(f"ws://localhost{path}", **settings)
+
+    def state(self, answer: Any) -> dict[str, Any]:
+        return self.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
+
+    async def messages(
+        self,
+        body: dict[str, Any],
+        sent: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        leaves: bool = False,
+    ) -> list[dict[str, Any]]:
+        """What the application sends for POST /tts/stream. sent: awaited for each message. leaves: the client goes away
+        once it has sent its request."""
+        content, messages = json.dumps(body).encode(), []
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/tts/stream", "query_string": b"", "headers": headers}
+        arriving = [{"type": "http.request", "body": content}] + [{"type": "http.disconnect"}] * leaves
+
+        async def receive() -> dict[str, Any]:
+            if not arriving:
+                await asyncio.Event().wait()
+            return arriving.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            if sent is not None:
+                await sent(message)
+            messages.append(message)
+
+        await self.application({**scope, "http_version": "1.1"}, receive, send)
+        return messages
+
+
+@pytest.fixture(scope="session")
+def make_api(tiny: Checkpoint) -> Callable[..., Api]:
+    return lambda **settings: Api(**{"checkpoint": tiny, **settings})
+
+
+@pytest.fixture(scope="module")
+def shared_api(make_api: Callable[..., Api]) -> Api:
+    return make_api()
+
+
+@pytest.fixture
+def api(shared_api: Api) -> Api:
+    """One a module; what a test has set of its synthesizer is undone."""
+    shared_api.synth.streams.clear()
+    yield shared_api
+    shared_api.synth.error_at, shared_api.synth.holds = None, False
+    assert shared_api.service.streams_open == 0
 
 
 @pytest.fixture(scope="module")

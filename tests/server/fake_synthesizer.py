@@ -1,0 +1,109 @@
+"""A synthesizer that makes noise at once: what the server asks of it, and what it gives back, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mktts.checkpoint import Checkpoint
+from mktts.errors import TextError
+from mktts.model.sampling import Sampling
+from mktts.spec import SAMPLES_PER_FRAME
+from mktts.speech.options import Chunk, Timings
+
+
+class FakeStream:
+    """Chunks of `seed`'s noise, made when they are taken. error_at: a chunk, from 1, and what is raised there."""
+
+    def __init__(
+        self, text: str | None, settings: dict[str, Any], error_at: tuple[int, Exception] | None, holds: bool
+    ) -> None:
+        self.text, self.settings = text, settings
+        self.seed = 7 if settings["seed"] is None else settings["seed"]
+        self.frames = settings["max_frames"]
+        self.finish_reason: str | None = None
+        self.cancelled = False
+        self._fed, self._finished = "", text is not None
+        self._made = self._chunks = self._pieces = 0
+        self._error_at, self._holds = error_at, holds
+        self._changed = asyncio.Event()
+
+    @property
+    def rests(self) -> bool:
+        """A session has a chunk to give for every piece of text, and the rest at its end."""
+        return not self._finished and self._chunks >= self._pieces
+
+    async def take(self, within_s: float | None = None) -> Chunk | None:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(within_s):
+            while not self.cancelled and (self.rests or (self._holds and self._made)):
+                self._changed.clear()
+                await self._changed.wait()
+        if self.cancelled:
+            return None
+        if self._made == self.frames:
+            self.finish_reason = "max_frames"
+            return None
+        self._chunks += 1
+        if self._error_at is not None and self._chunks == self._error_at[0]:
+            raise self._error_at[1]
+        frames = min(4, self.frames - self._made)
+        pcm = noise(self.seed, self.frames)[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
+        start_s, self._made = self._made * 0.08, self._made + frames
+        return Chunk(pcm, start_s, frames, Timings(10.0, 1.0, 1.0, 1.0, 1.0))
+
+    def feed(self, text: str) -> None:
+        self._fed += text
+        self._pieces += bool(text.strip())
+        self._changed.set()
+
+    def finish(self) -> None:
+        if not self._fed.strip():
+            raise TextError("expected text to speak before finish, got none")
+        self._finished = True
+        self._changed.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._changed.set()
+
+
+@lru_cache
+def noise(seed: int, frames: int) -> np.ndarray:
+    """The sound of a seed, float32; every length is a beginning of the longer ones."""
+    return np.random.default_rng(seed).uniform(-0.5, 0.5, frames * SAMPLES_PER_FRAME).astype(np.float32)
+
+
+class FakeSynthesizer:
+    """streams: what was opened. forgotten: voices that were let go. error_at: of the streams to come. holds: they give
+    one chunk and no more until they are cancelled."""
+
+    backend_name, device, dtype = "fake", "cpu", "torch.float32"
+    gone = serves_many = False
+    carries, standing = 2, {}
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.sampling = Sampling()
+        self.streams: list[FakeStream] = []
+        self.forgotten: list[Any] = []
+        self.error_at: tuple[int, Exception] | None = None
+        self.holds = False
+        self.admit: Callable[[Any], None] = lambda wishes: None
+        self.forget = self.forgotten.append
+
+    def stream(self, text: str, layout: str | None = None, **settings: Any) -> FakeStream:
+        if not text.strip("\u200b \n\t"):
+            raise TextError("expected text to speak, got none")
+        return self._opened(text, {**settings, "layout": layout})
+
+    def open(self, **settings: Any) -> FakeStream:
+        return self._opened(None, settings)
+
+    def _opened(self, text: str | None, settings: dict[str, Any]) -> FakeStream:
+        self.streams.append(FakeStream(text, settings, self.error_at, self.holds))
+        return self.streams[-1]

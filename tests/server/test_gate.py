@@ -1,0 +1,205 @@
+"""Who may use a server: keys, owners, web pages, names of hosts; in process."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from fastapi import WebSocketDisconnect
+
+from mktts.errors import ServerError
+from mktts.server import checked_hosts, checked_origins, read_keys
+from mktts.server.address import is_local_page, is_own_name
+from mktts.server.gate import owner_of
+
+KEY, OTHER = "a/key=of-the+tests", "another-key"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+FOREIGN = "https://elsewhere.example"
+
+
+@pytest.fixture(scope="module")
+def locked(make_api):
+    return make_api(api_key=[KEY, OTHER])
+
+
+@pytest.fixture(scope="module")
+def unlocked(make_api):
+    return make_api(origins=["https://app.example"], hosts=["tts.example"])
+
+
+def key_protocol(key: str) -> str:
+    return "mktts.key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
+
+
+def refused_socket(api, path: str = "/tts/ws", **settings) -> int:
+    """The status that a WebSocket's handshake is refused with; its body is that of every error."""
+    with pytest.raises(WebSocketDisconnect) as refused, api.open_socket(path, **settings):
+        pass
+    error = refused.value.json()["error"]
+    assert error["request_id"] == refused.value.headers["X-Request-Id"]
+    return refused.value.status_code
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": KEY}, {"Authorization": "Bearer another"}, {"Authorization": f"Bearer {KEY}x"}],
+    ids=["none", "no scheme", "another", "longer"],
+)
+def test_without_the_key_nothing_but_health_is_answered(locked, headers):
+    for method, path in (
+        ("POST", "/tts/stream"),
+        ("POST", "/v1/audio/speech"),
+        ("POST", "/v1/audio/voices"),
+        ("GET", "/v1/audio/voices"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", f"/metrics?key={OTHER}"),
+        ("GET", "/none"),
+    ):
+        answer = locked.request(method, path, headers=headers)
+        assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), path
+        assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
+    assert refused_socket(locked, headers=headers) == 401
+    for path in ("/", "/health", "/ready", "/docs", "/openapi.json", "/page/page.js"):
+        assert locked.get(path, headers=headers).status_code == 200, path
+    assert locked.synth.streams == []
+
+
+def test_with_a_key_everything_is_answered(locked):
+    assert locked.post("/tts/stream", headers=BEARER, json={"text": "Hello.", "max_frames": 1}).status_code == 200
+    assert locked.get("/metrics", headers={"Authorization": f"bearer  {OTHER}"}).status_code == 200
+    assert locked.get("/health", headers={"Host": "bot.example"}).status_code == 200  # a key guards it
+    with locked.open_socket(headers=BEARER) as socket:
+        socket.send_json({"type": "start"})
+        assert socket.receive_json()["type"] == "started"
+    document = locked.get("/openapi.json").json()
+    assert "HTTPBearer" in document["components"]["securitySchemes"]
+    locked.synth.streams.clear()
+
+
+@pytest.mark.parametrize(
+    ("query", "offered", "chosen"),
+    [
+        ("?key=a%2Fkey%3Dof-the%2Btests", None, None),
+        ("?x=1&key=another-key", None, None),
+        ("", ["mktts", key_protocol(KEY)], "mktts"),
+        ("", [key_protocol(OTHER), "mktts"], "mktts"),
+        ("", [key_protocol(OTHER)], key_protocol(OTHER)),
+        ("", ["realtime", f"openai-insecure-api-key.{OTHER}"], "realtime"),
+    ],
+    ids=["query", "second key", "protocol", "other order", "alone", "OpenAI's"],
+)
+def test_a_browser_may_send_its_key_with_a_websocket_in_two_ways(locked, query, offered, chosen):
+    with locked.open_socket(f"/tts/ws{query}", subprotocols=offered) as socket:
+        assert socket.accepted_subprotocol == chosen
+
+
+@pytest.mark.parametrize(
+    ("query", "offered"),
+    [("?key=wrong", None), ("", ["mktts", key_protocol("wrong")]), ("", ["mktts", "mktts.key.!"]), ("", ["mktts"])],
+)
+def test_a_wrong_key_opens_no_websocket(locked, query, offered):
+    assert refused_socket(locked, f"/tts/ws{query}", subprotocols=offered) == 401
+
+
+def test_a_file_holds_a_key_a_line_and_an_owner_does_not_tell_it(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"{KEY}\n\n {OTHER} \n{KEY}\n")
+    assert read_keys(file) == (KEY, OTHER)
+    assert owner_of(KEY) != owner_of(OTHER) and KEY not in owner_of(KEY)
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost:8888", True),
+        ("http://127.0.0.1:8888", True),
+        ("https://app.example", True),
+        (FOREIGN, False),
+        ("http://localhost.elsewhere.example", False),
+        ("null", False),
+    ],
+)
+def test_pages_from_elsewhere_cannot_use_a_server_without_a_key(unlocked, origin, allowed):
+    head = {"Origin": origin}
+    answer = unlocked.post("/tts/stream", json={"text": "Hello.", "max_frames": 1}, headers=head)
+    assert answer.status_code == (200 if allowed else 403)
+    if allowed:
+        with unlocked.open_socket(headers=head):
+            pass
+    else:
+        assert answer.json()["error"]["code"] == "foreign_origin" and refused_socket(unlocked, headers=head) == 403
+
+
+def test_cors_answers_are_for_listed_pages_and_those_of_this_machine(unlocked, locked):
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for api, origin, allowed in (
+        (unlocked, "https://app.example", True),
+        (locked, "http://localhost:3000", True),
+        (unlocked, FOREIGN, False),
+        (locked, "https://app.example", False),
+    ):
+        answer = api.options("/v1/audio/speech", headers={"Origin": origin, **ask})
+        assert answer.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+    answer = unlocked.get("/health", headers={"Origin": "http://127.0.0.1:3000"})
+    assert answer.headers["Access-Control-Allow-Origin"] == "http://127.0.0.1:3000"
+    assert "X-Request-Id" in answer.headers["Access-Control-Expose-Headers"]
+
+
+def test_a_foreign_host_is_refused_where_there_is_no_key(unlocked):
+    for path in ("/health", "/metrics", "/openapi.json", "/", "/tts/stream/some"):
+        answer = unlocked.get(path, headers={"Host": "bot.example"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_host"), path
+        assert unlocked.get(path, headers={"Host": "tts.example"}).status_code != 403
+    assert refused_socket(unlocked, headers={"Host": "bot.example"}) == 403
+
+
+@pytest.mark.parametrize("path", ["/none", "/v1/audio/speech/stream", "/"])
+def test_an_unknown_websocket_is_404(unlocked, path):
+    assert refused_socket(unlocked, path) == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("app.localhost", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("192.0.2.7", True),
+        ("TTS.example:443", True),
+        ("tts.example.", True),
+        ("bot.example", False),
+        ("localhost.bot.example", False),
+        ("127.0.0.1.bot.example", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+def test_a_server_is_called_by_numbers_localhost_and_its_names(host, own):
+    assert is_own_name(host, {"tts.example"}) is own
+
+
+def test_origins_and_hosts_are_taken_as_browsers_write_them():
+    for word, origin in (
+        ("https://app.example", "https://app.example"),
+        ("HTTP://LocalHost:3000", "http://localhost:3000"),
+        ("https://app.example:443", "https://app.example"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+    ):
+        assert checked_origins([word]) == (origin,)
+    for word in ("", "*", "null", "https://*.example", "ftp://app.example", "http://a:b", "//a", "http://u@a"):
+        with pytest.raises(ServerError, match="--allow-origin"):
+            checked_origins([word])
+    assert checked_hosts(["TTS.example", "my_box"]) == {"tts.example", "my_box"}
+    for word in ("", "tts.example:80", "a b", "*"):
+        with pytest.raises(ServerError, match="--allow-host"):
+            checked_hosts([word])
+
+
+def test_pages_of_this_machine_are_those_a_browser_loaded_from_it():
+    for origin in ("http://localhost:3000", "https://127.0.0.1", "http://[::1]:8000", "http://app.localhost"):
+        assert is_local_page(origin)
+    for origin in ("null", "file://", "http://127.0.0.1.bot.example", "http://localhost.bot.example"):
+        assert not is_local_page(origin)

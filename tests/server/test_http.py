@@ -1,0 +1,283 @@
+"""/tts/stream, its record, probes and metrics; what is refused, and in which shape. In process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fake_synthesizer import noise
+from prometheus_client.parser import text_string_to_metric_families
+from served import first_speaker
+
+from mktts.audio import to_pcm16
+from mktts.errors import BusyError, CapacityError, EngineError, PromptError, ServerError, TextError
+from mktts.model.sampling import Sampling
+from mktts.server import Limits
+from mktts.server.api_errors import from_error
+from mktts.server.schemas import OpenAISpeechRequest, VoiceParams
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+
+SECRET = "Secretword."
+
+
+def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
+    answer = api.tts(seed=3, max_frames=9, speaker=first_speaker(tiny).upper(), trim_lead=True)
+    assert answer.status_code == 200 and answer.content == to_pcm16(noise(3, 9))
+    assert answer.headers["Content-Type"].startswith("audio/pcm") and answer.headers["X-Seed"] == "3"
+    assert int(answer.headers["X-Sample-Rate-Hz"]) == SAMPLE_RATE_HZ and answer.headers["X-Random-Weights"] == "true"
+    (stream,) = api.synth.streams
+    settings = stream.settings
+    assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
+    assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
+    assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling
+    found = api.state(answer)
+    assert (found["state"], found["finish_reason"], found["frames"], found["seed"]) == ("ended", "max_frames", 9, 3)
+    assert found["audio_s"] == pytest.approx(9 / FRAME_RATE_HZ) and found["error"] is None
+    assert found["first_audio_ms"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "flat"),
+    [
+        ({}, {}),
+        ({"greedy": True}, {"greedy": True, "predictor_greedy": True}),
+        ({"greedy": True, "predictor_greedy": False}, {"greedy": True, "predictor_greedy": False}),
+        ({"temperature": 0.3, "top_k": 5}, {"temperature": 0.3, "top_k": 5}),
+        ({"predictor_top_p": 0.8, "repetition_penalty": 2.5}, {"predictor_top_p": 0.8, "repetition_penalty": 2.5}),
+    ],
+    ids=str,
+)
+def test_sampling_settings_reach_talker_and_predictor(api, body, flat):
+    assert api.tts(**body).status_code == 200
+    assert api.synth.streams[0].settings["sampling"] == api.synth.sampling.with_flat(flat)
+
+
+def test_requests_have_every_sampling_setting_by_its_flat_name():
+    for request in (VoiceParams, OpenAISpeechRequest):
+        assert set(Sampling().flat()) < set(request.model_fields)
+
+
+def test_a_request_that_names_no_length_gets_the_limit(make_api):
+    api = make_api(limits=Limits(max_duration_s=3 / FRAME_RATE_HZ))
+    assert len(api.tts(max_frames=None).content) == 3 * 3_840
+    assert len(api.speech(max_frames=None, max_new_tokens=10**9).content) == 3 * 3_840
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"text": None}, 422, "invalid_value"),
+        ({"text": " \u200b\n"}, 422, "bad_text"),
+        ({"text": "x" * 5_001}, 422, "text_too_long"),
+        ({"instruct": "y" * 5_001}, 422, "instruct_too_long"),
+        ({"max_frames": 10_000}, 422, "duration_too_long"),
+        ({"max_frames": "1"}, 422, "invalid_value"),
+        ({"speaker": "nobody"}, 422, "unknown_speaker"),
+        ({"language": "klingon"}, 422, "bad_prompt"),
+        ({"instruct": "softly"}, 422, "bad_prompt"),
+        ({"sped": 2}, 422, "invalid_value"),
+        ({"temperature": 0}, 422, "bad_sampling"),
+        ({"temperature": 100}, 422, "invalid_value"),
+        ({"top_k": 10**9}, 422, "invalid_value"),
+        ({"text": "x" * 200_000}, 413, "body_too_large"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_requests_are_refused_in_one_shape_and_open_nothing(api, body, status, code):
+    answer = api.tts(**body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert error["request_id"] == answer.headers["X-Request-Id"] and api.synth.streams == []
+
+
+@pytest.mark.parametrize("path", ["/tts/stream", "/v1/audio/speech"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b'{"text": NaN}', b'{"text": "\\ud800"}', b"[" * 60_000, b"9" * 6_000, b"null"],
+    ids=lambda content: repr(content[:20]),
+)
+def test_bodies_that_are_not_json_of_the_right_shape_are_the_callers_mistake(api, path, content):
+    answer = api.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422) and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/tts/stream", "/v1/audio/speech"])
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_that_is_not_said_to_be_json_is_told_the_header(api, kind, path):
+    head = {} if kind is None else {"Content-Type": kind}
+    answer = api.post(path, content=b'{"input": "Hello.", "text": "Hello."}', headers=head)
+    assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (TextError("t"), 422, "bad_text"),
+        (PromptError("p"), 422, "bad_prompt"),
+        (BusyError("b"), 429, "busy"),
+        (CapacityError("c"), 422, "text_too_long"),
+        (EngineError("e"), 500, "engine_error"),
+        (ZeroDivisionError("z"), 500, "engine_error"),
+    ],
+)
+def test_only_the_callers_mistakes_are_told(error, status, code):
+    found = from_error(error)
+    assert (found.status, found.code) == (status, code)
+    assert (str(found) == str(error)) == (status < 500)
+
+
+def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
+    caplog.set_level("INFO", "mktts.server")
+    busy = BusyError("refused with 2 streams open")
+    busy.carries = 2
+    api.synth.error_at = (1, busy)
+    for answer in (api.tts(), api.speech()):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (429, "busy", "rate_limit_error")
+        assert error["streams_max"] == 2 and int(answer.headers["Retry-After"]) >= 1
+    with api.open_socket() as socket:
+        socket.send_json({"type": "start", "text": "Hello."})
+        refused = socket.receive_json()
+        assert (refused["type"], refused["error"]["code"], refused["retry_after_s"]) == ("error", "busy", 1)
+    assert 'mktts_refused_total{code="busy"} 3.0' in api.get("/metrics").text
+    assert sum("refused, busy: refused with 2 streams open" in line for line in caplog.messages) == 3
+
+
+async def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(api):
+    api.synth.error_at = (1, RuntimeError("gone: Hello."))
+    answer = api.tts()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+    assert "Hello." not in answer.text
+    api.synth.error_at = (3, RuntimeError("gone"))
+    messages = await api.messages({"text": "Hello.", "max_frames": 60})
+    assert messages[0]["status"] == 200 and messages[-1]["more_body"]
+    api.tts()  # a third one in a row
+    api.synth.error_at = (1, RuntimeError("gone"))
+    for _ in range(3):
+        api.tts()
+    assert api.get("/health").json()["status"] == "failing" and api.get("/ready").status_code == 503
+    api.synth.error_at = None
+    api.tts()
+    assert api.get("/health").json()["status"] == "ok"
+
+
+async def test_a_client_that_goes_away_or_takes_nothing_ends_the_stream(make_api):
+    api = make_api(limits=Limits(stall_s=0.05))
+    api.synth.holds = True
+    await api.messages({"text": "Hello.", "max_frames": 60}, leaves=True)
+    assert api.synth.streams[0].cancelled
+
+    async def never(message: dict) -> None:
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    await api.messages({"text": "Hello.", "max_frames": 60}, never)
+    assert api.synth.streams[1].cancelled and api.service.streams_open == 0
+
+
+async def test_bytes_are_sent_while_the_stream_is_made(api):
+    api.synth.holds = True
+    states = []
+
+    async def look(message: dict) -> None:
+        if message.get("body"):
+            (stream,) = api.service._open.values()
+            states.append((stream.state.state, stream.state.frames))
+            stream.close()
+
+    await api.messages({"text": "Hello.", "max_frames": 60}, look)
+    assert states == [("running", 4)]
+
+
+def test_a_server_that_stops_refuses_and_ends_what_is_open(make_api):
+    api = make_api(limits=Limits(grace_s=0.01))
+    with api.open_socket() as socket:
+        socket.send_json({"type": "start"})
+        assert socket.receive_json()["type"] == "started"
+        socket.portal.call(api.service.stop)
+        finished = socket.receive_json()
+        assert (finished["type"], finished["error"]["code"]) == ("finished", "stopping")
+    for answer in (api.tts(), api.speech()):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+        assert answer.headers["Retry-After"]
+    assert [api.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+
+
+def test_probes_and_methods(api):
+    for path in ("/", "/health", "/ready", "/ping", "/v1/health"):
+        probe = api.head(path)
+        assert (api.get(path).status_code, probe.status_code, probe.content) == (200, 200, b"")
+    assert api.get("/ready").json() == {"ready": True} and api.get("/ping").json()["status"] == "ok"
+    answer = api.put("/v1/audio/voices")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.headers["Allow"] == "GET, POST"
+    assert api.get("/none").json()["error"]["code"] == "not_found"
+    assert "About 2 streams at once" in api.get("/").text
+
+
+def test_every_answer_has_an_id_and_a_failure_is_found_in_the_log_by_it(api, monkeypatch, caplog):
+    seen = {api.get("/health").headers["X-Request-Id"] for _ in range(3)}
+    assert len(seen) == 3
+    monkeypatch.setattr(type(api.service), "health", property(lambda self: 1 / 0))
+    answer = api.get("/health")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
+    assert answer.headers["X-Request-Id"] in caplog.text
+
+
+def test_neither_text_nor_instruction_is_logged(api, caplog):
+    caplog.set_level("DEBUG")
+    api.tts(text=SECRET)
+    api.tts(text=SECRET, speaker="nobody")
+    api.speech(input=SECRET, instructions=SECRET)
+    api.speech(input=[SECRET])
+    api.synth.error_at = (2, RuntimeError("gone"))
+    api.tts(text=SECRET, max_frames=8)
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith(("mktts", "uvicorn")))
+    assert "Secretword" not in ours and "max_frames" in ours
+
+
+def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
+    api = make_api()
+    api.tts(max_frames=5)
+    api.tts(speaker="nobody")
+    page = api.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    ours = {name: family for name, family in families.items() if name.startswith("mktts_")}
+    for name, family in ours.items():
+        assert family.documentation and not name.endswith(("_ms", "_total", "_s")), name  # base units
+    for line in (
+        'mktts_streams_total{reason="max_frames",route="tts_stream"} 1.0',
+        'mktts_refused_total{code="unknown_speaker"} 1.0',
+        f"mktts_audio_seconds_total {5 / FRAME_RATE_HZ}",
+        'mktts_first_audio_seconds_count{route="tts_stream"} 1.0',
+        'mktts_first_byte_seconds_count{route="tts_stream"} 1.0',
+        "mktts_streams_open 0.0",
+        "mktts_streams_behind 0.0",
+        "mktts_underruns_total 0.0",
+    ):
+        assert line in page, line
+
+
+def test_records_are_kept_for_the_last_streams_only(make_api):
+    api = make_api(limits=Limits(kept_states=2))
+    ids = [api.tts().headers["X-Request-Id"] for _ in range(3)]
+    assert [api.get(f"/tts/stream/{id}").status_code for id in ids] == [404, 200, 200]
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_limits_must_be_above_nothing(value):
+    with pytest.raises(ServerError, match="max_streams must be above 0"):
+        Limits(max_streams=value)
+
+
+def test_the_document_names_the_speakers_and_limits_of_this_server(api):
+    document, health = api.get("/openapi.json").json(), api.get("/health").json()
+    speech = document["components"]["schemas"]["SpeechRequest"]["properties"]
+    assert speech["speaker"]["anyOf"][0]["enum"] == health["speakers"] and speech["text"]["maxLength"] == 5_000
+    assert speech["language"]["enum"][: len(health["languages"])] == health["languages"]
+    assert "en" in speech["language"]["enum"] and "instruct" not in speech  # this checkpoint takes none
+    assert speech["max_frames"]["anyOf"][0]["maximum"] == 7_500
+    assert "securitySchemes" not in document["components"] and "/tts/ws" in document["info"]["description"]
+    assert api.get("/docs").status_code == 200 and json.dumps(document).count("HTTPValidationError") == 0

@@ -1,0 +1,290 @@
+"""POST /v1/audio/speech and the routes beside it, with OpenAI's own client; sound is decoded by FFmpeg. In process."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import wave
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from absent import needs
+from fake_synthesizer import noise
+from served import first_speaker
+from sounds import decoded
+
+from mktts.audio import from_pcm16, to_pcm16
+from mktts.errors import ServerError
+from mktts.model.voice import Voice
+from mktts.server.command import read_aliases, reference_sources
+from mktts.server.schemas import DEFAULT
+from mktts.server.voices import OPENAI_VOICES, voice_aliases
+from mktts.spec import FRAME_RATE_HZ
+
+FRAMES = 12
+HOW = {"seed": 1, "max_frames": FRAMES}
+HELLO = to_pcm16(noise(1, FRAMES))
+SPOKEN = {"model": "tts-1", "voice": "default", "input": "Hello."}
+
+
+def client(api) -> openai.AsyncOpenAI:
+    """OpenAI's, over the application of `api`."""
+    transport = httpx.ASGITransport(api.application, raise_app_exceptions=False)
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
+    )
+
+
+@needs("av")
+@pytest.mark.parametrize(
+    ("format", "media_type", "codec", "padding_s"),
+    [
+        (None, "audio/mpeg", "mp3", 0.1),  # the default
+        ("opus", "audio/ogg; codecs=opus", "opus", 0.001),
+        ("aac", "audio/aac", "aac", 0.1),
+        ("flac", "audio/flac", "flac", 0.0),
+        ("wav", "audio/wav", "pcm_s16le", 0.0),
+    ],
+)
+async def test_every_format_is_heard_by_another_decoder_and_lasts_as_long_as_the_speech(
+    api, format, media_type, codec, padding_s
+):
+    request = {**SPOKEN, "extra_body": HOW} | ({} if format is None else {"response_format": format})
+    answer = await client(api).audio.speech.create(**request)
+    assert answer.response.headers["Content-Type"] == media_type and "Content-Length" not in answer.response.headers
+    name, pcm, rate_hz = decoded(answer.content)
+    assert name.startswith(codec)
+    duration_s = FRAMES / FRAME_RATE_HZ
+    assert duration_s <= len(pcm) / rate_hz + 1e-3 and len(pcm) / rate_hz <= duration_s + padding_s + 1e-3
+    if codec in ("flac", "pcm_s16le"):
+        assert to_pcm16(pcm * np.float32(2**15 / (2**15 - 1))) == HELLO
+
+
+@needs("av")
+@pytest.mark.parametrize("speed", [0.25, 1.5, 4.0])
+def test_speed_changes_how_long_it_takes(api, speed):
+    pcm = from_pcm16(api.speech(speed=speed, **HOW).content)
+    assert len(pcm) / 24_000 == pytest.approx(FRAMES / FRAME_RATE_HZ / speed, abs=1e-3)
+
+
+@needs("av")
+def test_another_sample_rate(api):
+    answer = api.speech(response_format="wav", sample_rate=16_000, **HOW)
+    _, pcm, rate_hz = decoded(answer.content)
+    assert (rate_hz, answer.headers["X-Sample-Rate"]) == (16_000, "16000")
+    assert len(pcm) / rate_hz == pytest.approx(FRAMES / FRAME_RATE_HZ, abs=0.01)
+
+
+@pytest.mark.parametrize("format", ["wav", "mp3", "pcm"])
+def test_what_is_not_streamed_says_how_long_it_is(api, format):
+    answer = api.speech(response_format=format, stream=False, **HOW)
+    assert int(answer.headers["Content-Length"]) == len(answer.content)
+    if format == "wav":
+        with wave.open(io.BytesIO(answer.content)) as file:
+            assert file.readframes(file.getnframes()) == HELLO
+    if format == "pcm":
+        assert answer.content == HELLO
+
+
+def test_wav_of_unknown_length_is_read_to_its_end(api):
+    content = api.speech(response_format="wav", **HOW).content
+    assert content[:4] == b"RIFF" and content[4:8] == content[40:44]
+    with wave.open(io.BytesIO(content)) as file:
+        assert (file.getnchannels(), file.getframerate(), file.getsampwidth()) == (1, 24_000, 2)
+        assert file.readframes(10**6) == HELLO
+
+
+@needs("av")
+@pytest.mark.parametrize("format", ["mp3", "pcm"])
+async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
+    body = {**SPOKEN, "stream_format": "sse", "response_format": format, **HOW}
+    events = await client(api).post(
+        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
+    )
+    *deltas, done = [event async for event in events]
+    assert {event["type"] for event in deltas} == {"speech.audio.delta"} and deltas
+    content = b"".join(base64.b64decode(event["audio"]) for event in deltas)
+    if format == "pcm":
+        assert content == HELLO
+    else:
+        _, pcm, rate_hz = decoded(content)
+        assert len(pcm) / rate_hz == pytest.approx(FRAMES / FRAME_RATE_HZ, abs=0.1)
+    tokens = len(tiny.tokenizer().encode("Hello."))
+    usage = {"input_tokens": tokens, "output_tokens": FRAMES, "total_tokens": tokens + FRAMES}
+    assert done == {"type": "speech.audio.done", "usage": usage}
+
+
+async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
+    api.synth.error_at = (2, RuntimeError("the device is gone"))
+    body = {**SPOKEN, "stream_format": "sse", "response_format": "pcm", "max_frames": 100}
+    events = await client(api).post(
+        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
+    )
+    with pytest.raises(openai.APIError, match="the generation failed"):
+        async for _ in events:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": "ogg"}, "response_format"),
+        ({"speed": 4.5}, "speed"),
+        ({"voice": "nobody"}, "voice"),
+        ({"input": " "}, "input"),
+        ({"input": "x" * 5_001}, "input"),
+        ({"stream_format": "websocket"}, "stream_format"),
+        ({"instructions": "softly"}, "instructions"),
+        ({"extra_body": {"language": "klingon"}}, "language"),
+        ({"extra_body": {"task_type": "Base"}}, "task_type"),
+        ({"extra_body": {"ref_audio": "UklGR" * 100}}, "ref_audio"),
+        ({"extra_body": {"temprature": 0.5}}, "temprature"),
+        ({"extra_body": {"sample_rate": 11_000}}, None),
+        ({"extra_body": {"temperature": 100}}, "temperature"),
+        ({"extra_body": {"do_sample": 1}}, None),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_key(api, change, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client(api).audio.speech.create(**{**SPOKEN, "extra_body": {"max_frames": 1}, **change})
+    assert refused.value.type == "invalid_request_error" and refused.value.param == param
+    assert set(refused.value.body) == {"message", "type", "param", "code", "request_id"}
+    message = refused.value.body["message"]
+    assert "speaker" not in message and (param is None or param == "input" or param in message)
+    assert api.synth.streams == []
+
+
+def test_keys_that_change_nothing_are_ignored_and_named_once(api, caplog):
+    caplog.set_level("INFO")
+    harmless = {"user": "anna", "pitch": 0, "initial_codec_chunk_frames": 1, "x" * 41: "y"}
+    for _ in range(2):
+        answer = api.speech(stream=True, **harmless, **HOW)
+        assert answer.content == HELLO
+        assert answer.headers["X-Ignored-Keys"] == "initial_codec_chunk_frames,pitch,user"
+    assert caplog.text.count("the key user") == 1 and "anna" not in caplog.text and "x" * 41 not in caplog.text
+
+
+def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
+    names = ("model", "voice", "instructions", "speed", "stream_format", "stream", "language", "task_type", "ref_audio")
+    names += ("ref_text", "x_vector_only_mode", "temperature", "top_k", "max_new_tokens", "sample_rate", "do_sample")
+    assert api.speech(**dict.fromkeys(names), **HOW).content == HELLO
+    api.speech()
+    with_nulls, without = [{**stream.settings, "options": None} for stream in api.synth.streams]
+    assert {**with_nulls, "seed": None, "max_frames": 2} == without
+
+
+# What each project's pages tell its users to send, and what of it is no default.
+@pytest.mark.parametrize(
+    ("body", "settings"),
+    [
+        ({"language": "English"}, {"language": "english"}),
+        ({"language": "en-US"}, {"language": "english"}),
+        ({"max_new_tokens": 5, "max_frames": None}, {"max_frames": 5}),
+        ({"non_streaming_mode": False}, {"layout": "streaming"}),
+        ({"non_streaming_mode": True}, {"layout": "whole"}),
+        ({"temperature": 0}, {"greedy": True, "predictor_greedy": True}),
+        ({"do_sample": False}, {"greedy": True, "predictor_greedy": True}),
+        ({"do_sample": True, "subtalker_dosample": None}, {"greedy": False, "predictor_greedy": False}),
+        ({"subtalker_temperature": 0.3, "subtalker_top_k": 7}, {"predictor_temperature": 0.3, "predictor_top_k": 7}),
+        ({"task_type": "CustomVoice", "top_k": -1, "instructions": ""}, {"top_k": 0}),
+        ({"temperature": 0.9, "top_p": 0.5, "repetition_penalty": 1.1}, {"top_p": 0.5, "repetition_penalty": 1.1}),
+        ({"model": "kokoro", "speed": 1.0, "lang_code": None, "volume_multiplier": 1.0, "stream": True}, {}),
+        ({"voice": "alloy", "model": "gpt-4o-mini-tts", "initial_codec_chunk_frames": 2}, {}),
+    ],
+    ids=str,
+)
+def test_keys_of_other_servers_mean_the_same_here(api, body, settings):
+    assert api.speech(**body).status_code == 200
+    found = api.synth.streams[0].settings
+    flat = {name: value for name, value in settings.items() if name not in found}
+    assert found["sampling"] == api.synth.sampling.with_flat(flat)
+    assert {name: found[name] for name in settings if name in found} == {
+        name: value for name, value in settings.items() if name in found
+    }
+
+
+def test_openais_voices_are_speakers_and_so_is_a_voice_object(api, tiny):
+    for alias in OPENAI_VOICES:
+        api.speech(voice=alias)
+        assert api.synth.streams[-1].settings["speaker"] == api.service.aliases[alias], alias
+    speaker = first_speaker(tiny)
+    for body in ({"voice": {"id": speaker}}, {"speaker": speaker}, {"voice": speaker.upper()}, {"voice": "default"}):
+        assert api.speech(**body).status_code == 200
+        assert api.synth.streams[-1].settings["speaker"] == speaker, body
+
+
+async def test_models_and_voices_are_listed(api):
+    (model,) = (await client(api).models.list()).data
+    assert model.id == api.service.model.checkpoint
+    assert (await client(api).models.retrieve(model.id)).id == model.id
+    with pytest.raises(openai.NotFoundError):
+        await client(api).models.retrieve("another")
+    assert api.get("/v1/audio/models").json()["models"][0]["id"] == model.id
+    found = api.get("/v1/audio/voices").json()
+    assert found["voices"] == api.service.health.speakers and set(OPENAI_VOICES) <= set(found["aliases"])
+    assert (found["uploaded_voices"], found["uploads"]) == ([], False)
+
+
+def test_broken_json_is_told_its_place_and_no_key(api):
+    answer = api.post("/v1/audio/speech", content=b'{"input"', headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", None)
+    assert "at character 8" in error["message"] and json.dumps(error)
+
+
+def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_base):
+    voice = Voice(torch.zeros(tiny_base.config.talker.hidden_size), None, None, tiny_base.config.model_size)
+    api = make_api(checkpoint=tiny_base, voices={"Anna": voice}, aliases={"narrator": "anna"})
+    for name in ("anna", "ANNA", "narrator", "alloy", None):
+        assert api.speech(voice=name).status_code == 200
+        assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
+    assert api.get("/v1/audio/voices").json()["voices"] == ["anna"]
+    error = make_api(checkpoint=tiny_base).speech().json()["error"]
+    assert (error["code"], error["param"]) == ("no_voice", "voice") and "send ref_audio" in error["message"]
+
+
+def test_a_voice_design_checkpoint_takes_instructions_and_any_of_openais_voices(make_api, tiny_design):
+    api = make_api(checkpoint=tiny_design)
+    assert api.speech(voice="nova", instructions="a calm voice").status_code == 200
+    settings = api.synth.streams[0].settings
+    assert (settings["instruct"], settings["speaker"]) == ("a calm voice", None)
+    properties = api.get("/openapi.json").json()["components"]["schemas"]["OpenAISpeechRequest"]["properties"]
+    assert properties["instructions"]["anyOf"][0]["maxLength"] == 5_000
+
+
+def test_openais_voices_are_dealt_out_by_sex_and_not_to_dialects():
+    aliases = voice_aliases(["vivian", "dylan", "ryan", "eric"], ["dylan", "eric"])
+    assert aliases["nova"] == aliases["shimmer"] == "vivian" and aliases["onyx"] == aliases["echo"] == "ryan"
+    assert set(voice_aliases(["anna", "ben"]).values()) == {"anna", "ben"}
+    assert set(voice_aliases([]).values()) == {DEFAULT}
+    assert "alloy" not in voice_aliases(["Alloy", "anna"])
+
+
+def test_given_aliases_come_first_and_are_checked():
+    aliases = voice_aliases(["rms", "slt"], given={"Alloy": "SLT", "narrator": "rms", "any": "default"})
+    assert (aliases["alloy"], aliases["narrator"], aliases["any"]) == ("slt", "rms", DEFAULT)
+    for given, message in (({"a": "nobody"}, "got 'nobody'"), ({"rms": "slt"}, "there is a voice 'rms'")):
+        with pytest.raises(ServerError, match=message):
+            voice_aliases(["rms", "slt"], given=given)
+    assert read_aliases(["alloy=rms", " nova = slt "]) == {"alloy": "rms", "nova": "slt"}
+    for word in ("alloy", "=rms", "alloy="):
+        with pytest.raises(ServerError, match="ALIAS=NAME"):
+            read_aliases([word])
+
+
+def test_where_recordings_may_come_from_is_checked_at_the_start(tmp_path):
+    assert reference_sources(["Files.Example"], tmp_path).hosts == {"files.example"}
+    for hosts, folder, message in (
+        (["https://files.example"], None, "host's name"),
+        ([], tmp_path / "absent", "expected a folder"),
+    ):
+        with pytest.raises(ServerError, match=message):
+            reference_sources(hosts, folder)

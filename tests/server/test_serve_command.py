@@ -1,0 +1,346 @@
+"""`python -m mktts serve`: its settings, its signals, an engine in a process of its own, and missing packages."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from absent import needs, python_without
+from commands import examples
+from fastapi.testclient import TestClient
+from served import TEXT, served, until
+
+import mktts.server
+from mktts.audio import from_pcm16, to_pcm16
+from mktts.cli import main, parse
+from mktts.errors import ServerError
+from mktts.server import Limits, listen, url_of
+from mktts.server.command import runs_apart
+from mktts.server.graceful import SpeechServer
+from mktts.server.replicas import Replica, _resources
+from mktts.speech import serving
+from mktts.speech.guard import Guard
+from mktts.speech.serving import SWITCH_S, YOUNG_OBJECTS
+from mktts.synth import Synthesizer
+from mktts.synth.apart import ApartSynthesizer
+
+PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
+SHORT = {"text": "Hello there.", "max_frames": 9, "seed": 4}
+LONG = {"text": TEXT, "max_frames": 4_000}  # more than the buffers of a connection hold
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_an_address_that_others_reach_is_refused_without_a_key(host, monkeypatch, capsys):
+    monkeypatch.delenv("MKTTS_API_KEY", raising=False)
+    assert main(["serve", "--host", host, "--checkpoint", "absent"]) == 2
+    assert "there is no key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
+def test_loopback_needs_no_key(host, monkeypatch, capsys):
+    monkeypatch.delenv("MKTTS_API_KEY", raising=False)
+    assert main(["serve", "--host", host, "--port", "0", "--checkpoint", "absent-folder"]) == 2
+    assert "absent-folder" in capsys.readouterr().err  # as far as the model
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--api-key-file absent.txt", "absent.txt: expected a file that holds the key"),
+        ("--api-key-file bytes.txt", "bytes.txt: expected a file that holds the key"),
+        ("--api-key-file blank.txt", "expected a key of printable ASCII"),
+        ("--api-key-file two.txt", "expected a key of printable ASCII"),
+        ("--api-key-file .", "expected a file that holds the key"),
+        ("--max-streams 0", "max_streams must be above 0"),
+        ("--port TAKEN", "name another --port"),
+        ("--port 99999", "port must be 0 to 65535, got 99999"),
+        ("--port -1", "port must be 0 to 65535, got -1"),
+        ("--max-duration inf", "max_duration_s must be finite, got inf"),
+        ("--max-duration nan", "max_duration_s must be above 0, got nan"),
+        ("--max-duration 1e9", "max_duration_s must be at most 86400"),
+        ("--grace -1", "grace_s must be above 0, got -1"),
+        ("--stall inf", "stall_s must be finite"),
+        ("--allow-origin *", "--allow-origin must be like https://app.example"),
+        ("--allow-origin http://localhost:3000/", "must end after the host and port, as http://localhost:3000,"),
+        ("--allow-origin app.example", "--allow-origin must be like"),
+        ("--allow-host https://tts.example", "--allow-host must be a name"),
+        ("--voice anna", "--voice must be NAME=FILE"),
+        ("--voice anna=absent.safetensors", "absent.safetensors"),
+        ("--voice-alias alloy", "--voice-alias must be ALIAS=NAME"),
+        ("--voice-alias alloy=nobody --checkpoint random:tiny", "got 'nobody'"),
+        ("--voice-folder blank.txt", "--voice-folder blank.txt: expected a folder to read and write"),
+        ("--voice-folder blank.txt/in", "expected a folder to read and write"),
+        ("--voice-days inf", "voice_s must be finite"),
+        ("--voice-days -1", "voice_s must be above 0"),
+        ("--reference-folder absent", "--reference-folder absent: expected a folder"),
+        ("--reference-host http://files.example", "--reference-host must be a host's name"),
+        ("--ray-address auto", "--ray-address belongs to --replicas"),
+    ],
+)
+def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "two.txt").write_text("a-key\ntwo words\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = words.replace("TAKEN", str(taken.getsockname()[1]))
+        assert main(["serve", "--port", "0", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("mktts: ") and error.count("\n") == 1
+
+
+def test_help_names_the_limits_and_the_key(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "--api-key-file" in text and "MKTTS_API_KEY" in text and max(map(len, text.splitlines())) <= 130
+    assert "(default: as many as the machine carries)" in " ".join(text.split()) and examples("serve")
+
+
+@pytest.mark.parametrize(("engine", "many"), [("batch", True), ("single", False)])
+def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
+    tiny, checkpoint_cache, monkeypatch, engine, many
+):
+    monkeypatch.setattr(serving, "_PROCESS", serving._Process())  # no other test's engine has a part in it
+    gc.unfreeze()  # a server begins without what conftest.py froze
+    before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    inside = []
+
+    def run(server: SpeechServer, sockets: list[socket.socket]) -> None:
+        inside.append((sys.getswitchinterval(), gc.get_threshold()[0], gc.get_freeze_count()))
+        raise ServerError("it fell over")  # however it ends
+
+    monkeypatch.setattr(SpeechServer, "run", run)
+    words = ["--device", "cpu", "--checkpoint", "random:tiny", "--engine", engine, "--port", "0"]
+    assert main(["serve", *words]) == 2
+    ((switch_s, objects, frozen),) = inside
+    assert (switch_s == SWITCH_S, objects == YOUNG_OBJECTS, frozen > before[2] + 10_000) == (many, many, many)
+    assert (sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_a_bound_address_is_told_for_both_families():
+    with listen("127.0.0.1", 0, Limits()) as four:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url_of(four))
+    with pytest.raises(ServerError, match="cannot listen on no.such.host.invalid"):
+        listen("no.such.host.invalid", 0, Limits())
+
+
+# ---- while it serves, in this process
+
+
+def serve(caplog: Any, client: Callable[[str], None], *words: str) -> tuple[int, list[BaseException]]:
+    """The command's exit status, and what `client` raised, which is called with the address in another thread."""
+    caplog.set_level("INFO", "mktts")
+    errors: list[BaseException] = []
+
+    def go() -> None:
+        try:
+            until(lambda: re.search(r"http://\S+", caplog.text), "the address in the log")
+            client(re.search(r"http://\S+", caplog.text).group())
+        except BaseException as error:
+            errors.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    status = main(["serve", "--checkpoint", "random:tiny", "--device", "cpu", "--port", "0", *words])
+    thread.join(60)
+    return status, errors
+
+
+def test_sigterm_lets_open_streams_finish_and_the_log_says_what_was_served(checkpoint_cache, caplog):
+    def client(url: str) -> None:
+        health = httpx.get(f"{url}/health").json()
+        assert health["status"] == "ok" and health["model"]["checkpoint"] == "random:tiny"
+        assert health["model"]["random_weights"] and health["backend"] == "torch" and health["streams_max"] in (1, 2)
+        body = {"text": TEXT, "max_frames": 60}
+        with httpx.stream("POST", f"{url}/tts/stream", json=body, timeout=60) as answer:
+            pieces = answer.iter_raw()
+            content = next(pieces)
+            os.kill(os.getpid(), signal.SIGTERM)
+            content += b"".join(pieces)
+        assert len(content) == 60 * 3_840
+
+    assert serve(caplog, client, "--max-streams", "2", "--grace", "20", "--engine", "single") == (0, [])
+    assert "random weights" in caplog.text and TEXT[:20] not in caplog.text
+
+
+def test_ctrl_c_cancels_what_is_open_after_the_grace(checkpoint_cache, caplog):
+    def client(url: str) -> None:
+        with httpx.stream("POST", f"{url}/tts/stream", json=LONG, timeout=60) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                b"".join(pieces)
+
+    assert serve(caplog, client, "--grace", "0.1", "--engine", "single") == (128 + signal.SIGINT, [])
+
+
+def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(checkpoint_cache, caplog):
+    def client(url: str) -> None:
+        with httpx.stream("POST", f"{url}/tts/stream", json=LONG) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            engine = max(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                b"".join(pieces)
+
+    assert serve(caplog, client, "--engine-process", "own") == (1, [])
+    assert "process that speaks has ended" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def far(tiny):
+    with ApartSynthesizer(tiny, str(tiny.folder), None, {"device": "cpu", "engine": "batch"}) as made:
+        yield made
+
+
+def test_an_engine_in_a_process_of_its_own_sounds_the_same_and_frees_the_lane(far, tiny):
+    with Synthesizer.load(tiny, device="cpu", engine="batch") as near:
+        expected = to_pcm16(near.say(SHORT["text"], seed=SHORT["seed"], max_frames=SHORT["max_frames"]))
+    with served(far, guard=Guard.off()) as server:
+        assert httpx.post(f"{server.url}/tts/stream", json=SHORT).content == expected
+        body = {"input": SHORT["text"], "max_frames": 9, "seed": 4, "speed": 2.0, "response_format": "pcm"}
+        faster = httpx.post(f"{server.url}/v1/audio/speech", json=body).content
+        assert len(faster) == pytest.approx(len(expected) / 2, rel=0.05)
+        assert abs(from_pcm16(faster)).max() == pytest.approx(abs(from_pcm16(expected)).max(), rel=0.5)
+
+        def lanes() -> str:
+            page = httpx.get(f"{server.url}/metrics").text
+            return re.search(r'^mktts_lanes_used\{engine="batch"\} (\S+)$', page, re.MULTILINE).group(1)
+
+        with httpx.stream("POST", f"{server.url}/tts/stream", json=LONG) as answer:
+            pieces = answer.iter_bytes()  # kept: without it httpx hangs up
+            next(pieces)
+            until(lambda: lanes() == "1.0", "its lane")
+        until(lambda: lanes() == "0.0", "its lane to be free")
+        assert httpx.get(f"{server.url}/health").json()["streams_max"] == server.studio.carries >= 1
+
+
+@pytest.mark.parametrize(
+    ("process", "engine", "device", "apart"),
+    [
+        ("auto", "batch", "cuda", True),
+        ("auto", "batch", "auto", True),
+        ("auto", "batch", "cpu", False),
+        ("auto", "auto", "cuda", False),
+        ("same", "batch", "cuda", False),
+        ("own", "auto", "cpu", True),
+    ],
+)
+def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch, process, engine, device, apart):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert runs_apart(process, engine, device) is apart
+
+
+# ---- packages that are missing, and Ray
+
+
+def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_missing():
+    assert all(getattr(mktts.server, name) for name in mktts.server.__all__)
+    with pytest.raises(AttributeError, match="SpeechService"):
+        mktts.server.SpeechService  # noqa: B018
+    code = "from mktts.server import Limits, listen, read_keys; listen('localhost', 0, Limits()).close()\n"
+    code += "from mktts.cli import main, parse; parse(['serve']); sys.exit(main(['serve', '--port', '0']))"
+    done = python_without(PACKAGES, code)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.search("the package (fastapi|uvicorn|pydantic)", done.stderr)
+    assert "pip install -r requirements.txt" in done.stderr
+
+
+def test_without_ray_it_is_one_line_that_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert main(["serve", "--replicas", "2", "--port", "0", "--checkpoint", "small"]) == 2
+    error = capsys.readouterr().err
+    assert 'pip install -e ".[ray]" in the checkout' in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("available", "replicas", "device", "each"),
+    [
+        ({"GPU": 2.0, "CPU": 32.0}, 2, "auto", {"num_gpus": 1, "num_cpus": 1.0}),
+        ({"GPU": 8.0, "CPU": 4.0}, 3, "cuda", {"num_gpus": 1, "num_cpus": 0.5}),
+        ({"CPU": 8.0}, 4, "auto", {"num_cpus": 2.0}),
+        ({"CPU": 2.0}, 3, "auto", {"num_cpus": 0.66}),
+        ({"GPU": 2.0, "CPU": 8.0}, 3, "auto", "at most 2 --replicas, got 3"),
+        ({"CPU": 8.0}, 1, "cuda", "at most 0 --replicas, got 1"),
+        ({"GPU": 2.0, "CPU": 8.0}, 2, "cuda:1", "--device cuda:1: every replica has a GPU of its own"),
+        ({"CPU": 8.0}, 0, "cpu", "--replicas must be 1 or more, got 0"),
+    ],
+)
+def test_a_replica_gets_a_gpu_or_its_share_of_the_processor(available, replicas, device, each):
+    if isinstance(each, str):
+        with pytest.raises(ServerError, match=each):
+            _resources(available, replicas, device)
+    else:
+        assert _resources(available, replicas, device) == each
+
+
+def test_a_replica_is_a_server_and_stops_in_order(checkpoint_cache):
+    words = ["serve", "--checkpoint", "random:tiny", "--device", "cpu", "--engine", "single", "--ray-address", "there"]
+    replica = Replica.__new__(Replica)
+    arguments: argparse.Namespace = parse(words)
+    asyncio.run(replica.__init__(arguments, Limits(grace_s=0.05), {"api_key": ["a-key"]}))
+    api = TestClient(replica.__serve_build_asgi_app__(), headers={"Authorization": "Bearer a-key"})
+    assert len(api.post("/tts/stream", json=SHORT).content) == 9 * 3_840
+    asyncio.run(replica.check_health())
+    asyncio.run(replica.stop())
+    assert api.post("/tts/stream", json=SHORT).json()["error"]["code"] == "stopping"
+    replica._service._failures = 3
+    replica._service.stopping = False
+    with pytest.raises(ServerError, match="several streams in a row"):
+        asyncio.run(replica.check_health())
+    asyncio.run(replica.__del__())
+    logging.getLogger("mktts").setLevel(logging.NOTSET)
+
+
+@pytest.mark.slow
+@needs("ray")
+def test_two_replicas_by_ray_serve_finish_their_streams_on_sigterm(tmp_path):
+    import subprocess
+
+    command = [sys.executable, "-m", "mktts", "serve", "--replicas", "2", "--checkpoint", "small", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(mktts.__file__).parents[1])}
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen([*command, "--port", "0", "--grace", "60"], stderr=errors, env=environment)
+    try:
+        until(lambda: "replicas of" in log.read_text() or process.poll() is not None, "the replicas", 300)
+        url = re.search(r"http://\S+", log.read_text()).group()
+        heard: list[bytes] = []
+        body = {"text": TEXT, "max_frames": 60}
+
+        def listen_to() -> None:
+            heard.append(httpx.post(f"{url}/tts/stream", json=body, timeout=120).content)
+
+        threads = [threading.Thread(target=listen_to) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        until(lambda: json.loads(httpx.get(f"{url}/health").content)["streams_open"], "a stream")
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(120)
+        assert [len(pcm) for pcm in heard] == [60 * 3_840] * 4
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,303 @@
+"""The server on a real socket, over the tiny checkpoint: slow clients, cancelling, half requests, its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from served import TEXT, WAIT_S, Served, first_speaker, served, until
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from mktts.audio import to_pcm16
+from mktts.server import Limits
+from mktts.server.served_stream import ServedStream
+from mktts.speech.job import Job
+from mktts.speech.options import StreamOptions
+
+LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
+SHORT = {"text": "Hello.", "max_frames": 1}
+SMALL_BUFFERS = {"buffer_frames": 8, "socket_bytes": 16 * 1024}
+KEY = "a-key-of-the-tests"
+SECRET = "Secretword."
+
+
+@pytest.fixture(scope="module")
+def hasty(synthesizer):
+    with served(synthesizer, Limits(head_s=0.2, body_s=0.2, max_body_bytes=4_096)) as running:
+        yield running
+
+
+def request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = "POST /tts/stream HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def raw(server: Served, data: bytes, receive_buffer_bytes: int | None = None) -> socket.socket:
+    """A connection on which `data` was sent and whose answer is read by nothing but the test."""
+    where = urlsplit(server.url)
+    connection = socket.socket()
+    connection.settimeout(30)
+    if receive_buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    connection.connect((where.hostname, where.port))
+    connection.sendall(data)
+    return connection
+
+
+def answer_to(server: Served, data: bytes) -> tuple[bytes, float]:
+    """What comes back for bytes that are sent as they are, and after how many seconds the server hung up."""
+    begun_s = time.monotonic()
+    content = b""
+    with raw(server, data) as connection:
+        while piece := connection.recv(65_536):
+            content += piece
+    return content, time.monotonic() - begun_s
+
+
+def send(line: ClientConnection, type: str, **fields: Any) -> None:
+    line.send(json.dumps({"type": type, **fields}))
+
+
+def read(line: ClientConnection) -> dict | bytes:
+    message = line.recv(timeout=WAIT_S)
+    return message if isinstance(message, bytes) else json.loads(message)
+
+
+def read_to_end(line: ClientConnection) -> tuple[bytes, dict]:
+    """PCM and the last message of the utterance that has started."""
+    pcm = b""
+    while isinstance(message := read(line), bytes) or message["type"] in ("started", "chunk"):
+        pcm += message if isinstance(message, bytes) else b""
+    return pcm, message
+
+
+def deaf(server: Served, **settings: Any) -> ClientConnection:
+    """A client that reads as little as it can, for as long as it likes: it would not see the answer to a ping of its
+    own behind what it has not read, and hang up."""
+    line = raw(server, b"", 16 * 1024)
+    return connect(server.ws, sock=line, max_queue=1, ping_interval=None, **settings)
+
+
+# ---- speech
+
+
+def test_http_and_websocket_give_the_samples_of_the_synthesizer(server, synthesizer, tiny):
+    how = {"seed": 7, "max_frames": 9, "speaker": first_speaker(tiny)}
+    expected = to_pcm16(synthesizer.say("Hello there.", **how))
+    assert httpx.post(f"{server.url}/tts/stream", json={"text": "Hello there.", **how}).content == expected
+    with connect(server.ws) as line:
+        send(line, "start", **how)
+        for piece in ("Hel", "lo th", "ere."):
+            send(line, "text", text=piece)
+        send(line, "finish")
+        pcm, finished = read_to_end(line)
+    assert (finished["type"], finished["finish_reason"], finished["frames"]) == ("finished", "max_frames", 9)
+    with synthesizer.open(**how) as session:
+        session.feed("Hello there.")
+        session.finish()
+        assert pcm == to_pcm16(session.read())
+
+
+def test_closing_the_connection_ends_the_generation_within_one_frame(server):
+    with httpx.stream("POST", f"{server.url}/tts/stream", json=LONG, timeout=60) as answer:
+        pieces = answer.iter_raw()  # kept: httpx closes the connection of an iterator that is dropped
+        assert next(pieces)  # before the generation is over
+    until(lambda: server.studio.streams_open == 0, "the stream to be ended")
+    assert server.studio.find(answer.headers["X-Request-Id"]).finish_reason == "cancelled"
+    with raw(server, request(LONG)):
+        until(lambda: len(server.watched.streams) == 2, "the stream of a client that reads nothing")
+    with connect(server.ws) as line:
+        send(line, "start", max_frames=400)
+        send(line, "text", text=TEXT)
+        read(line), read(line), read(line)
+    until(lambda: server.studio.streams_open == 0, "the streams to be ended")
+    for stream in server.watched.streams:
+        assert server.watched.wasted_frames(stream) <= 1 and len(stream.codes) < LONG["max_frames"]
+
+
+def test_slow_reader_stops_the_generation_and_then_gets_every_byte(synthesizer, tiny):
+    """What is on its way is bounded by the two socket buffers, the server's write buffer and buffer_frames."""
+    limits = Limits(**SMALL_BUFFERS)
+    with served(synthesizer, limits) as server, raw(server, request(LONG), 16 * 1024) as connection:
+        until(lambda: server.watched.streams, "the stream to be opened")
+        stream = server.watched.streams[0]
+        assert 0 < server.watched.frames_at_pause(stream) < LONG["max_frames"] - 2 * limits.buffer_frames
+        reader = connection.makefile("rb")
+        while reader.readline() != b"\r\n":
+            pass
+        content = b""
+        while size := int(reader.readline(), 16):
+            content += reader.read(size)
+            reader.readline()
+        settings = {"seed": 1, "max_frames": LONG["max_frames"], "options": StreamOptions(buffer_frames=8)}
+        assert content == to_pcm16(synthesizer.say(TEXT, speaker=first_speaker(tiny), **settings))
+
+
+def test_a_client_that_reads_nothing_for_too_long_is_dropped(synthesizer):
+    limits = Limits(**SMALL_BUFFERS, stall_s=0.3)
+    with served(synthesizer, limits) as server, raw(server, request(LONG), 16 * 1024), deaf(server) as line:
+        send(line, "start", **LONG)
+        until(lambda: len(server.watched.streams) == 2 and server.studio.streams_open == 0, "both to be dropped")
+        assert len(server.watched.streams[0].codes) < LONG["max_frames"]
+
+
+def test_cancel_is_heard_while_the_client_does_not_read_and_starting_again_has_an_end(synthesizer):
+    with served(synthesizer, Limits(**SMALL_BUFFERS)) as server, deaf(server, close_timeout=0.1) as line:
+        send(line, "start", max_frames=400, text=TEXT)
+        until(lambda: server.watched.streams, "the stream to be opened")
+        server.watched.frames_at_pause(server.watched.streams[0])
+        send(line, "cancel")
+        until(lambda: server.studio.streams_open == 0, "the stream to be ended")
+        for _ in range(20):
+            send(line, "start", max_frames=400)
+            send(line, "cancel")
+        until(lambda: len(server.watched.streams) > 5 and server.studio.streams_open == 0, "the connection's end")
+        assert len(server.watched.streams) < 20
+
+
+def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_meanwhile(synthesizer):
+    with contextlib.ExitStack() as running:
+        server = running.enter_context(served(synthesizer, Limits(grace_s=1.0)))
+        with connect(server.ws) as line:
+            send(line, "start")
+            assert read(line)["type"] == "started"
+            stop = threading.Thread(target=running.close)
+            stop.start()
+            until(lambda: server.studio.stopping, "the server to begin to stop")
+            refused = httpx.post(f"{server.url}/tts/stream", json=SHORT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+            finished = read(line)
+            assert (finished["type"], finished["error"]["code"]) == ("finished", "stopping")
+            with pytest.raises(ConnectionClosed):
+                read(line)
+        stop.join()
+
+
+def resident_bytes(server: Served) -> float:
+    page = httpx.get(f"{server.url}/metrics").text
+    return float(re.search(r"^process_resident_memory_bytes (\S+)$", page, re.MULTILINE).group(1))
+
+
+def kept() -> int:
+    gc.collect()
+    return sum(type(found) in (ServedStream, Job) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("requests", [64, pytest.param(1_000, marks=pytest.mark.slow)])
+async def test_short_requests_at_concurrency_16_leave_nothing_behind(synthesizer, requests):
+    with served(synthesizer, Limits(kept_states=16, wait_s=WAIT_S)) as server:
+        kept_before = kept()
+        async with httpx.AsyncClient(timeout=60) as client:
+
+            async def ask(seeds: Any) -> None:
+                for seed in seeds:
+                    answer = await client.post(f"{server.url}/tts/stream", json={**SHORT, "seed": seed})
+                    assert answer.status_code == 200 and len(answer.content) == 3_840
+                    server.watched.streams.clear()
+
+            await asyncio.gather(*(ask(iter(range(requests // 64))) for _ in range(16)))  # to fill every cache
+            before_bytes = resident_bytes(server)
+            seeds = iter(range(requests * 3 // 4))
+            await asyncio.gather(*(ask(seeds) for _ in range(16)))
+        until(lambda: server.studio.streams_open == 0, "the last stream to end")
+        until(lambda: kept() <= kept_before, "what is over to be let go")
+        assert resident_bytes(server) - before_bytes < 16 * 2**20
+
+
+# ---- half requests, broken ones, and the log
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
+def test_half_a_head_is_let_go(hasty, sent):
+    content, seconds = answer_to(hasty, sent)
+    assert content.startswith(b"HTTP/1.1 408") == (b"head_timeout" in content) == bool(sent)
+    assert 0.1 < seconds < 9
+
+
+def test_half_a_second_head_and_half_a_body_are_let_go_too(hasty):
+    content, seconds = answer_to(hasty, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\nGET /rea")
+    assert content.startswith(b"HTTP/1.1 200") and 0.1 < seconds < 9
+    content, seconds = answer_to(hasty, request(LONG)[:-5])
+    assert content.startswith(b"HTTP/1.1 408") and b"body_timeout" in content and 0.1 < seconds < 9
+
+
+def test_a_connection_that_waits_between_requests_and_a_websocket_are_not_half_a_head(hasty):
+    with httpx.Client(base_url=hasty.url) as client, connect(hasty.ws) as line:
+        client.get("/ready")
+        time.sleep(0.4)
+        assert client.get("/ready").status_code == 200
+        send(line, "start", **SHORT)
+        assert read(line)["type"] == "started"
+
+
+def test_what_is_no_http_is_told_so_in_the_shape_of_every_error(server):
+    head, _, body = answer_to(server, b"NONSENSE\r\n\r\n")[0].partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert b" 400 " in head and error["code"] == "invalid_http" and error["request_id"].encode() in head
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "in chunks"])
+def test_a_gigabyte_is_refused_at_once_and_read_no_further(server, announced):
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {2**30}\r\n\r\n" if announced else "Transfer-Encoding: chunked\r\n\r\n"
+    sent_bytes = 0
+    with raw(server, head.encode()) as connection:
+
+        def send_all() -> None:
+            nonlocal sent_bytes
+            piece = bytes(2**16) if announced else b"10000\r\n" + bytes(2**16) + b"\r\n"
+            with contextlib.suppress(OSError):
+                while sent_bytes < 2**30:
+                    connection.sendall(piece)
+                    sent_bytes += len(piece)
+
+        sending = threading.Thread(target=send_all, daemon=True)
+        sending.start()
+        assert b" 413 " in connection.recv(4_096).partition(b"\r\n")[0]
+        sending.join(30)
+    assert sent_bytes < 2**25
+
+
+def test_a_message_that_is_too_long_and_a_text_that_is_no_utf8_close_the_websocket(server, caplog):
+    for message, code in (("x" * 200_000, 1009), (b"\xff\xfe", 1007)):
+        with connect(server.ws) as line:
+            line.send(message, text=True)
+            with pytest.raises(ConnectionClosed) as closed:
+                read(line)
+            assert closed.value.rcvd.code == code
+    with pytest.raises(InvalidStatus) as refused:
+        connect(server.ws.replace("/tts/ws", "/none"))
+    assert refused.value.response.status_code == 404
+    assert json.loads(refused.value.response.body)["error"]["code"] == "not_found"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_neither_texts_nor_keys_are_logged_at_any_level(synthesizer, caplog):
+    for name in ("", "uvicorn", "uvicorn.error", "uvicorn.access", "websockets", "asyncio"):
+        caplog.set_level(logging.DEBUG, name)
+    with served(synthesizer, api_key=KEY) as server:
+        httpx.post(
+            f"{server.url}/tts/stream", json={**SHORT, "text": SECRET}, headers={"Authorization": f"Bearer {KEY}"}
+        )
+        httpx.get(f"{server.url}/metrics?key={KEY}&text={SECRET}")
+        with pytest.raises(InvalidStatus):
+            connect(f"{server.ws}?key=wrong-key")
+        with connect(f"{server.ws}?key={KEY}") as line:
+            send(line, "start", **{**SHORT, "text": SECRET})
+            read_to_end(line)
+    others = ("httpcore", "httpx", "websockets.client")
+    ours = "\n".join(record.getMessage() for record in caplog.records if not record.name.startswith(others))
+    assert "max_frames" in ours and not [word for word in (SECRET, KEY, "wrong-key") if word in ours]

@@ -1,0 +1,198 @@
+"""`/tts/ws` in process: text as it is written, several utterances, cancel, limits, messages that make no sense."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_synthesizer import noise
+from fastapi import WebSocketDisconnect
+from served import first_speaker
+
+from mktts.audio import to_pcm16
+from mktts.server import Limits
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+
+PIECES = ["Hel", "lo the", "re, who", "ever you are.", " Good", " morning."]
+
+
+def send(socket: Any, type: str, **fields: Any) -> None:
+    socket.send_json({"type": type, **fields})
+
+
+def read_to_end(socket: Any) -> tuple[list[dict], bytes, dict]:
+    """(chunk notes, PCM, the last message) of the utterance that has started; each note is followed by its PCM."""
+    notes, pcm = [], b""
+    while (message := socket.receive_json())["type"] == "chunk":
+        notes.append(message)
+        pcm += socket.receive_bytes()
+    return notes, pcm, message
+
+
+def say(socket: Any, pieces: list[str] = PIECES, **start: Any) -> tuple[list[dict], bytes, dict]:
+    send(socket, "start", **{"max_frames": 2, **start})
+    for piece in pieces:
+        send(socket, "text", text=piece)
+    send(socket, "finish")
+    assert socket.receive_json()["type"] == "started"
+    return read_to_end(socket)
+
+
+def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(api, tiny):
+    with api.open_socket() as socket:
+        send(socket, "start", seed=5, max_frames=40, speaker=first_speaker(tiny).upper(), temperature=0.5)
+        started = socket.receive_json()
+        assert (started["type"], started["seed"], started["sample_rate_hz"]) == ("started", 5, SAMPLE_RATE_HZ)
+        for piece in PIECES:
+            send(socket, "text", text=piece)
+        send(socket, "finish")
+        notes, pcm, finished = read_to_end(socket)
+    (stream,) = api.synth.streams
+    assert stream._fed == "".join(PIECES) and stream.settings["speaker"] == first_speaker(tiny)
+    assert stream.settings["sampling"] == api.synth.sampling.with_flat({"temperature": 0.5})
+    assert pcm == to_pcm16(noise(5, 40))
+    assert (finished["type"], finished["finish_reason"], finished["frames"]) == ("finished", "max_frames", 40)
+    assert finished["audio_s"] == pytest.approx(40 / FRAME_RATE_HZ) and finished["id"] == started["id"]
+    assert sum(note["frames"] for note in notes) == 40
+    ends = [note["start_s"] + note["duration_s"] for note in notes]
+    assert [note["start_s"] for note in notes] == pytest.approx([0.0, *ends[:-1]])
+    assert all(note["timings"]["ready_ms"] > 0 and note["id"] == started["id"] for note in notes)
+    assert api.get(f"/tts/stream/{started['id']}").json()["frames"] == 40
+
+
+def test_text_in_the_start_is_spoken_as_a_known_one(api):
+    with api.open_socket() as socket:
+        send(socket, "start", text="Hello there.", seed=5, max_frames=6)
+        assert socket.receive_json()["type"] == "started"
+        assert read_to_end(socket)[1] == to_pcm16(noise(5, 6))
+    assert api.synth.streams[0].text == "Hello there."
+
+
+def test_several_utterances_share_a_connection_and_a_refused_start_drops_what_was_sent_for_it(api):
+    with api.open_socket() as socket:
+        first, second = say(socket, seed=1), say(socket, seed=1)
+        assert first[1] == second[1] and first[2]["id"] != second[2]["id"]
+        send(socket, "start", speaker="nobody")
+        send(socket, "text", text="Hello.")
+        send(socket, "finish")
+        send(socket, "cancel")
+        assert socket.receive_json()["error"]["code"] == "unknown_speaker"
+        for start, code in (({"max_frames": 10**6}, "duration_too_long"), ({"language": "klingon"}, "bad_prompt")):
+            send(socket, "start", **start)
+            answer = socket.receive_json()
+            assert (answer["type"], answer["error"]["code"]) == ("error", code)
+        assert say(socket)[2]["finish_reason"] == "max_frames"
+
+
+def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
+    api.synth.holds = True
+    with api.open_socket() as socket:
+        send(socket, "start", seed=1, max_frames=400)
+        send(socket, "text", text=PIECES[0])
+        first = socket.receive_json()
+        socket.receive_json(), socket.receive_bytes()
+        api.synth.holds = False
+        send(socket, "cancel")
+        send(socket, "start", seed=2, max_frames=3, text="Hello there.")
+        finished = read_to_end(socket)[2]
+        assert (finished["id"], finished["finish_reason"]) == (first["id"], "cancelled")
+        assert api.synth.streams[0].cancelled
+        started = socket.receive_json()
+        notes, _, finished = read_to_end(socket)
+    assert {note["id"] for note in notes} == {started["id"]} != {first["id"]}
+    assert finished["finish_reason"] == "max_frames"
+
+
+def test_closing_the_connection_ends_the_stream(api):
+    api.synth.holds = True
+    with api.open_socket() as socket:
+        send(socket, "start", max_frames=400)
+        send(socket, "text", text=PIECES[0])
+        socket.receive_json(), socket.receive_json(), socket.receive_bytes()
+    assert api.synth.streams[0].cancelled
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ([("text", {"text": "x" * 5_001})], "text_too_long"),
+        ([("text", {"text": "x" * 3_000}), ("text", {"text": "x" * 3_000})], "text_too_long"),
+        ([("text", {"text": " \n"}), ("finish", {})], "bad_text"),
+        ([("finish", {})], "bad_text"),
+    ],
+    ids=["one long text", "two that are too long together", "only blanks", "none"],
+)
+def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, messages, code):
+    with api.open_socket() as socket:
+        send(socket, "start", max_frames=4_000)
+        for type, fields in messages:
+            send(socket, type, **fields)
+        assert socket.receive_json()["type"] == "started"
+        finished = read_to_end(socket)[2]
+        assert (finished["finish_reason"], finished["error"]["code"]) == ("error", code)
+        assert say(socket)[2]["finish_reason"] == "max_frames"
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("{", "invalid_json"),
+        ('{"type": "sing"}', "invalid_value"),
+        ('{"type": "start", "sped": 2}', "invalid_value"),
+        ('{"type": "text", "text": 1}', "invalid_value"),
+        ('{"type": "text", "text": "early"}', "not_started"),
+        (b"\x00\x01", "not_text"),
+        ("[" * 50_000, "invalid_json"),
+    ],
+    ids=["no json", "unknown type", "unknown key", "no text", "text before start", "binary", "deep"],
+)
+def test_a_message_that_makes_no_sense_is_told_and_closes_the_connection(api, message, code):
+    with api.open_socket() as socket:
+        (socket.send_bytes if isinstance(message, bytes) else socket.send_text)(message)
+        answer = socket.receive_json()
+        assert (answer["type"], answer["error"]["code"]) == ("error", code)
+        with pytest.raises(WebSocketDisconnect) as closed:
+            socket.receive_json()
+        assert closed.value.code == 1008
+
+
+@pytest.mark.parametrize("key", ["speaker", "sped"])
+def test_the_wrong_key_of_a_message_is_called_as_it_was_sent(api, key):
+    with api.open_socket() as socket:
+        send(socket, "start", **{key: 2})
+        error = socket.receive_json()["error"]
+        assert error["param"] == key and error["message"].startswith(f"{key}: ")
+        assert error["request_id"] == dict(socket.extra_headers)[b"x-request-id"].decode()
+
+
+def test_a_second_start_before_the_end_of_the_first_is_refused_and_nothing_stays_open(api):
+    api.synth.holds = True
+    with api.open_socket() as socket:
+        send(socket, "start", max_frames=400)
+        send(socket, "text", text=PIECES[0])
+        send(socket, "start")
+        with pytest.raises(WebSocketDisconnect):
+            while True:
+                socket.receive()["type"] == "websocket.close" and socket.receive()
+                socket._raise_on_close(socket.receive())
+    assert api.synth.streams[0].cancelled
+
+
+def test_an_utterance_that_waits_for_text_too_long_gives_its_place_back(make_api):
+    api = make_api(limits=Limits(idle_s=0.02))
+    with api.open_socket() as socket:
+        send(socket, "start")
+        assert socket.receive_json()["type"] == "started"
+        finished = read_to_end(socket)[2]
+        assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "idle")
+        assert api.service.streams_open == 0
+        assert say(socket)[2]["finish_reason"] == "max_frames"
+
+
+def test_a_failure_is_told_with_the_record(api):
+    api.synth.error_at = (2, RuntimeError("gone"))
+    with api.open_socket() as socket:
+        finished = say(socket, max_frames=20)[2]
+    assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "engine_error")
+    assert finished["error"]["request_id"] == finished["id"] and "gone" not in json.dumps(finished)
