@@ -104,7 +104,7 @@ class LaneUtterance(Utterance):
 
 
 class _Decoded(NamedTuple):
-    """PCM that is there: see `mktts.speech.utterance.Pending`."""
+    """PCM that is there: as `mktts.codec.decoder.PendingPcm` gives it."""
 
     pcm: np.ndarray
     pcm16: bytes | None

@@ -40,12 +40,6 @@ class KeptPrefix:
     pages: tuple[int, ...]
 
 
-@dataclass
-class _Slot:
-    pages: list[int]
-    shared: int = 0  # so many of the first pages belong to prefixes too: read only
-
-
 class Pages:
     """The pages of one device. `table` (slots + 1, pages a slot) int32: page of every position / page_rows of a slot;
     the last row is of no stream.
@@ -68,7 +62,7 @@ class Pages:
         self._free = list(range(pages - 1, NOBODY, -1))
         self._users = [0] * pages  # slots that have the page
         self._keepers = [0] * pages  # prefixes that have it
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, list[int]] = {}  # their pages, in order
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
 
@@ -136,7 +130,7 @@ class Pages:
         own = self._take(self.count(rows) - len(shared), but=key)
         for page in shared:
             self._users[page] += 1
-        self._slots[slot] = _Slot(shared + own, len(shared))
+        self._slots[slot] = shared + own
         self._write(slot)
         if kept is None:
             return 0, []
@@ -144,24 +138,9 @@ class Pages:
         partial = kept_rows % self.page_rows
         return kept_rows, [Copy(kept.pages[-1], own[0], partial)] if partial else []
 
-    def resize(self, slot: int, rows: int) -> None:
-        """Changes the declared maximum of an open stream: rows beyond it are lost, those below stay.
-
-        Raises CapacityError where more pages are wanted than there are; the stream then keeps what it has.
-        """
-        held = self._of(slot)
-        more = self.count(rows) - len(held.pages)
-        if not 0 < rows <= self.rows_per_slot or more > len(self._free) + len(self._idle(None)):
-            raise CapacityError(self._too_many(rows))
-        if more > 0:
-            held.pages += self._take(more)
-        while len(held.pages) > max(self.count(rows), held.shared):
-            self._let_go(held.pages.pop())
-        self._write(slot)
-
     def close(self, slot: int) -> None:
         """The stream is over: its pages are free, except those that others share. Raises EngineError if not open."""
-        for page in reversed(self._of(slot).pages):
+        for page in reversed(self._of(slot)):
             self._let_go(page)
         del self._slots[slot]
         self._write(slot)
@@ -174,23 +153,22 @@ class Pages:
         Returns the copies to make, None where the prefix is not kept: the key is known, or there is no room.
         """
         held = self._of(slot)
-        if not 0 < rows <= len(held.pages) * self.page_rows:
-            raise PromptError(f"slot {slot} has room for {len(held.pages)} pages, a prefix of {rows} rows was named")
+        if not 0 < rows <= len(held) * self.page_rows:
+            raise PromptError(f"slot {slot} has room for {len(held)} pages, a prefix of {rows} rows was named")
         full, partial = divmod(rows, self.page_rows)
         if key in self._kept or full + bool(partial) > self.max_kept:
             return None
-        new = sum(not self._keepers[page] for page in held.pages[:full]) + bool(partial)
+        new = sum(not self._keepers[page] for page in held[:full]) + bool(partial)
         while self.kept + new > self.max_kept and self._forget_one():
             pass
         if self.kept + new > self.max_kept or (partial and not self._free and not self._idle(None)):
             return None
         last = self._take(1, used=False) if partial else []
-        pages = held.pages[:full] + last
+        pages = held[:full] + last
         for page in pages:
             self._keepers[page] += 1
-        held.shared = max(held.shared, full)
         self._kept[key] = KeptPrefix(rows, tuple(pages))
-        return [Copy(held.pages[full], last[0], partial)] if partial else []
+        return [Copy(held[full], last[0], partial)] if partial else []
 
     def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
         """Keys of kept prefixes that are `wanted`."""
@@ -243,13 +221,13 @@ class Pages:
         if not self._users[page] and not self._keepers[page]:
             self._free.append(page)
 
-    def _of(self, slot: int) -> _Slot:
+    def _of(self, slot: int) -> list[int]:
         if slot not in self._slots:
             raise EngineError(f"slot {slot} is not open")
         return self._slots[slot]
 
     def _write(self, slot: int) -> None:
-        pages = self._slots[slot].pages if slot in self._slots else []
+        pages = self._slots.get(slot, [])
         self.table[slot] = NOBODY
         self.table[slot, : len(pages)] = pages
         self._changed.add(slot)

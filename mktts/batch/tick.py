@@ -115,7 +115,6 @@ class TickFit:
                 f"memory_ticks must be at least 1 and prior_ticks above 0, got {memory_ticks} and {prior_ticks}"
             )
         self.model = prior
-        self._prior = prior
         self._parts = np.array(astuple(prior))
         self._keep = float(np.exp(-1.0 / memory_ticks))
         # A part of 0 has no factor to learn; the equations stay solvable because the prior is in all of them.

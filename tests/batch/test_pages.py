@@ -65,20 +65,6 @@ class Device(RuleBasedStateMachine):
         if len(content) > PREFIX_ROWS[key] and content[PREFIX_ROWS[key] - 1].startswith(key):
             self.copy(self.book.keep(slot, key, PREFIX_ROWS[key]))
 
-    @rule(slot=opened, rows=st.integers(1, 44))
-    def resize(self, slot, rows):
-        if slot not in self.held:
-            return
-        _, content = self.held[slot]
-        rows = max(rows, len(content)) if rows < 41 else rows
-        try:
-            self.book.resize(slot, rows)
-        except CapacityError:
-            return
-        more = [f"slot {slot} more {row}" for row in range(rows - len(content))]
-        self.write(slot, len(content), more)
-        self.held[slot] = rows, content + more
-
     @rule(slot=consumes(opened))
     def close(self, slot):
         if slot in self.held:
@@ -172,8 +158,6 @@ def test_a_prefix_in_use_does_not_give_way_and_what_does_not_fit_is_refused_unch
     with pytest.raises(CapacityError, match="can be had"):
         book.open(1, 12)
     assert book.free == 2 and book.find("a") == 4
-    with pytest.raises(CapacityError):
-        book.resize(0, 17)
     with pytest.raises(PromptError):
         book.open(1, 4, "a")
 

@@ -92,7 +92,7 @@ def served(streams: Streams, lanes: TorchTalker, cancelled: dict[int, int], seed
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:margin", "tiny-projected", "small"])
 def test_codes_are_the_oracles_under_joins_skips_cancels_and_reuse(name):
-    streams = Streams(open_checkpoint(name if name == "small" else f"random:{name}"), count=10, frames=6)
+    streams = Streams(open_checkpoint(name if name == "small" else f"random:{name}"), count=8, frames=6)
     lanes = streams.lanes(max_slots=4)
     cancelled = {2: 1, 5: 3}
     made = served(streams, lanes, cancelled)

@@ -151,7 +151,7 @@ def test_admission_speaks_through_it_and_closing_ends_streams_and_the_process(ti
         far.stream("Too late.")
 
 
-def test_a_voice_goes_over_once_and_is_dropped_with_its_last_holder(tiny_base):
+def test_a_voice_goes_over_once_is_dropped_with_its_last_holder_and_all_end_where_the_process_is_killed(tiny_base):
     def voice() -> Voice:
         torch.manual_seed(1)
         hidden = tiny_base.config.talker.hidden_size
@@ -169,23 +169,18 @@ def test_a_voice_goes_over_once_and_is_dropped_with_its_last_holder(tiny_base):
         del other
         until(lambda: len(far._voices) == 1, "the voice to be dropped")
         assert to_pcm16(far.stream("In her voice.", voice=one, **settings).read()) == expected
-
-
-def test_where_the_other_process_is_killed_streams_end_at_once_and_it_says_so():
-    with apart("random:tiny") as far:
         gone = threading.Event()
         far.on_gone = gone.set
-        stream = far.stream("Until somebody pulls the plug.", **LONG)
+        stream = far.stream("Until somebody pulls the plug.", voice=one, **LONG)
         next(stream)
         os.kill(far._process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="process that speaks"):
             for _ in stream:
                 pass
         assert gone.wait(WAIT_S) and far.gone
-        with pytest.raises(EngineError):
-            far.stream("Hello?")
-        with pytest.raises(EngineError):
-            far.warm_up()
+        for use in (lambda: far.stream("Hello?", voice=one), far.warm_up):
+            with pytest.raises(EngineError):
+                use()
 
 
 def test_it_ends_with_the_process_that_it_speaks_for():

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from mktts.batch.settings import BatchSettings
-from mktts.errors import BusyError, CapacityError, EngineError, PromptError
+from mktts.errors import EngineError, PromptError
 from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS
@@ -99,13 +96,6 @@ def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_o
 
 
 @pytest.fixture(scope="module")
-def synth(tiny) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", engine="batch") as made:
-        made.admit(PATIENT)
-        yield made
-
-
-@pytest.fixture(scope="module")
 def base(tiny_base) -> Iterator[Synthesizer]:
     with Synthesizer.load(tiny_base, device="cpu", engine="batch") as made:
         made.admit(PATIENT)
@@ -114,21 +104,6 @@ def base(tiny_base) -> Iterator[Synthesizer]:
 
 def say(synth: Synthesizer, seed: int, **changes: Any) -> Any:
     return opened(synth, TEXT, **{"seed": seed, "max_frames": 8, "options": OFF, **changes})
-
-
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 3))
-def test_late_text_gives_the_codes_of_the_text_at_once(synth, cuts, seed):
-    whole = synth.open(seed=seed, max_frames=10, options=OFF)
-    whole.feed(TEXT), whole.finish()
-    wanted = heard(whole)
-    session, left = synth.open(seed=seed, max_frames=10, options=OFF), TEXT
-    for cut in cuts:
-        session.feed(left[:cut])
-        left = left[cut:]
-        synth.say("Between.", max_frames=2)  # the worker has had time for what was fed
-    session.feed(left), session.finish()
-    assert heard(session)["codes"] == wanted["codes"]
 
 
 def test_a_voice_that_holds_nan_ends_its_streams_alone(base):
@@ -141,56 +116,6 @@ def test_a_voice_that_holds_nan_ends_its_streams_alone(base):
         list(broken)
     assert heard(beside)["codes"] == heard(later)["codes"] == wanted
     assert heard(say(base, 1, voice=good))["codes"] == wanted  # also who has its slot and its pages then
-
-
-def test_who_is_cancelled_gets_nothing_more_and_gives_back_its_pages(synth):
-    pages = synth.lanes.pages
-    before = pages.free
-    other = say(synth, 1, max_frames=20)
-    gone = say(synth, 2, max_frames=200)
-    next(gone)
-    gone.cancel()
-    frames = len(gone.codes)
-    assert list(gone) == [] and gone.finish_reason == "cancelled"
-    assert len(heard(other)["codes"]) == 20
-    assert len(gone.codes) <= frames + 1  # the tick that ran
-    assert pages.free == before
-
-
-def test_a_reader_that_takes_nothing_keeps_no_more_than_its_buffer(synth):
-    options = replace(OFF, schedule=(1,), buffer_frames=6)
-    silent = [say(synth, seed, max_frames=200, options=options) for seed in range(3)]
-    assert len(heard(say(synth, 9, max_frames=30))["codes"]) == 30
-    assert all(1 <= len(stream.codes) <= 6 for stream in silent)
-    for stream in silent:
-        stream.cancel()
-
-
-def test_what_on_done_raises_ends_its_corpus_and_nobody_else(synth):
-    beside = say(synth, 1, max_frames=20)
-    texts = synth.say_many([TEXT] * 4, seed=1, max_frames=4, on_done=lambda done: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        list(texts)
-    assert len(heard(beside)["codes"]) == 20
-
-
-def test_who_does_not_fit_is_refused_by_name_before_it_begins(tiny):
-    limits = BatchSettings(max_streams=2, positions=128)
-    with Synthesizer.load(tiny, device="cpu", engine="batch", batch=limits) as synth:
-        with pytest.raises(CapacityError, match="shorten the text or lower max_frames"):
-            synth.stream("word " * 150, seed=1, max_frames=200, options=OFF).read()
-        synth.admit(PATIENT)
-        holding = [
-            say(synth, seed, max_frames=60, options=replace(OFF, schedule=(1,), buffer_frames=2)) for seed in (1, 2)
-        ]
-        for stream in holding:
-            next(stream)
-        synth.admit(Wishes(max_wait_s=0.5))
-        with pytest.raises(BusyError, match="with 2 streams open"):
-            synth.stream(TEXT, seed=3, max_frames=8, options=OFF).read()
-        for stream in holding:
-            assert stream.finish_reason is None
-            stream.cancel()
 
 
 def test_deterministic_is_the_batch_engine_from_one_stream_on_and_neighbours_change_nothing(tiny):

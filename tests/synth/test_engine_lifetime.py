@@ -20,6 +20,7 @@ from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined,
 from mktts.batch.executor import Together
 from mktts.errors import EngineError
 from mktts.speech.serving import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
+from mktts.speech.stream import Stream
 from mktts.synth import Synthesizer
 from mktts.synth.engine import Engine
 
@@ -206,13 +207,18 @@ def is_set():
     gc.freeze()
 
 
+def opened(synth: Synthesizer, seed: int) -> Stream:
+    """A stream that soon waits for its reader."""
+    return speak(synth, seed, frames=None, options=replace(ONE, buffer_frames=2))
+
+
 @pytest.mark.parametrize("engine", ["batch", "batch-ahead"])
 def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_set, engine):
     with fake_synthesizer(engine=engine) as synth:
-        streams = [speak(synth, seed, frames=None) for seed in range(MANY - 1)]
+        streams = [opened(synth, seed) for seed in range(MANY - 1)]
         settle(synth)  # by one stream more
         is_set(False)
-        streams += [speak(synth, seed, frames=None) for seed in range(MANY - 1, MANY + 3)]
+        streams += [opened(synth, seed) for seed in range(MANY - 1, MANY + 3)]
         is_set(True)
         while len(streams) > FEW + 2:
             streams.pop().cancel()
@@ -225,7 +231,7 @@ def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_
 
 def test_the_process_is_not_set_for_streams_of_the_single_engine(is_set):
     with fake_synthesizer(engine="single") as synth:
-        streams = [speak(synth, seed, frames=None) for seed in range(MANY + 3)]
+        streams = [opened(synth, seed) for seed in range(MANY + 3)]
         settle(synth)
         is_set(False)
         assert all(next(stream).frames for stream in streams)
@@ -234,7 +240,7 @@ def test_the_process_is_not_set_for_streams_of_the_single_engine(is_set):
 def test_of_several_engines_the_last_crowd_puts_back_what_was(is_set):
     first, second = (fake_synthesizer(engine="batch") for _ in range(2))
     with many_streams():
-        streams = [speak(synth, seed, frames=None) for synth in (first, second) for seed in range(MANY + 1)]
+        streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
         for synth in (first, second):
             settle(synth)
     is_set(True)
@@ -247,7 +253,7 @@ def test_of_several_engines_the_last_crowd_puts_back_what_was(is_set):
 
 def test_a_crowd_that_a_failing_turn_ends_leaves_nothing_set(is_set, monkeypatch):
     with fake_synthesizer(engine="batch") as synth:
-        streams = [speak(synth, seed, frames=None) for seed in range(MANY + 1)]
+        streams = [opened(synth, seed) for seed in range(MANY + 1)]
         is_set(True)
         monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):

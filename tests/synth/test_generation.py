@@ -125,15 +125,6 @@ def test_ready_ms_counts_from_the_call():
     assert chunk.timings.ready_ms > 100_000
 
 
-@pytest.mark.parametrize("schedule", [(1,), (1, 1, 2, 4, 8), (7, 3), (40,)])
-def test_the_schedule_does_not_change_the_samples(codec, schedule):
-    model = replace(fake_model(), codec=codec)
-    utterance = generation(model, "One text.", "Another text.", options=replace(OFF, schedule=schedule), max_frames=40)
-    pcm = pcm_of(run(utterance))
-    offline = codec.decode_all(torch.stack(utterance.codes)).numpy()
-    assert np.abs(pcm - offline).max() <= 1e-5
-
-
 # ---- the end
 
 

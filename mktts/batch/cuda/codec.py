@@ -70,11 +70,6 @@ class CudaCodec:
         """Of one slot."""
         return self._states.slot_bytes
 
-    @property
-    def work_bytes(self) -> int:
-        """Working memory taken so far, which the passes of all sizes share; see `CodecWork`."""
-        return self._work.bytes
-
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
         """`slot` begins with silence, or goes on from `primed`, a state of the plain or the fused decoder, copied.

@@ -130,7 +130,7 @@ class BatchFrame:
     """`run` makes one frame for the lanes that stand in `block`, and takes the prompt rows in it along.
 
     block (words,) int64 on the device: see `BlockLayout`. `space`: where it works, and what it made: `made` and `pcm`
-    of `workspace.Space`, until the next tick.
+    of `memory.Space`, until the next tick.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class CudaLanes:
         deterministic: bool = False,
     ) -> None:
         """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
-        page 0; see `device.memory.LaneMemory` for what all that takes.
+        page 0; see `LaneMemory` for what all that takes.
 
         codec: of slots + 1 slots; None: PCM is silence. primed: codec states after a reference. embeddings: the
         codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by

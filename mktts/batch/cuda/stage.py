@@ -55,7 +55,7 @@ class Stage:
         self._mark(0)
 
     def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
-        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `workspace.Space`; `count` lanes are
+        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.Space`; `count` lanes are
         filled. pcm None: silence."""
         self._lanes, self._count = len(made) // (NUM_CODEBOOKS + 1), count
         self._made[: len(made)].copy_(made, non_blocking=True)

@@ -81,7 +81,7 @@ class TorchLanes:
     """
 
     name = "batch"
-    deterministic = True  # in fp32; see `lane_stack` for how long sums may be
+    deterministic = True  # in fp32; see `stack` for how long sums may be
     precision = "full"
     settings = TickSettings.cpu()
     model = TickModel.cpu()

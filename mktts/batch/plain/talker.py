@@ -6,7 +6,7 @@ talker in one pass; each stream attends to keys and values of its own, which gro
 
 Codes are those of `mktts.model.oracle.TorchBackend` up to rounding: noise, and the choice given logits, are equal by
 construction; logits differ in last bits, as products of one row and of several do. On the CPU in fp32 a stream's codes
-do not depend on its neighbours; see `lane_stack` for how long sums may be.
+do not depend on its neighbours; see `stack` for how long sums may be.
 """
 
 from __future__ import annotations

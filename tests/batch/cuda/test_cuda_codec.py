@@ -1,10 +1,14 @@
-"""The batched codec on a CUDA device: each stream against the plain decoder, and against itself in other company."""
+"""The batched codec: each stream against the plain decoder, and against itself in other company.
+
+On a CPU its pass runs with plain operators in place of its kernels.
+"""
 
 from __future__ import annotations
 
 import random
 from functools import partial
 
+import codec_kernel_stand_ins
 import pytest
 import torch
 from torch import Tensor
@@ -12,56 +16,66 @@ from torch import Tensor
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
+from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import snr_db
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DEVICE = torch.device("cuda")
-LEAST_SNR_DB = {"full": 80.0, "fast": 50.0}
-FULL_CODEC = "random:tiny:custom_voice:full-codec"
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LEAST_SNR_DB = {("cuda", "full"): 80.0, ("cuda", "fast"): 50.0, ("cpu", "full"): 100.0, ("cpu", "fast"): 50.0}
+SLOTS = 300
+STAND_INS = (codec_kernel_stand_ins.PRODUCTS, codec_kernel_stand_ins.ROWS)
+TINY, FULL_CODEC = "random:tiny", "random:tiny:custom_voice:full-codec"
 LANES = 8
 END = 2_150  # of speech: no entry of a book
 
 
-def plain_of(checkpoint: Checkpoint) -> partial[CodecDecoder]:
-    return partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), DEVICE)
+def codecs(cpu: bool) -> list:
+    cases = [(name, "cuda", precision) for name in (TINY, FULL_CODEC) for precision in ("full", "fast")]
+    here = [(TINY, "cpu", precision) for precision in ("full", "fast")] if cpu else []
+    return [*here, *(pytest.param(case, marks=GPU) for case in cases)]
 
 
-@pytest.fixture(scope="module", params=["random:tiny", FULL_CODEC], ids=["tiny", "full-size"])
-def plain(request) -> partial[CodecDecoder]:
-    return plain_of(open_checkpoint(request.param))
+def plain_of(checkpoint: Checkpoint, device: str) -> partial[CodecDecoder]:
+    return partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(device))
 
 
-@pytest.fixture(scope="module", params=LEAST_SNR_DB)
-def codec(request, plain) -> CudaCodec:
-    made = CudaCodec(plain, 300, request.param)
-    assert made.name == {"full": "fused", "fast": "fused-fast"}[request.param]
-    made.compile((1, LANES, 64, 256, 512))
-    made.least_db, made.nobody = LEAST_SNR_DB[request.param], 299
+@pytest.fixture(scope="module")
+def codec(request) -> CudaCodec:
+    name, device, precision = request.param
+    plain = plain_of(open_checkpoint(name), device)
+    made = CudaCodec(plain, SLOTS, precision, STAND_INS if device == "cpu" else None)
+    if device == "cuda":
+        made.compile((1, LANES, 64, 256, 512))
+    made.plain, made.least_db, made.nobody = plain, LEAST_SNR_DB[device, precision], SLOTS - 1
     return made
 
 
-def codes_of(streams: int, frames: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2_048, (streams, frames, NUM_CODEBOOKS), generator=generator, dtype=torch.int32).to(DEVICE)
+anywhere = pytest.mark.parametrize("codec", codecs(cpu=True), indirect=True, ids="-".join)
+on_a_gpu = pytest.mark.parametrize("codec", codecs(cpu=False), indirect=True, ids="-".join)
 
 
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+def codes_of(codec: CudaCodec, streams: int, frames: int, seed: int = 0) -> Tensor:
+    shape, generator = (streams, frames, NUM_CODEBOOKS), torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2_048, shape, generator=generator, dtype=torch.int32).to(codec.device)
+
+
+def int32(codec: CudaCodec, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=codec.device)
 
 
 def decoded(codec: CudaCodec, codes: Tensor, slots: list[int], lanes: int = LANES) -> Tensor:
     """The next frame of `slots`, codes (n, 16), in a pass of `lanes` lanes whose padded ones hold the end of speech."""
-    frame = torch.full((lanes, NUM_CODEBOOKS), END, dtype=torch.int32, device=DEVICE)
+    frame = torch.full((lanes, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
     frame[: len(slots)] = codes
-    return codec.decode(frame, int32(slots + [codec.nobody] * (lanes - len(slots))))[: len(slots)]
+    return codec.decode(frame, int32(codec, slots + [codec.nobody] * (lanes - len(slots))))[: len(slots)]
 
 
-def test_streams_that_come_and_go_sound_as_alone(codec, plain):
+@anywhere
+def test_streams_that_come_and_go_sound_as_alone(codec):
     """Past the attention window, at different positions, in slots that others had before."""
-    decoder, chance = plain(), random.Random(0)
+    decoder, chance = codec.plain(), random.Random(0)
     frames = decoder.config.sliding_window + 3
-    codes = codes_of(5, frames)
+    codes = codes_of(codec, 5, frames)
     waiting, free, slots = list(range(len(codes))), [7, 0, 298], {}
     made: dict[int, list[Tensor]] = {i: [] for i in waiting}
     while waiting or slots:
@@ -83,9 +97,10 @@ def test_streams_that_come_and_go_sound_as_alone(codec, plain):
         assert snr_db(torch.cat(pcm).cpu(), expected.cpu()) > codec.least_db, i
 
 
+@anywhere
 @pytest.mark.parametrize("heard", [5, 90])
-def test_a_primed_state_goes_on_and_stays_as_it_was(codec, plain, heard):
-    decoder, codes = plain(), codes_of(1, heard + 6, seed=1)[0]
+def test_a_primed_state_goes_on_and_stays_as_it_was(codec, heard):
+    decoder, codes = codec.plain(), codes_of(codec, 1, heard + 6, seed=1)[0]
     state = decoder.start()
     decoder.decode(codes[:heard], state)
     kept = state.copy()
@@ -95,10 +110,11 @@ def test_a_primed_state_goes_on_and_stays_as_it_was(codec, plain, heard):
     assert snr_db(made.cpu(), decoder.decode(codes[heard:], state).cpu()) > codec.least_db
 
 
+@on_a_gpu
 @pytest.mark.parametrize("lanes", [1, 64, 256, 1024])
-def test_neighbours_change_no_bit_of_samples_or_state(codec, plain, lanes):
+def test_neighbours_change_no_bit_of_samples_or_state(codec, lanes):
     """Eight streams alone, eight lanes a pass, against the same ones spread over `lanes` lanes, some of them padded."""
-    codes, others = codes_of(8, 3, seed=2), codes_of(lanes, 3, seed=3)
+    codes, others = codes_of(codec, 8, 3, seed=2), codes_of(codec, lanes, 3, seed=3)
     count, chance = min(lanes, 8), random.Random(lanes)
     first, then = [10 + i for i in range(8)], [280 - 3 * i for i in range(count)]
     for slot in (*first, *then):
@@ -114,15 +130,16 @@ def test_neighbours_change_no_bit_of_samples_or_state(codec, plain, lanes):
         expected = decoded(codec, codes[:, t], first)
         frame = others[:, t].clone()
         frame[at] = codes[:count, t]
-        assert torch.equal(codec.decode(frame, int32(slots))[at], expected[:count]), t
+        assert torch.equal(codec.decode(frame, int32(codec, slots))[at], expected[:count]), t
     states = codec._states
     rings = (ring[..., :3, :] for ring in (states.keys, states.values))  # places behind may hold older streams
     for tensor in (states.histories, states.positions, *rings):
         assert torch.equal(tensor[then], tensor[first[:count]])
 
 
+@on_a_gpu
 def test_a_recorded_pass_gives_the_same_bits(codec):
-    codes, lanes = codes_of(LANES, 4, seed=4), int32(list(range(LANES)))
+    codes, lanes = codes_of(codec, LANES, 4, seed=4), int32(codec, list(range(LANES)))
     passes = []
     for recorded in (False, True):
         frame = codes[:, 0].clone()
@@ -146,18 +163,36 @@ def test_a_recorded_pass_gives_the_same_bits(codec):
     assert passes[0].shape == (4, LANES, SAMPLES_PER_FRAME) and passes[0].dtype == torch.float32
 
 
+@on_a_gpu
 def test_padded_lanes_stay_finite_and_never_move_on(codec):
-    frame = torch.full((LANES, NUM_CODEBOOKS), END, dtype=torch.int32, device=DEVICE)
+    frame = torch.full((LANES, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
     frame[1] = -1
     for _ in range(5):
-        assert codec.decode(frame, int32([codec.nobody] * LANES)).abs().max() <= 1
+        assert codec.decode(frame, int32(codec, [codec.nobody] * LANES)).abs().max() <= 1
     assert int(codec._states.positions[codec.nobody]) == 0
 
 
-def test_kernels_can_be_compiled_before_the_first_pass(plain):
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("name", [TINY, FULL_CODEC])
+def test_kernels_can_be_compiled_before_the_first_pass(name):
+    plain = plain_of(open_checkpoint(name), "cuda")
     codec = CudaCodec(plain, 9, "fast")
     codec.compile([8])
-    codec.nobody, codes = 8, codes_of(1, 1, seed=5)[0]
+    codec.nobody, codes = 8, codes_of(codec, 1, 1, seed=5)[0]
     assert not bool(codec._states.histories.any())
     expected = plain().decode_all(codes).cpu()
-    assert snr_db(decoded(codec, codes, [0])[0].cpu(), expected) > LEAST_SNR_DB["fast"]
+    assert snr_db(decoded(codec, codes, [0])[0].cpu(), expected) > LEAST_SNR_DB["cuda", "fast"]
+
+
+def test_sizes_are_known_before_a_stream_comes_and_other_codes_and_lanes_are_refused(tiny):
+    codec = CudaCodec(plain_of(tiny, "cpu"), 4, "full", STAND_INS)
+    state = codec._states
+    slot = (state.histories[0], state.keys[0], state.values[0], state.positions[0])
+    assert codec.state_bytes == sum(tensor.nbytes for tensor in slot) and codec.name == "fused"
+    lanes, codes = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    for wrong in ((codes.long(), lanes), (codes, lanes.long()), (codes[:1], lanes), (codes[:, :4], lanes)):
+        with pytest.raises(CodecError, match="int32"):
+            codec.decode(*wrong)
+    with pytest.raises(BackendUnavailable, match="the batched codec needs"):
+        CudaCodec(plain_of(tiny, "cpu"), 4, "full")
