@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import gc
 import json
 import logging
-import re
+import math
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,13 +22,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from mktts.audio import to_pcm16
+from mktts.batch import board
 from mktts.server import Limits
-from mktts.server.served_stream import ServedStream
-from mktts.speech.job import Job
 from mktts.speech.options import StreamOptions
+from mktts.synth import Synthesizer
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}
+ENDLESS = {"text": TEXT, "max_frames": 5_000}
 SMALL_BUFFERS = {"buffer_frames": 8, "socket_bytes": 16 * 1024}
 KEY = "a-key-of-the-tests"
 SECRET = "Secretword."
@@ -84,11 +86,11 @@ def read_to_end(line: ClientConnection) -> tuple[bytes, dict]:
     return pcm, message
 
 
-def deaf(server: Served, **settings: Any) -> ClientConnection:
+def deaf(server: Served) -> ClientConnection:
     """A client that reads as little as it can, for as long as it likes: it would not see the answer to a ping of its
     own behind what it has not read, and hang up."""
     line = raw(server, b"", 16 * 1024)
-    return connect(server.ws, sock=line, max_queue=1, ping_interval=None, **settings)
+    return connect(server.ws, sock=line, max_queue=1, ping_interval=None, close_timeout=0.1)
 
 
 # ---- speech
@@ -135,15 +137,10 @@ def test_slow_reader_stops_the_generation_and_then_gets_every_byte(synthesizer, 
         until(lambda: server.watched.streams, "the stream to be opened")
         stream = server.watched.streams[0]
         assert 0 < server.watched.frames_at_pause(stream) < LONG["max_frames"] - 2 * limits.buffer_frames
-        reader = connection.makefile("rb")
-        while reader.readline() != b"\r\n":
-            pass
-        content = b""
-        while size := int(reader.readline(), 16):
-            content += reader.read(size)
-            reader.readline()
+        answer = HTTPResponse(connection)
+        answer.begin()
         settings = {"seed": 1, "max_frames": LONG["max_frames"], "options": StreamOptions(buffer_frames=8)}
-        assert content == to_pcm16(synthesizer.say(TEXT, speaker=first_speaker(tiny), **settings))
+        assert answer.read() == to_pcm16(synthesizer.say(TEXT, speaker=first_speaker(tiny), **settings))
 
 
 def test_a_client_that_reads_nothing_for_too_long_is_dropped(synthesizer):
@@ -155,7 +152,7 @@ def test_a_client_that_reads_nothing_for_too_long_is_dropped(synthesizer):
 
 
 def test_cancel_is_heard_while_the_client_does_not_read_and_starting_again_has_an_end(synthesizer):
-    with served(synthesizer, Limits(**SMALL_BUFFERS)) as server, deaf(server, close_timeout=0.1) as line:
+    with served(synthesizer, Limits(**SMALL_BUFFERS)) as server, deaf(server) as line:
         send(line, "start", max_frames=400, text=TEXT)
         until(lambda: server.watched.streams, "the stream to be opened")
         server.watched.frames_at_pause(server.watched.streams[0])
@@ -186,35 +183,59 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
         stop.join()
 
 
-def resident_bytes(server: Served) -> float:
-    page = httpx.get(f"{server.url}/metrics").text
-    return float(re.search(r"^process_resident_memory_bytes (\S+)$", page, re.MULTILINE).group(1))
+# ---- admission, by both engines
 
 
-def kept() -> int:
-    gc.collect()
-    return sum(type(found) in (ServedStream, Job) for found in gc.get_objects())
+@pytest.fixture(scope="module", params=["single", "batch"])
+def engine(request, tiny):
+    with Synthesizer.load(tiny, engine=request.param) as made:
+        yield made
 
 
-@pytest.mark.parametrize("requests", [64, pytest.param(1_000, marks=pytest.mark.slow)])
-async def test_short_requests_at_concurrency_16_leave_nothing_behind(synthesizer, requests):
-    with served(synthesizer, Limits(kept_states=16, wait_s=WAIT_S)) as server:
-        kept_before = kept()
-        async with httpx.AsyncClient(timeout=60) as client:
+def standing(server: Served, field: str) -> int:
+    return sum(getattr(one, field) for one in server.studio.standing.values())
 
-            async def ask(seeds: Any) -> None:
-                for seed in seeds:
-                    answer = await client.post(f"{server.url}/tts/stream", json={**SHORT, "seed": seed})
-                    assert answer.status_code == 200 and len(answer.content) == 3_840
-                    server.watched.streams.clear()
 
-            await asyncio.gather(*(ask(iter(range(requests // 64))) for _ in range(16)))  # to fill every cache
-            before_bytes = resident_bytes(server)
-            seeds = iter(range(requests * 3 // 4))
-            await asyncio.gather(*(ask(seeds) for _ in range(16)))
-        until(lambda: server.studio.streams_open == 0, "the last stream to end")
-        until(lambda: kept() <= kept_before, "what is over to be let go")
-        assert resident_bytes(server) - before_bytes < 16 * 2**20
+def test_one_stream_too_many_waits_or_is_told_to_come_back(engine, monkeypatch, caplog):
+    monkeypatch.setattr(board, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
+    caplog.set_level("INFO", "mktts.server")
+    limits = Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)
+    with served(engine, limits) as server, ThreadPoolExecutor(1) as pool:
+        post = partial(httpx.post, f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S)
+        with httpx.stream("POST", f"{server.url}/tts/stream", json=ENDLESS, timeout=WAIT_S) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            with raw(server, request(SHORT)):
+                until(lambda: standing(server, "waiting") == 1, "a client that gives up in line")
+            until(lambda: standing(server, "waiting") == 0 and server.studio.streams_open == 1, "it to have left")
+            waits = pool.submit(post)
+            until(lambda: standing(server, "waiting") == 1, "the second one to stand in line")
+            refused = post()
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], error["streams_max"]) == (429, "busy", 1)
+            assert "too many streams wait" in error["message"] and int(refused.headers["Retry-After"]) >= 1
+            with connect(server.ws) as line:
+                send(line, "start", **SHORT)
+                assert read(line)["error"]["code"] == "busy"
+            assert (
+                not waits.done() and 'mktts_refused_total{code="busy"} 2.0' in httpx.get(f"{server.url}/metrics").text
+            )
+        assert waits.result().status_code == 200  # the first one has gone
+
+
+def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(engine, monkeypatch):
+    monkeypatch.setattr(board, "ABSENT_S", 0.0)
+    limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
+    with served(engine, limits) as server, connect(server.ws) as line:
+        send(line, "start")
+        assert read(line)["type"] == "started" and standing(server, "listeners") == 0
+        assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
+        server.watched.streams.clear()
+        with raw(server, request(ENDLESS), 16 * 1024):
+            until(lambda: server.watched.streams and server.watched.streams[0].rests, "its buffers to be full")
+            assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
+            until(lambda: standing(server, "listeners") == 0, "the short one's end to be noticed")
+            assert server.studio.streams_open == 2
 
 
 # ---- half requests, broken ones, and the log

@@ -1,0 +1,420 @@
+"""Voices of callers: recordings that requests bring, and uploads that are kept for a while, their owner's alone."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from absent import needs
+from served import until
+from test_openai import client
+
+from mktts.audio import encoded, from_pcm16
+from mktts.checkpoint import Checkpoint
+from mktts.errors import BackendUnavailable, ServerError, VoiceError
+from mktts.model.voice import Voice
+from mktts.server import Limits
+from mktts.server.gate import owner_of
+from mktts.server.references import ReferenceSources
+from mktts.server.schemas import UploadedVoice
+from mktts.server.uploads import VoiceFolder
+from mktts.spec import SAMPLE_RATE_HZ
+
+pytestmark = needs("av", "python_multipart")
+ANNA, BEN = "annas-key", "bens-key"
+SAID = "What the reference says."
+CONSENT = "I, Anna, agree that my voice is used here."
+LIMITS = Limits(max_reference_s=2.0, max_reference_bytes=200_000, max_voices=3)
+
+
+def hum(seconds: float = 1.0, pitch_hz: float = 140.0) -> np.ndarray:
+    t = np.arange(round(seconds * SAMPLE_RATE_HZ)) / SAMPLE_RATE_HZ
+    return (0.1 * sum(np.sin(2 * np.pi * pitch_hz * k * t) / k for k in range(1, 8))).astype(np.float32)
+
+
+def voice_of(checkpoint: Checkpoint, number: float, transcript: str | None = None) -> Voice:
+    """A voice that can be told by its first number."""
+    embedding = torch.full((checkpoint.config.talker.hidden_size,), float(number))
+    codes = None if transcript is None else torch.zeros((2, 16), dtype=torch.int64)
+    return Voice(embedding, codes, transcript, checkpoint.config.model_size)
+
+
+class Clones:
+    """In the place of `clone_voice`. asked: PCM, rate and transcript of each call. made: its voices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[np.ndarray, int, str | None]] = []
+        self.made: list[Voice] = []
+        monkeypatch.setattr("mktts.server.references.clone_voice", self._clone)
+
+    def _clone(self, checkpoint: Checkpoint, pcm: np.ndarray, rate_hz: int, transcript: str | None = None) -> Any:
+        self.asked.append((pcm, rate_hz, transcript))
+        self.made.append(voice_of(checkpoint, float(np.abs(pcm).sum()), transcript))
+        return self.made[-1]
+
+
+WAV, OTHER_WAV = encoded(hum(), "wav"), encoded(hum(pitch_hz=210.0), "wav")
+
+
+@pytest.fixture
+def clones(monkeypatch) -> Clones:
+    return Clones(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def base_api(make_api, tiny_base):
+    return make_api(checkpoint=tiny_base, limits=LIMITS)
+
+
+@pytest.fixture(scope="module")
+def file_server():
+    """A server of files on this machine; `asked` holds the paths that were asked for."""
+    asked = []
+
+    class Files(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if self.path == "/moved.wav":
+                self.send_response(302)
+                self.send_header("Location", "/me.wav")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(WAV if self.path == "/me.wav" else b"not audio")
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"ref_audio": data_url(WAV), "ref_text": SAID, "task_type": "Base"}, SAID),
+        ({"ref_audio": base64.b64encode(WAV).decode(), "ref_text": f" {SAID}\n"}, SAID),
+        ({"ref_audio": [base64.urlsafe_b64encode(WAV).decode().rstrip("=")], "voice": "alloy"}, None),
+        ({"ref_audio": data_url(WAV), "ref_text": SAID, "x_vector_only_mode": True}, None),
+    ],
+    ids=["data URL", "base64", "one in a list", "x-vector"],
+)
+def test_a_recording_is_cloned_and_its_voice_speaks(make_api, tiny_base, clones, body, said):
+    api = make_api(checkpoint=tiny_base, limits=LIMITS)
+    for _ in range(2):  # the next request with the same one need not make it again
+        assert api.speech(**body).status_code == 200
+        assert api.synth.streams[-1].settings["voice"] is clones.made[0]
+    ((pcm, rate_hz, transcript),) = clones.asked
+    assert np.array_equal(pcm, from_pcm16(WAV[44:])) and (rate_hz, transcript) == (24_000, said)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param", "message"),
+    [
+        ({"ref_audio": data_url(b"hello")}, "bad_reference", "ref_audio", "expected audio"),
+        ({"ref_audio": data_url(encoded(hum(3.0), "flac"))}, "bad_reference", "ref_audio", "may last 2 s"),
+        ({"ref_audio": data_url(bytes(200_001))}, "bad_reference", "ref_audio", "may have 200000 bytes"),
+        ({"ref_audio": "data:audio/wav;base64,!!"}, "bad_reference", "ref_audio", "base64"),
+        ({"ref_audio": "file:/" + "/etc/passwd"}, "reference_not_allowed", "ref_audio", "--reference-folder"),
+        ({"ref_audio": "me.wav"}, "reference_not_allowed", "ref_audio", "--reference-folder"),
+        ({"ref_audio": "https://files.example/me.wav"}, "reference_not_allowed", "ref_audio", "--reference-host"),
+        ({"ref_audio": "http://[::1"}, "reference_not_allowed", "ref_audio", "--reference-host"),
+        ({"ref_text": SAID}, "bad_reference", "ref_text", "there is no ref_audio"),
+        ({"ref_audio": data_url(WAV), "x_vector_only_mode": False}, "bad_reference", "ref_text", "ref_text"),
+        ({"ref_audio": data_url(WAV), "voice": "anna"}, "two_voices", "ref_audio", "leave out voice"),
+        ({"ref_audio": data_url(WAV), "ref_text": "x" * 5_001}, "ref_text_too_long", "ref_text", "characters"),
+        ({"ref_audio": [WAV.hex(), WAV.hex()]}, "invalid_value", "ref_audio", "string"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_cloned_is_one_line_under_the_callers_key(base_api, clones, body, code, param, message):
+    answer = base_api.speech(**body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
+    assert message in error["message"] and "\n" not in error["message"] and clones.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(VoiceError("too quiet"), "bad_reference"), (BackendUnavailable("no qwen_tts"), "cloning_unavailable")],
+)
+def test_what_cloning_refuses_is_the_callers_mistake(base_api, monkeypatch, error, code):
+    monkeypatch.setattr("mktts.server.references.clone_voice", lambda *_: (_ for _ in ()).throw(error))
+    found = base_api.speech(ref_audio=data_url(encoded(hum(0.5), "wav"))).json()["error"]
+    assert (found["code"], found["param"]) == (code, "ref_audio") and str(error) in found["message"]
+
+
+def test_a_body_beyond_the_recordings_limit_and_a_checkpoint_that_does_not_clone_are_told(base_api, shared_api):
+    answer = base_api.speech(ref_audio=data_url(bytes(2_000_000)))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    error = shared_api.speech(ref_audio=data_url(WAV[:9_000])).json()["error"]
+    assert (error["code"], error["param"]) == ("cloning_unavailable", "ref_audio")
+
+
+def test_a_saved_voice_goes_by_its_name(make_api, tiny_base, clones):
+    anna = voice_of(tiny_base, 1)
+    api = make_api(checkpoint=tiny_base, voices={"anna": anna})
+    assert api.speech(ref_audio="Anna").status_code == 200
+    assert api.synth.streams[0].settings["voice"] is anna and clones.asked == []
+
+
+def test_addresses_and_files_only_where_the_server_was_told(make_api, tiny_base, clones, file_server, tmp_path):
+    base, asked = file_server
+    (tmp_path / "outside.wav").write_bytes(WAV)
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    (folder / "me.wav").write_bytes(WAV)
+    (folder / "link.wav").symlink_to(tmp_path / "outside.wav")
+    sources = ReferenceSources(frozenset({"127.0.0.1"}), folder)
+    api = make_api(checkpoint=tiny_base, limits=LIMITS, sources=sources)
+    for recording in (f"{base}/me.wav", "me.wav", f"file://{folder}/me.wav"):
+        assert api.speech(ref_audio=recording).status_code == 200, recording
+    assert len(clones.asked) == 1  # the same recording each time
+    outside = ["../outside.wav", "link.wav", f"file://{tmp_path}/outside.wav", "absent.wav", "\0", "x" * 300 + "."]
+    for recording in (*outside, f"{base}/moved.wav", f"{base}/text", base.replace("127.0.0.1", "localhost")):
+        answer = api.speech(ref_audio=recording)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "ref_audio", recording
+    assert asked == ["/me.wav", "/moved.wav", "/text"]
+
+
+# ---- uploads
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "voices"
+
+
+@pytest.fixture
+def api(make_api, tiny_base, folder, clones):
+    return make_api(checkpoint=tiny_base, limits=LIMITS, uploads=VoiceFolder(folder, 3), api_key=[ANNA, BEN])
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def upload(api: Any, name: str = "anna", wav: bytes = WAV, key: str = ANNA, **fields: str) -> Any:
+    form = {"name": name, "consent": CONSENT, **fields}
+    files = {"audio_sample": ("me.wav", wav, "audio/wav")}
+    return api.post("/v1/audio/voices", data=form, files=files, headers=bearer(key))
+
+
+def spoken(api: Any, key: str = ANNA, **body: object) -> Voice | int:
+    """The voice that a request speaks with; the status where it is refused."""
+    body = {"input": "Hello.", "response_format": "pcm", "max_frames": 1, **body}
+    answer = api.post("/v1/audio/speech", json=body, headers=bearer(key))
+    return api.synth.streams[-1].settings["voice"] if answer.status_code == 200 else answer.status_code
+
+
+def listed(api: Any, key: str = ANNA) -> list[str]:
+    found = api.get("/v1/audio/voices", headers=bearer(key)).json()
+    names = [voice["name"] for voice in found["uploaded_voices"]]
+    assert set(names) <= set(found["voices"])
+    return names
+
+
+def delete(api: Any, name: str = "anna", key: str = ANNA) -> Any:
+    return api.delete(f"/v1/audio/voices/{name}", headers=bearer(key))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def same(one: Voice, other: Voice) -> bool:
+    return torch.equal(one.embedding, other.embedding) and one.transcript == other.transcript
+
+
+def test_an_uploaded_voice_speaks_under_every_key_that_names_a_voice(api, clones):
+    answer = upload(api, "Anna", ref_text=SAID, speaker_description="warm narrator")
+    assert answer.status_code == 200, answer.text
+    kept, voice = answer.json(), answer.json()["voice"]
+    assert (kept["object"], kept["id"], kept["success"]) == ("audio.voice", "anna", True)
+    assert (voice["name"], voice["consent"], voice["ref_text"]) == ("anna", CONSENT, SAID)
+    assert (voice["mime_type"], voice["file_size"]) == ("audio/wav", len(WAV))
+    assert abs(voice["created_at"] - time.time()) < 60
+    assert voice["expires_at"] - voice["created_at"] == LIMITS.voice_s
+    used = spoken(api, voice="anna")
+    assert same(used, clones.made[0]) and clones.asked[0][1:] == (24_000, SAID)
+    for body in ({"voice": "ANNA"}, {"ref_audio": "Anna"}, {"voice": {"id": "anna"}}):
+        assert spoken(api, **body) is used, body
+    plain = {"text": "Hello.", "speaker": "anna", "max_frames": 1}
+    assert api.post("/tts/stream", json=plain, headers=bearer(ANNA)).status_code == 200
+    with api.open_socket(headers=bearer(ANNA)) as socket:
+        socket.send_json({"type": "start", **plain})
+        assert socket.receive_json()["type"] == "started"
+    assert [stream.settings["voice"] is used for stream in api.synth.streams[-2:]] == [True, True]
+
+
+async def test_openais_client_uploads_a_voice(make_api, tiny_base, folder, clones):
+    api = make_api(checkpoint=tiny_base, limits=LIMITS, uploads=VoiceFolder(folder, 3))
+    sample = ("me.wav", WAV, "audio/wav")
+    voice = await client(api).audio.voices.create(name="anna", consent=CONSENT, audio_sample=sample)
+    assert (voice.id, voice.name) == ("anna", "anna") and len(files(folder)) == 1
+
+
+def test_a_voice_belongs_to_the_key_that_made_it(api, clones):
+    upload(api)
+    assert (listed(api), listed(api, BEN)) == (["anna"], [])
+    assert spoken(api, BEN, voice="anna") == spoken(api, BEN, ref_audio="anna") == 400
+    assert delete(api, key=BEN).status_code == 404
+    upload(api, wav=OTHER_WAV, key=BEN)  # the same name, another voice
+    assert same(spoken(api, voice="anna"), clones.made[0])
+    assert same(spoken(api, BEN, voice="anna"), clones.made[1])
+
+
+def test_the_file_is_a_voice_that_its_owner_alone_can_read_and_holds_neither_key_nor_recording(api, folder):
+    upload(api, ref_text=SAID)
+    (path,) = files(folder)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(part.stat().st_mode) for part in (folder, path.parent)} == {0o700}
+    assert path.parent.name == owner_of(ANNA) and Voice.load(path).transcript == SAID
+    record = UploadedVoice.model_validate_json(Voice.notes(path))
+    assert (record.name, record.consent) == ("anna", CONSENT)
+    content = path.read_bytes()
+    assert ANNA.encode() not in content and WAV[2_000:2_100] not in content
+
+
+def test_a_deleted_or_replaced_voice_is_gone_from_every_server_of_the_folder(make_api, tiny_base, folder, api, clones):
+    upload(api)
+    other = make_api(checkpoint=tiny_base, limits=LIMITS, uploads=VoiceFolder(folder, 3), api_key=ANNA)
+    used = spoken(other, voice="anna")
+    upload(api, wav=OTHER_WAV)
+    assert listed(api) == ["anna"]
+    replaced = spoken(other, voice="anna")
+    assert same(replaced, clones.made[1]) and other.synth.forgotten == [used]
+    answer = delete(api)
+    assert (answer.status_code, answer.json()["deleted"]) == (200, True) and files(folder) == []
+    assert spoken(other, voice="anna") == 400 and listed(other) == []
+    assert other.synth.forgotten == [used, replaced] and delete(api).status_code == 404
+
+
+def test_a_server_forgets_what_another_deleted_though_nobody_asks(api, monkeypatch):
+    monkeypatch.setattr("mktts.server.app._SWEEP_S", 0.02)
+    upload(api)
+    used = spoken(api, voice="anna")
+    VoiceFolder(api.service.uploads.folder, 3).delete(owner_of(ANNA), "anna")
+    with api:  # as the server runs it
+        until(lambda: api.synth.forgotten == [used], "the server to notice")
+
+
+def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
+    assert upload(api, expires_in_s="1").status_code == 200
+    later = upload(api, "later", expires_in_s=str(10**9)).json()["voice"]
+    assert later["expires_at"] < time.time() + 10**8
+    what = {"consent": CONSENT, "mime_type": "audio/wav", "file_size": 1, "created_at": 0, "expires_at": 1}
+    api.service.uploads.keep("nobody", voice_of(tiny_base, 1), UploadedVoice(name="ben", **what))
+    api.service.uploads.sweep()
+    assert "ben" not in [path.stem for path in files(folder)]
+    until(lambda: listed(api) == ["later"], "the voice to expire")
+    assert spoken(api, voice="anna") == 400 and [path.stem for path in files(folder)] == ["later"]
+
+
+def test_a_key_may_keep_so_many_voices(api, folder, tiny_base):
+    what = {"consent": CONSENT, "mime_type": "audio/wav", "file_size": 1, "created_at": 0, "expires_at": 2**40}
+    for name in ("one", "two", "three", "two"):
+        api.service.uploads.keep(owner_of(ANNA), voice_of(tiny_base, 1), UploadedVoice(name=name, **what))
+    refused = upload(api, "four").json()["error"]
+    assert refused["code"] == "too_many_voices" and "3 voices" in refused["message"]
+    assert upload(api, "four", key=BEN).status_code == 200 and len(files(folder)) == 4
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:" + b"///etc/passwd\n"
+GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "little") + WAV[28:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wav", "code", "param"),
+    [
+        ({"name": "../anna"}, WAV, "invalid_value", "name"),
+        ({"name": ".anna"}, WAV, "invalid_value", "name"),
+        ({"name": ""}, WAV, "invalid_value", "name"),
+        ({"name": "a" * 65}, WAV, "invalid_value", "name"),
+        ({"name": "Alloy"}, WAV, "name_taken", "name"),
+        ({"name": "default"}, WAV, "name_taken", "name"),
+        ({"consent": ""}, WAV, "invalid_value", "consent"),
+        ({"consent": " \t"}, WAV, "invalid_value", "consent"),
+        ({"consent": "x" * 2_001}, WAV, "invalid_value", "consent"),
+        ({"ref_text": "x" * 5_001}, WAV, "ref_text_too_long", "ref_text"),
+        ({"expires_in_s": "0"}, WAV, "invalid_value", "expires_in_s"),
+        ({"expires_in_s": "soon"}, WAV, "invalid_value", "expires_in_s"),
+        ({"expires_in_s": "9" * 5_000}, WAV, "invalid_value", "expires_in_s"),
+        ({"colour": "red"}, WAV, "invalid_value", "colour"),
+        ({"type": "prompt"}, WAV, "invalid_value", "type"),
+        ({}, b"", "bad_reference", "audio_sample"),
+        ({}, b"not audio", "bad_reference", "audio_sample"),
+        ({}, encoded(hum(3.0), "flac"), "bad_reference", "audio_sample"),
+        ({}, PLAYLIST, "bad_reference", "audio_sample"),
+        ({}, GIANT, "bad_reference", "audio_sample"),
+        ({}, b"\x1aE\xdf\xa3" + bytes(5_000), "bad_reference", "audio_sample"),
+        ({}, b"\0\0\0\x20ftypM4A " + b"\xff" * 5_000, "bad_reference", "audio_sample"),
+        ({}, bytes(200_001), "bad_reference", "audio_sample"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(api, folder, fields, wav, code, param):
+    answer = upload(api, **{"name": "anna", **fields}, wav=wav)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
+    assert "\n" not in error["message"] and error["request_id"]
+    assert files(folder) == [] and listed(api) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("text/plain", b"x"),
+        ("application/json", b"{"),
+        ("application/json", b'{"name": "anna"}'),
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=x", b"--x\r\nnonsense"),
+        ("multipart/form-data; boundary=x", b"--x\r\n" * 1_000),
+    ],
+)
+def test_a_body_that_is_no_upload_is_the_callers_mistake(api, kind, content):
+    answer = api.post("/v1/audio/voices", content=content, headers={**bearer(ANNA), "Content-Type": kind})
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_server_without_a_folder_and_one_that_clones_nothing_say_so(make_api, tiny_base, folder):
+    plain = make_api(checkpoint=tiny_base)
+    answer = upload(plain)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "uploads_off")
+    assert delete(plain).status_code == 403 and listed(plain) == []
+    assert upload(make_api(uploads=VoiceFolder(folder, 3))).json()["error"]["code"] == "cloning_unavailable"
+
+
+def test_a_file_that_is_no_upload_is_left_alone(api, folder):
+    (folder / "notes.txt").write_text("mine")
+    owned = folder / owner_of(ANNA)
+    owned.mkdir()
+    (owned / "broken.safetensors").write_bytes(b"no voice")
+    assert listed(api) == [] and spoken(api, voice="broken") == 400
+    api.service.uploads.sweep()
+    assert len(files(folder)) == 2
+    with pytest.raises(ServerError, match="expected a folder to read and write"):
+        VoiceFolder(folder / "notes.txt", 3)
+
+
+def test_neither_name_nor_statement_is_logged(api, caplog):
+    caplog.set_level("DEBUG")
+    upload(api, "annabella", ref_text=SAID)
+    delete(api, "annabella")
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("mktts")]
+    assert len(ours) >= 2 and not [line for line in ours if "annabella" in line or "agree" in line or SAID in line]
