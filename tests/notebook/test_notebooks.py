@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import tokenize
 from pathlib import Path
 
@@ -167,13 +168,15 @@ def shell(monkeypatch):
     import loguru
     import torch
 
-    threads = torch.get_num_threads()
+    threads, handlers = torch.get_num_threads(), set(loguru.logger._core.handlers)
     monkeypatch.chdir(FOLDER)
     monkeypatch.setattr(plots, "DPI", 40)
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
     torch.set_num_threads(threads)
-    loguru.logger.remove()
+    if set(loguru.logger._core.handlers) != handlers:  # of 05, which writes to a stderr that is gone
+        loguru.logger.remove()
+        loguru.logger.add(lambda message: sys.stderr.write(message))
 
 
 def run_cells(shell, stem, settings, run_dir):
