@@ -4,8 +4,8 @@ Eager PyTorch spends its time on launches (a prefill of 28 layers has over a tho
 operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
 static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one
 product each (`Stack.layer_weights`): what lies between products is made by kernels of the project (`FusedRows`) where
-they fit, elsewhere by the same operators in the same order, which turn all rotary heads together. A few rows may go
-through the frame kernel's tape as it is instead (`TapeRows`).
+they fit, elsewhere by the same operators in the same order. A few rows may go through the frame kernel's tape as it is
+instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
-from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, unit_rms
+from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, rotate
 from mktts.spec import StackConfig
 
 _SILU_BLOCK = 1024
@@ -93,19 +93,16 @@ class FusedRows:
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, mask: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """qkv (R, (heads + 2 kv heads) head_dim) -> the heads' outputs (R, heads * head_dim)."""
-        c, rows, extent = self._stack.config, len(qkv), mask.shape[-1]
+        c, rows = self._stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         tile = math.gcd(kv_heads, _HEADS)
-        # Batch: key-value head; heads: the query heads that share it, so that keys and values are expanded, not copied.
         q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
         turns = self._cos, self._sin, self._cos.stride(0)
         self._kernels.turn_heads[rows, kv_heads // tile](
             qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
             HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
         )  # fmt: skip
-        k, v = (t[:, None, :extent].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return attended.permute(2, 0, 1, 3).reshape(rows, -1)
+        return _attended(q, keys, values, mask)
 
 
 def _triton_kernels(device: torch.device) -> ModuleType:
@@ -199,9 +196,8 @@ class Prefill:
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
         kernels = row_kernels(c, self.device, stack.dtype)
         self._fused = None if kernels is None else FusedRows(stack, self._rotary, kernels)
-        layers = map(stack.layer_weights, range(c.num_hidden_layers))  # fused here: a pass may be on another stream
-        norms = [_qk_norm(w, c.num_attention_heads, c.num_key_value_heads) for w in layers]
-        self._qk_norms = [] if self._fused else norms
+        for layer in range(c.num_hidden_layers):
+            stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
@@ -213,8 +209,7 @@ class Prefill:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs, nor of head
-        norms, which only operators need (0.3 MiB at the released sizes)."""
+        """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs."""
         held = (self._kv, self._rotary, self._input, self._hidden, self._counts)
         own = sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
         return own + (self._few.nbytes if self._few else 0)
@@ -334,43 +329,39 @@ class Prefill:
         self._hidden.copy_(rows.index_select(0, last)[0])
 
     def _by_operators(self, x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """As `FusedRows.run`."""
-        rotary = self._rotary.index_select(0, index)[:, None]  # (rows, 1, 2, head_dim)
-        for layer, (norm, (keys, values)) in enumerate(zip(self._qk_norms, self._kv.unbind(1), strict=True)):
+        """As `FusedRows.run`, where its kernels do not run."""
+        cos, sin = self._rotary.index_select(0, index).unbind(1)
+        turns = cos, sin[:, sin.shape[1] // 2 :].repeat(1, 2)
+        for layer, (keys, values) in enumerate(self._kv.unbind(1)):
             w = self.stack.layer_weights(layer)
-            x = self.stack.layer(w, x, partial(self._attend, w.qkv, norm, keys, values, rotary, index, mask))
+            x = self.stack.layer(w, x, partial(self._attend, w, keys, values, turns, index, mask))
         return rms_norm(x, self.stack.norm, self.stack.config.rms_norm_eps)
 
     def _attend(
         self,
-        qkv: Tensor,
-        norm: Tensor,
+        w: LayerWeights,
         keys: Tensor,
         values: Tensor,
-        rotary: Tensor,
+        turns: tuple[Tensor, Tensor],
         index: Tensor,
         mask: Tensor,
         h: Tensor,
     ) -> Tensor:
-        """As `Qwen3Stack.layer` wants it; as few kernels as operators of PyTorch allow."""
-        c, rows, extent = self.stack.config, len(h), mask.shape[-1]
-        kv_heads, rotated = c.num_key_value_heads, c.num_attention_heads + c.num_key_value_heads
-        heads = F.linear(h, qkv).view(rows, -1, c.head_dim)  # query, key, value heads
-        # All heads are normalised, the values too, which nothing reads: a part of them would have to be copied first.
-        normed = unit_rms(heads, c.rms_norm_eps)[:, :rotated]
-        # Each head stands twice in a row. A window from its start is the head; a window from its middle is the head
-        # with its halves exchanged, which rotation adds.
-        twice = (normed[:, :, None] * norm).flatten(2)  # (rows, rotated, 2 * head_dim)
-        windows = twice.unfold(-1, c.head_dim, c.head_dim // 2)[:, :, :2]
-        terms = windows * rotary
-        turned = terms[:, :, 0] + terms[:, :, 1]
-        keys.index_copy_(1, index, turned[:, -kv_heads:].transpose(0, 1))
-        values.index_copy_(1, index, heads[:, -kv_heads:].transpose(0, 1))
-        # Batch: key-value head; heads: the query heads that share it, so that keys and values are expanded, not copied.
-        q = turned[:, :-kv_heads].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        k, v = (t[:, None, :extent].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return attended.permute(2, 0, 1, 3).reshape(rows, -1)
+        c, kv_heads = self.stack.config, self.stack.config.num_key_value_heads
+        heads = F.linear(h, w.qkv).view(len(h), -1, c.head_dim).transpose(0, 1)
+        q, k, v = heads.split((c.num_attention_heads, kv_heads, kv_heads))
+        keys.index_copy_(1, index, rotate(rms_norm(k, w.k_norm, c.rms_norm_eps), *turns))
+        values.index_copy_(1, index, v)
+        q = rotate(rms_norm(q, w.q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
+        return _attended(q, keys, values, mask)
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """q (kv heads, query heads that share each, rows, head_dim), keys and values (kv heads, positions, head_dim) -> the
+    heads' outputs (rows, heads * head_dim). Keys and values are expanded, not copied."""
+    k, v = (t[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return attended.permute(2, 0, 1, 3).flatten(1)
 
 
 def _extents(capacity: int) -> Iterator[int]:
@@ -379,9 +370,3 @@ def _extents(capacity: int) -> Iterator[int]:
         yield extent
         extent *= EXTENT_FACTOR
     yield capacity
-
-
-def _qk_norm(w: LayerWeights, heads: int, kv_heads: int) -> Tensor:
-    """The norm weight of each rotary head, twice: (heads + kv heads, 2, head_dim)."""
-    per_head = torch.cat((w.q_norm.expand(heads, -1), w.k_norm.expand(kv_heads, -1)))
-    return per_head[:, None].repeat(1, 2, 1)
