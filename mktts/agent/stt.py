@@ -159,7 +159,7 @@ def _whisper_service(settings: AgentSettings) -> STTService:
 
 def _whisper_model(settings: AgentSettings) -> Any:
     """The process's model for these settings, loaded at the first call: seconds, so not from an event loop."""
-    from faster_whisper import WhisperModel
+    from pipecat.services.whisper.stt import WhisperModel
 
     name, key = settings.stt_model, (settings.stt_model, settings.device)
     folder = Path(name).expanduser()
