@@ -13,6 +13,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.errors import TextError
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLES_PER_FRAME
+from mktts.speech.executor import Standing, TickTimes
 from mktts.speech.options import Chunk, Timings
 
 
@@ -56,6 +57,11 @@ class FakeStream:
         start_s, self._made = self._made * 0.08, self._made + frames
         return Chunk(pcm, start_s, frames, Timings(10.0, 1.0, 1.0, 1.0, 1.0))
 
+    @property
+    def codes(self) -> range:
+        """As many as frames."""
+        return range(self._made)
+
     def feed(self, text: str) -> None:
         self._fed += text
         self._pieces += bool(text.strip())
@@ -84,7 +90,8 @@ class FakeSynthesizer:
 
     backend_name, device, dtype = "fake", "cpu", "torch.float32"
     gone = serves_many = False
-    carries, standing = 2, {}
+    carries = 2
+    standing = {"fake": Standing(2, 0, 0, lanes=4, lanes_used=1, pages=0, pages_free=0, ticks=TickTimes())}
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

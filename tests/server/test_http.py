@@ -256,8 +256,15 @@ def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
         "mktts_streams_open 0.0",
         "mktts_streams_behind 0.0",
         "mktts_underruns_total 0.0",
+        'mktts_lanes{engine="fake"} 4.0',
+        'mktts_lanes_used{engine="fake"} 1.0',
+        'mktts_streams_carried{engine="fake"} 2.0',
+        'mktts_tick_seconds_count{engine="fake"} 0.0',
     ):
         assert line in page, line
+    for name in ("mktts_first_audio_seconds", "mktts_first_byte_seconds", "mktts_tick_seconds"):
+        counts = [sample.value for sample in ours[name].samples if sample.name.endswith("_bucket")]
+        assert ours[name].type == "histogram" and counts == sorted(counts)
 
 
 def test_records_are_kept_for_the_last_streams_only(make_api):

@@ -13,13 +13,14 @@ import openai
 import pytest
 import torch
 from absent import needs
-from fake_synthesizer import noise
-from served import first_speaker
+from fake_synthesizer import FakeSynthesizer, noise
+from served import first_speaker, served
 from sounds import decoded
 
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.errors import ServerError
 from mktts.model.voice import Voice
+from mktts.server import Limits
 from mktts.server.command import read_aliases, reference_sources
 from mktts.server.schemas import DEFAULT
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
@@ -288,3 +289,24 @@ def test_where_recordings_may_come_from_is_checked_at_the_start(tmp_path):
     ):
         with pytest.raises(ServerError, match=message):
             reference_sources(hosts, folder)
+
+
+@needs("pipecat", "openai")
+async def test_pipecats_openai_service_speaks_here_unchanged(tiny):
+    from pipecat.frames.frames import ErrorFrame, TTSAudioRawFrame, TTSSpeakFrame
+    from pipecat.services.openai.tts import OpenAITTSService
+    from pipecat.tests.utils import run_test
+
+    synthesizer = FakeSynthesizer(tiny)
+    with served(synthesizer, Limits(max_duration_s=FRAMES / FRAME_RATE_HZ)) as server:
+        service = OpenAITTSService(
+            api_key="none",
+            base_url=f"{server.url}/v1",
+            sample_rate=24_000,
+            settings=OpenAITTSService.Settings(voice="nova", speed=2.0),
+        )
+        down, up = await run_test(service, frames_to_send=[TTSSpeakFrame("Hello there.")])
+    assert not [frame for frame in (*down, *up) if isinstance(frame, ErrorFrame)]
+    audio = b"".join(frame.audio for frame in down if isinstance(frame, TTSAudioRawFrame))
+    assert len(audio) / 2 / 24_000 == FRAMES / FRAME_RATE_HZ / 2 and any(audio)
+    assert synthesizer.streams[0].settings["speaker"] == server.studio.aliases["nova"]

@@ -61,35 +61,14 @@ async def speak(page, format: str) -> None:
     await page.until(DONE)
 
 
-@pytest.mark.parametrize(
-    "format", ["wav", pytest.param("mp3", marks=needs("av")), pytest.param("opus", marks=needs("av"))]
-)
-async def test_it_speaks_and_says_when_the_first_sound_came_and_how_late_it_was(page, server, format):
+async def test_it_speaks_and_says_when_the_first_sound_came_and_how_late_it_was(page):
     await page.js("document.querySelector('#seed').value = 7")
-    await speak(page, format)
+    await speak(page, "wav")
     assert await page.js("document.querySelector('#problem').hidden"), await page.text("#problem")
-    assert await page.text("#drawn") == "7"
-    shown = "[...document.querySelectorAll('[hidden]')].filter(e => getComputedStyle(e).display !== 'none').length"
-    assert await page.js(shown) == 0
+    assert (await page.text("#drawn"), await page.text("#sound")) == ("7", SPOKEN)
     assert (await page.text("#first-byte")).endswith("ms") and (await page.text("#made")).endswith("ms")
-    if format == "wav":
-        assert await page.text("#sound") == SPOKEN
-        assert 0 < float((await page.text("#first-sound")).split()[0]) < 10_000
-        assert "ms" in await page.text("#late")
-    assert await page.js("document.querySelector('#download').download") == f"speech.{format}"
-    assert (await page.js("document.querySelector('#download').href")).startswith("blob:")
-    assert await page.js("document.activeElement.id") in ("speak", "download", "stop")
-
-
-async def test_stop_ends_the_speech_and_an_error_is_told(page, server):
-    await page.js("document.querySelector('#speed').value = 9; document.querySelector('#form').noValidate = true")
-    await page.click("#speak")
-    await page.until("!document.querySelector('#problem').hidden")
-    assert "speed" in await page.text("#problem") and "request" in await page.text("#problem")
-    await page.js("document.querySelector('#speed').value = 1")
-    await page.click("#speak")
-    await page.js("document.querySelector('#stop').click()")
-    await page.until("!document.querySelector('#speak').disabled")
+    assert 0 < float((await page.text("#first-sound")).split()[0]) < 10_000 and "ms" in await page.text("#late")
+    assert await page.js("document.querySelector('#download').download") == "speech.wav"
 
 
 async def test_a_server_with_a_key_asks_for_it(browser, synthesizer):
@@ -147,17 +126,3 @@ async def test_a_page_of_this_machine_uses_http_and_one_from_elsewhere_nothing(b
         async with browser.tab(f"http://{FOREIGN_HOST}:{port}/health") as page:
             assert "foreign_host" in await page.text("body")
             assert "TypeError" in await page.js(ask)
-
-
-async def test_a_pages_websocket_carries_the_key_as_a_subprotocol(browser, synthesizer):
-    with served(synthesizer, LIMITS, api_key=KEY) as locked:
-        async with browser.tab(f"{locked.url}/health") as page:
-            ask = f"""new Promise((done) => {{
-                const key = btoa({json.dumps(KEY)}).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
-                const socket = new WebSocket("{locked.ws}", ["mktts", "mktts.key." + key]);
-                socket.onopen = () => socket.send(JSON.stringify({{type: "start", text: "Hello."}}));
-                socket.onmessage = ({{data}}) => done([socket.protocol, JSON.parse(data).type]);
-                socket.onerror = () => done("refused");
-            }})"""
-            assert await page.js(ask) == ["mktts", "started"]
-            assert await page.js(ask.replace('"mktts.key." + key', '"mktts.key.wrong"')) == "refused"

@@ -7,10 +7,13 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,13 +24,16 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from mktts.audio import to_pcm16
+from mktts.batch import board
 from mktts.server import Limits
 from mktts.server.served_stream import ServedStream
 from mktts.speech.job import Job
 from mktts.speech.options import StreamOptions
+from mktts.synth import Synthesizer
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}
+ENDLESS = {"text": TEXT, "max_frames": 5_000}
 SMALL_BUFFERS = {"buffer_frames": 8, "socket_bytes": 16 * 1024}
 KEY = "a-key-of-the-tests"
 SECRET = "Secretword."
@@ -215,6 +221,61 @@ async def test_short_requests_at_concurrency_16_leave_nothing_behind(synthesizer
         until(lambda: server.studio.streams_open == 0, "the last stream to end")
         until(lambda: kept() <= kept_before, "what is over to be let go")
         assert resident_bytes(server) - before_bytes < 16 * 2**20
+
+
+# ---- admission, by both engines
+
+
+@pytest.fixture(scope="module", params=["single", "batch"])
+def engine(request, tiny):
+    with Synthesizer.load(tiny, engine=request.param) as made:
+        yield made
+
+
+def standing(server: Served, field: str) -> int:
+    return sum(getattr(one, field) for one in server.studio.standing.values())
+
+
+def test_one_stream_too_many_waits_or_is_told_to_come_back(engine, monkeypatch, caplog):
+    monkeypatch.setattr(board, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
+    caplog.set_level("INFO", "mktts.server")
+    limits = Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)
+    with served(engine, limits) as server, ThreadPoolExecutor(1) as pool:
+        post = partial(httpx.post, f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S)
+        with httpx.stream("POST", f"{server.url}/tts/stream", json=ENDLESS, timeout=WAIT_S) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            with raw(server, request(SHORT)):
+                until(lambda: standing(server, "waiting") == 1, "a client that gives up in line")
+            until(lambda: standing(server, "waiting") == 0 and server.studio.streams_open == 1, "it to have left")
+            waits = pool.submit(post)
+            until(lambda: standing(server, "waiting") == 1, "the second one to stand in line")
+            refused = post()
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], error["streams_max"]) == (429, "busy", 1)
+            assert "too many streams wait" in error["message"] and int(refused.headers["Retry-After"]) >= 1
+            with connect(server.ws) as line:
+                send(line, "start", **SHORT)
+                assert read(line)["error"]["code"] == "busy"
+            assert (
+                not waits.done() and 'mktts_refused_total{code="busy"} 2.0' in httpx.get(f"{server.url}/metrics").text
+            )
+        assert waits.result().status_code == 200  # the first one has gone
+
+
+def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(engine, monkeypatch):
+    monkeypatch.setattr(board, "ABSENT_S", 0.0)
+    limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
+    with served(engine, limits) as server, connect(server.ws) as line:
+        send(line, "start")
+        assert read(line)["type"] == "started" and standing(server, "listeners") == 0
+        assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
+        server.watched.streams.clear()
+        with raw(server, request(ENDLESS), 16 * 1024):
+            until(lambda: server.watched.streams and server.watched.streams[0].rests, "its buffers to be full")
+            assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
+            until(lambda: standing(server, "listeners") == 0, "the short one's end to be noticed")
+            assert server.studio.streams_open == 2
 
 
 # ---- half requests, broken ones, and the log

@@ -1,13 +1,11 @@
-"""GET /metrics: what it says, in names that Prometheus reads, and what counts as late at a socket."""
+"""One served stream: what is late at a socket, and what is written together."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import httpx
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from mktts.errors import EngineError
 from mktts.server import served_stream
@@ -18,10 +16,6 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.options import Chunk, Timings
 
 FRAME_S = 1 / FRAME_RATE_HZ
-GAUGES = (
-    "mktts_streams_open", "mktts_streams_behind", "mktts_streams_carried", "mktts_streams_listened",
-    "mktts_streams_waiting", "mktts_lanes", "mktts_lanes_used", "mktts_pages", "mktts_pages_free",
-)  # fmt: skip
 
 
 def chunk(frames: int = 1, start: int = 0) -> Chunk:
@@ -156,25 +150,3 @@ async def test_gathered_chunks_are_the_same_speech():
     assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
     assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]
     assert (found[0].timings.ready_ms, found[0].timings.codec_ms) == (80.0, 3.0)
-
-
-def test_prometheus_reads_the_page_and_finds_what_it_is_told(server):
-    answer = httpx.post(f"{server.url}/tts/stream", json={"text": "Hello.", "max_frames": 12})
-    assert answer.status_code == 200
-    page = httpx.get(f"{server.url}/metrics")
-    families = {family.name: family for family in text_string_to_metric_families(page.text)}
-    ours = {name: family for name, family in families.items() if name.startswith("mktts_")}
-    for name, family in ours.items():
-        assert family.documentation, name
-        assert not name.endswith(("_ms", "_total")), f"{name}: base units, and counters' names without their ending"
-        assert not name.endswith("_s"), name
-    assert all(ours[name].type == "gauge" and ours[name].samples for name in GAUGES)
-    for name in ("mktts_underruns", "mktts_late_seconds", "mktts_refused", "mktts_streams", "mktts_audio_seconds"):
-        assert ours[name].type == "counter"
-    assert all(engine.labels == {"engine": "single"} for engine in ours["mktts_lanes"].samples)
-    for name in ("mktts_first_audio_seconds", "mktts_first_byte_seconds", "mktts_tick_seconds"):
-        assert ours[name].type == "histogram"
-        counts = [sample.value for sample in ours[name].samples if sample.name.endswith("_bucket")]
-        bounds = [sample.labels["le"] for sample in ours[name].samples if sample.name.endswith("_bucket")]
-        (count,) = {sample.value for sample in ours[name].samples if sample.name.endswith("_count")}
-        assert counts == sorted(counts) and counts[-1] == count >= 1 and bounds[-1] == "+Inf", name
