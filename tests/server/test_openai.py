@@ -21,7 +21,6 @@ from mktts.audio import from_pcm16, to_pcm16
 from mktts.errors import ServerError
 from mktts.model.voice import Voice
 from mktts.server import Limits
-from mktts.server.command import read_aliases, reference_sources
 from mktts.server.schemas import DEFAULT
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
 from mktts.spec import FRAME_RATE_HZ
@@ -64,7 +63,7 @@ async def test_every_format_is_heard_by_another_decoder_and_lasts_as_long_as_the
     assert name.startswith(codec)
     duration_s = FRAMES / FRAME_RATE_HZ
     assert duration_s <= len(pcm) / rate_hz + 1e-3 and len(pcm) / rate_hz <= duration_s + padding_s + 1e-3
-    if codec in ("flac", "pcm_s16le"):
+    if padding_s == 0:
         assert to_pcm16(pcm * np.float32(2**15 / (2**15 - 1))) == HELLO
 
 
@@ -207,9 +206,7 @@ def test_keys_of_other_servers_mean_the_same_here(api, body, settings):
     found = api.synth.streams[0].settings
     flat = {name: value for name, value in settings.items() if name not in found}
     assert found["sampling"] == api.synth.sampling.with_flat(flat)
-    assert {name: found[name] for name in settings if name in found} == {
-        name: value for name, value in settings.items() if name in found
-    }
+    assert {name: value for name, value in settings.items() if name in found}.items() <= found.items()
 
 
 def test_openais_voices_are_speakers_and_so_is_a_voice_object(api, tiny):
@@ -275,20 +272,6 @@ def test_given_aliases_come_first_and_are_checked():
     for given, message in (({"a": "nobody"}, "got 'nobody'"), ({"rms": "slt"}, "there is a voice 'rms'")):
         with pytest.raises(ServerError, match=message):
             voice_aliases(["rms", "slt"], given=given)
-    assert read_aliases(["alloy=rms", " nova = slt "]) == {"alloy": "rms", "nova": "slt"}
-    for word in ("alloy", "=rms", "alloy="):
-        with pytest.raises(ServerError, match="ALIAS=NAME"):
-            read_aliases([word])
-
-
-def test_where_recordings_may_come_from_is_checked_at_the_start(tmp_path):
-    assert reference_sources(["Files.Example"], tmp_path).hosts == {"files.example"}
-    for hosts, folder, message in (
-        (["https://files.example"], None, "host's name"),
-        ([], tmp_path / "absent", "expected a folder"),
-    ):
-        with pytest.raises(ServerError, match=message):
-            reference_sources(hosts, folder)
 
 
 @needs("pipecat", "openai")

@@ -45,7 +45,7 @@ def test_a_browser_gets_the_page_and_a_program_the_text(locked, page):
     assert page.headers["Content-Type"].startswith("text/html") and "<textarea" in page.text
     plain = locked.get("/")
     assert plain.headers["Content-Type"].startswith("text/plain") and "POST /v1/audio/speech" in plain.text
-    assert page.headers["Vary"] == plain.headers["Vary"] and "Accept" in page.headers["Vary"]
+    assert "Accept" in page.headers["Vary"] and "Accept" in plain.headers["Vary"]
 
 
 def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(locked, page):
