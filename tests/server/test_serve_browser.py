@@ -1,4 +1,4 @@
-"""The server's page, and pages of others, in a real Chromium."""
+"""The page of the server in a real Chromium."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from absent import needs
 from chromium import NAMES, binary, chromium
+from fake_synthesizer import FakeSynthesizer
 from served import served
+from test_voices import Clones
 
 from mktts.server import Limits
 from mktts.server.uploads import VoiceFolder
