@@ -24,12 +24,12 @@ from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.document import audio_response, describe, error_responses, text_page
 from mktts.server.gate import Gate, owner_of_request
-from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, json_only, openai_routes
+from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.references import References, ReferenceSources
 from mktts.server.responses import AudioResponse, SpeechEncoder
 from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
-from mktts.server.uploads import VOICES_PATH, VoiceFolder, upload_routes
+from mktts.server.uploads import VoiceFolder
 from mktts.server.websocket import SpeechSocket
 
 PAGE = Path(__file__).parent / "page"
@@ -162,7 +162,6 @@ def make_app(
 
     references = References(service.checkpoint, limits, sources)
     app.include_router(openai_routes(service, references, **locked))
-    app.include_router(upload_routes(service, references, **locked))
 
     @app.head("/ping", include_in_schema=False)  # as other servers, and the clouds that run them, call it
     @app.get("/ping", include_in_schema=False)

@@ -9,13 +9,11 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.model.backend import device_named
 from mktts.server.address import (
     add_address_arguments,
     checked_hosts,
@@ -26,13 +24,7 @@ from mktts.server.address import (
     url_of,
 )
 from mktts.server.limits import Limits
-
-if TYPE_CHECKING:
-    from mktts.model.voice import Voice
-    from mktts.server.references import ReferenceSources
-    from mktts.server.service import SpeechService
-    from mktts.synth import Synthesizer
-    from mktts.synth.apart import ApartSynthesizer
+from mktts.server.loading import open_service, reference_sources
 
 _DAY_S = 24 * 3_600
 _LIMITS = (  # argument, field of Limits, type, unit, help
@@ -146,7 +138,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.replicas is not None:
         from mktts.server.replicas import serve_replicas
 
-        return serve_replicas(arguments, limits, access, bound)
+        with bound:
+            url = url_of(bound)
+        return serve_replicas(arguments, limits, access, url)
     if arguments.ray_address is not None:
         raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
@@ -170,84 +164,3 @@ def main(arguments: argparse.Namespace) -> int:
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 1 if synthesizer.gone else 0
-
-
-def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer | ApartSynthesizer, SpeechService]:
-    """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
-    synthesizer. Raises what loading raises."""
-    from mktts.checkpoint import open_checkpoint
-    from mktts.server.service import SpeechService
-    from mktts.server.uploads import VoiceFolder
-    from mktts.synth.synthesizer import BatchSettings, Synthesizer
-
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    voices = read_voices(arguments.voice)
-    aliases = read_aliases(arguments.voice_alias)
-    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
-    # Its public name: clients need not know where a folder lies on this machine.
-    folder = Path(arguments.checkpoint)
-    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
-    batch = BatchSettings(codec=arguments.codec_precision)
-    settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
-    if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
-        from mktts.synth.apart import ApartSynthesizer
-
-        synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
-    else:
-        synthesizer = Synthesizer.load(checkpoint, **settings)
-    try:
-        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
-        synthesizer.warm_up()
-        synthesizer.calibrate()
-    except BaseException:
-        synthesizer.close()
-        raise
-    return synthesizer, service
-
-
-def runs_apart(process: str, engine: str, device: str) -> bool:
-    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
-
-    With "auto", where a GPU serves many: one H200 carries 680 listeners from one process and 1 100 from two (LOG.md,
-    2026-11-22). One listener hears the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
-    Raises BackendUnavailable for no device.
-    """
-    if process == "auto":
-        return engine == "batch" and device_named(device).type == "cuda"
-    return process == "own"
-
-
-def read_voices(words: list[str]) -> dict[str, Voice]:
-    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
-    from mktts.model.voice import Voice
-
-    voices = {}
-    for word in words:
-        name, equals, file = word.partition("=")
-        if not name or not equals or not file:
-            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
-        voices[name.lower()] = Voice.load(Path(file))
-    return voices
-
-
-def read_aliases(words: list[str]) -> dict[str, str]:
-    """Names by alias of ALIAS=NAME words. Raises ServerError."""
-    aliases = {}
-    for word in words:
-        alias, equals, name = (part.strip() for part in word.partition("="))
-        if not alias or not equals or not name:
-            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
-        aliases[alias] = name
-    return aliases
-
-
-def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
-    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
-    from mktts.server.references import ReferenceSources
-
-    for host in hosts:
-        if not host or set(host) & set("/:@ "):
-            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
-    if folder is not None and not folder.is_dir():
-        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
-    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)

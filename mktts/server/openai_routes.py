@@ -6,25 +6,38 @@ import asyncio
 import logging
 import time
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Form, Request
 from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS
+from mktts.errors import BusyError
 from mktts.model.voice import Voice
 from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
 from mktts.server.gate import owner_of_request
 from mktts.server.references import References
 from mktts.server.responses import MEDIA_TYPES, AudioResponse, SpeechEncoder
-from mktts.server.schemas import DEFAULT, ModelCard, ModelList, OpenAISpeechRequest, VoiceList
+from mktts.server.schemas import (
+    DEFAULT,
+    DeletedVoice,
+    KeptVoice,
+    ModelCard,
+    ModelList,
+    OpenAISpeechRequest,
+    UploadedVoice,
+    VoiceList,
+    VoiceUpload,
+)
 from mktts.server.service import SpeechService
+from mktts.server.uploads import VoiceFolder
 from mktts.server.voices import OPENAI_VOICES
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
+VOICES_PATH = "/v1/audio/voices"
 KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # OpenAI's names of our keys
 _MAX_LOGGED_KEYS = 100  # ignored keys that the log names, each once
 
@@ -132,7 +145,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             raise ApiError(404, "unknown_model", f"the model here is {model.checkpoint}", "id")
         return ModelCard(id=id, created=started_s)
 
-    @router.get("/v1/audio/voices")
+    @router.get(VOICES_PATH)
     async def voices(request: Request) -> VoiceList:
         """Every name that `voice` may have."""
         folder, owner = service.uploads, owner_of_request(request.scope)
@@ -140,5 +153,52 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         names = [*service.speakers, *(voice.name for voice in uploaded)]
         uploads = folder is not None and model.clones
         return VoiceList(voices=names, aliases=service.aliases, uploaded_voices=uploaded, uploads=uploads)
+
+    def folder() -> VoiceFolder:
+        if service.uploads is None:
+            raise ApiError(403, "uploads_off", "this server keeps no voices: it was started without --voice-folder")
+        return service.uploads
+
+    @router.post(VOICES_PATH, responses=error_responses(400, 403, 408, 413, 429, 500, 503))
+    async def upload_voice(
+        upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
+    ) -> KeptVoice:
+        """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
+        recording itself is not kept."""
+        kept, owner = folder(), owner_of_request(request.scope)
+        if not model.clones:
+            message = f"a {model.type} checkpoint clones no voices: serve a Base one"
+            raise ApiError(400, "cloning_unavailable", message)
+        name, data = upload.name.lower(), await upload.audio_sample.read()
+        if service.is_taken(name):
+            raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
+        transcript = (upload.ref_text or "").strip() or None
+        service.check_chars(len(transcript or ""), "ref_text")
+        voice = await references.make(data, transcript, "audio_sample")
+        now_s = int(time.time())
+        lifetime_s = min(upload.expires_in_s or limits.voice_s, limits.voice_s)
+        record = UploadedVoice(
+            name=name,
+            consent=upload.consent,
+            created_at=now_s,
+            expires_at=now_s + max(1, int(lifetime_s)),
+            mime_type=(upload.audio_sample.content_type or "application/octet-stream")[:100],
+            file_size=len(data),
+            ref_text=transcript,
+            speaker_description=upload.speaker_description,
+        )
+        try:
+            await asyncio.to_thread(kept.keep, owner, voice, record)
+        except BusyError as error:
+            raise ApiError(400, "too_many_voices", str(error)) from None
+        return KeptVoice(id=name, name=name, created_at=now_s, voice=record)
+
+    @router.delete(f"{VOICES_PATH}/{{name}}", responses=error_responses(403, 404))
+    async def delete_voice(name: str, request: Request) -> DeletedVoice:
+        """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
+        Speech that is on its way goes on."""
+        if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
+            raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
+        return DeletedVoice(id=name.lower(), message=f"Voice '{name.lower()}' deleted successfully")
 
     return router

@@ -12,17 +12,14 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import threading
+import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from mktts.errors import BackendUnavailable, EngineError, ServerError
-from mktts.server.address import url_of
 from mktts.server.limits import Limits
 
-_NAME = "mktts"
-_NO_LIMIT = 1_000_000  # of requests that Ray lets into a replica: the service admits, and says how many it carries
 _POLL_S = 0.5
 _STOP_S = 15.0  # beside the time of grace, for a replica to close its model
 
@@ -30,24 +27,22 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """What Ray Serve makes, asks for its health, and deletes; `serve.ingress` serves the application.
-
-    arguments: of `serve`. access: as `make_app`.
-    """
+    """A complete server: `serve.ingress` serves its application. arguments: of `serve`. access: as `make_app`."""
 
     async def __init__(self, arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any]) -> None:
         from mktts.server.app import make_app
-        from mktts.server.command import open_service
+        from mktts.server.loading import open_service
         from mktts.speech.serving import many_streams
 
         logging.getLogger("mktts").setLevel(logging.INFO)
         if arguments.ray_address is None:
             _listen_on_loopback()
         # In a thread: loading takes longer than Ray waits for a sign of life.
-        self._synthesizer, self._service = await asyncio.to_thread(open_service, arguments, limits)
+        synthesizer, self._service = await asyncio.to_thread(open_service, arguments, limits)
         self._app = make_app(self._service, **access)
         self._open = contextlib.ExitStack()
-        if self._synthesizer.serves_many:
+        self._open.enter_context(synthesizer)
+        if synthesizer.serves_many:
             self._open.enter_context(many_streams())
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -67,25 +62,20 @@ class Replica:
 
     async def __del__(self) -> None:
         if hasattr(self, "_open"):
-            self._open.close()
-            await asyncio.to_thread(self._synthesizer.close)
+            await asyncio.to_thread(self._open.close)
 
 
-def serve_replicas(
-    arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any], bound: socket.socket
-) -> int:
-    """Serves until a signal; 0 after SIGTERM. bound: to the address, which is free then.
+def serve_replicas(arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any], url: str) -> int:
+    """Serves at `url`, which is free, until a signal; 0 after SIGTERM.
 
-    Raises BackendUnavailable where Ray is not installed, ServerError where the cluster cannot be reached or has fewer
-    devices than replicas, and EngineError where the replicas do not start.
+    Raises BackendUnavailable without Ray, ServerError where the cluster cannot be reached or has fewer devices than
+    replicas, and EngineError where the replicas do not start.
     """
-    host, port, url = arguments.host, bound.getsockname()[1], url_of(bound)
-    bound.close()
-    # Before Ray is imported, whose processes all read them. In a thread of its own, the application could not be
-    # interrupted by a client that goes away.
+    address, where = arguments.ray_address, urlsplit(url)
+    # Before Ray is imported, whose processes all read them. In a thread of its own, the application would not learn
+    # that a client went away. A cluster of its own is for this machine alone, here as on Windows.
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0")
-    address = arguments.ray_address
-    if address is None:  # a cluster of its own: its ports are for this machine alone, here as on other systems
+    if address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray
@@ -93,47 +83,43 @@ def serve_replicas(
     except ModuleNotFoundError:
         message = 'several replicas need Ray Serve, which is not installed: pip install -e ".[ray]" in the checkout'
         raise BackendUnavailable(message) from None
-    # It says that the ports of the cluster obey this user alone, as they should.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    here = {} if address else {"include_dashboard": False}
+    for name in ("ray.serve", "ray._private.authentication"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    settings = {} if address else {"include_dashboard": False}
     try:
-        ray.init(address or "local", namespace="serve", log_to_driver=False, logging_level=logging.WARNING, **here)
+        ray.init(address or "local", namespace="serve", log_to_driver=False, logging_level=logging.WARNING, **settings)
     except Exception as error:  # Ray raises Exception itself
         raise ServerError(f"no Ray cluster at {address or 'this machine'}: {str(error).strip()}") from None
+    stopped_by: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own handlers in place
+        signal.signal(number, lambda number, frame: stopped_by.append(number))
     try:
-        options = _resources(ray.cluster_resources(), arguments.replicas, arguments.device)
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         deployment = serve.deployment(
             serve.ingress()(Replica),
-            name=_NAME,
+            name="mktts",
             num_replicas=arguments.replicas,
-            ray_actor_options=options,
-            max_ongoing_requests=_NO_LIMIT,
+            ray_actor_options=_resources(ray.cluster_resources(), arguments.replicas, arguments.device),
+            max_ongoing_requests=1_000_000,  # no limit of Ray's: the service admits, and says how many it carries
             graceful_shutdown_timeout_s=limits.grace_s + _STOP_S,
-            graceful_shutdown_wait_loop_s=0.2,
             health_check_period_s=1.0,
             logging_config={"enable_access_log": False},  # addresses may hold keys
         )
-        stop = threading.Event()
-        signals: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own handlers in place
-            signal.signal(number, lambda number, frame: (signals.append(number), stop.set()))
         try:
-            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-            handle = serve.run(deployment.bind(arguments, limits, access), name=_NAME)
+            serve.start(proxy_location="HeadOnly", http_options={"host": where.hostname, "port": where.port})
+            handle = serve.run(deployment.bind(arguments, limits, access), name="mktts")
         except Exception as error:  # of whichever process of Ray's it was
             reason = str(error).strip().rpartition("\n")[2]
             raise EngineError(f"the replicas did not start: {reason}") from None
         log.info("%d replicas of %s at %s", arguments.replicas, arguments.checkpoint, url)
-        while not stop.wait(_POLL_S):  # a signal that reaches one of Ray's threads would not wake this one
-            pass
+        while not stopped_by:
+            time.sleep(_POLL_S)  # a signal that reaches one of Ray's threads does not end a wait without a limit
         log.info("stopping: open streams may go on for %g s", limits.grace_s)
         with contextlib.suppress(Exception):  # of a replica whose process has died
             handle.broadcast("stop").results(timeout_s=limits.grace_s + _STOP_S)
         serve.shutdown()
     finally:
         ray.shutdown()
-    if signals[0] == signal.SIGINT:
+    if stopped_by[0] == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
 
@@ -157,5 +143,4 @@ def _resources(available: Mapping[str, float], replicas: int, device: str) -> di
         if replicas > gpus:
             raise ServerError(f"a replica needs a GPU of its own: expected at most {gpus} --replicas, got {replicas}")
         return {"num_gpus": 1, "num_cpus": min(1.0, cpus / gpus)}
-    share = cpus / replicas
-    return {"num_cpus": float(int(share)) if share >= 1 else int(share * 100) / 100}
+    return {"num_cpus": min(1.0, int(100 * cpus / replicas) / 100)}

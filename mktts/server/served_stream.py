@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from mktts import audio
 from mktts.errors import MkttsError
 from mktts.server.api_errors import ApiError, current_id, from_error, new_id
+from mktts.server.meters import Meters
 from mktts.server.schemas import Route, StreamState
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.speech.options import Chunk, Timings
 from mktts.speech.player import Player
 
 if TYPE_CHECKING:
-    from mktts.server.service import SpeechService
     from mktts.speech.stream import Session, Stream
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
@@ -30,10 +30,19 @@ log = logging.getLogger(__name__)
 class ServedStream:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
-    stream: what makes the speech. chars: of the text, so far. error: what ended it; None otherwise.
+    stream: what makes the speech. chars: of the text, so far. check_chars: raises ApiError for too many of them.
+    on_close: called once, with this. error: what ended it; None otherwise.
     """
 
-    def __init__(self, service: SpeechService, route: Route, stream: Stream | Session, chars: int) -> None:
+    def __init__(
+        self,
+        route: Route,
+        stream: Stream | Session,
+        chars: int,
+        meters: Meters,
+        check_chars: Callable[[int], None],
+        on_close: Callable[[ServedStream], None],
+    ) -> None:
         # A request over HTTP speaks once; its id is that of its stream.
         self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
         self.route: Route = route
@@ -45,7 +54,9 @@ class ServedStream:
         self.first_audio_ms: float | None = None
         self._samples = 0
         self._stream = stream
-        self._service = service
+        self._meters = meters
+        self._check_chars = check_chars
+        self._on_close = on_close
         self._started_s = time.perf_counter()
         self._reason: str | None = None
         self._player = Player()
@@ -66,11 +77,11 @@ class ServedStream:
         """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
         began_s = time.perf_counter()
         if self._player.dry_s is None:
-            self._service.meters.first_byte_s.labels(self.route).observe(began_s - self._started_s)
+            self._meters.first_byte_s.labels(self.route).observe(began_s - self._started_s)
         _, late_s = self._player.play(began_s, duration_s)
         if late_s > 0:
-            self._service.meters.underruns.inc()
-            self._service.meters.late_s.inc(late_s)
+            self._meters.underruns.inc()
+            self._meters.late_s.inc(late_s)
         yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
@@ -116,7 +127,7 @@ class ServedStream:
         self.chars += len(text)
         self._forgive_lateness()
         try:
-            self._service.check_chars(self.chars)
+            self._check_chars(self.chars)
             self._stream.feed(text)
         except MkttsError as error:
             self.fail(from_error(error))
@@ -146,7 +157,7 @@ class ServedStream:
         self.closed = True
         self._stream.cancel()
         self._reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
-        self._service.has_ended(self)
+        self._on_close(self)
         log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, self._outcome)
 
     @property

@@ -108,7 +108,7 @@ class SpeechService:
                 stream = self._synthesizer.stream(text, layout=layout, **settings)
         except Exception as error:
             raise from_error(error) from error
-        made = ServedStream(self, route, stream, len(text or ""))
+        made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended)
         self._open[made.id] = made
         self.meters.open_streams.set(len(self._open))
         return made
@@ -244,8 +244,7 @@ class SpeechService:
             streams_max=self.carries,
         )
 
-    def has_ended(self, stream: ServedStream) -> None:
-        """Called by a stream when it is closed."""
+    def _has_ended(self, stream: ServedStream) -> None:
         del self._open[stream.id]
         self._ended[stream.id] = state = stream.state
         if len(self._ended) > self.limits.kept_states:

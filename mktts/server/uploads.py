@@ -1,12 +1,11 @@
-"""Voices that callers upload: POST and DELETE of /v1/audio/voices, and the folder where they are kept.
+"""The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of `Voice.save`.
 
-Each is a file of `Voice.save`, OWNER/NAME.safetensors. Several servers may share the folder: every use of a voice
-checks that its file is still there and still the same, and `sweep` does so for voices that are not asked for.
+Several servers may share it: every use of a voice checks that its file is still there and still the same, and `sweep`
+does so for voices that are not asked for.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
@@ -16,22 +15,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fastapi import APIRouter, Form, Request
 from pydantic import ValidationError
 
 from mktts.common import counted
 from mktts.errors import BusyError, ServerError, VoiceError
 from mktts.model.voice import Voice
-from mktts.server.api_errors import ApiError
-from mktts.server.document import error_responses
-from mktts.server.gate import owner_of_request
-from mktts.server.references import References
-from mktts.server.schemas import DeletedVoice, KeptVoice, UploadedVoice, VoiceUpload
-from mktts.server.service import SpeechService
+from mktts.server.schemas import UploadedVoice
 
-VOICES_PATH = "/v1/audio/voices"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _SUFFIX = ".safetensors"
 _LOADED = 256  # voices in memory
@@ -152,57 +144,3 @@ def _stamp(path: Path) -> Any:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def upload_routes(service: SpeechService, references: References, **settings: Any) -> APIRouter:
-    """settings: of the router."""
-    router = APIRouter(**settings)
-
-    def folder() -> VoiceFolder:
-        if service.uploads is None:
-            raise ApiError(403, "uploads_off", "this server keeps no voices: it was started without --voice-folder")
-        return service.uploads
-
-    @router.post(VOICES_PATH, responses=error_responses(400, 403, 408, 413, 429, 500, 503))
-    async def upload_voice(
-        upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
-    ) -> KeptVoice:
-        """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
-        recording itself is not kept."""
-        kept, owner = folder(), owner_of_request(request.scope)
-        if not service.model.clones:
-            message = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
-            raise ApiError(400, "cloning_unavailable", message)
-        name, data = upload.name.lower(), await upload.audio_sample.read()
-        if service.is_taken(name):
-            raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
-        transcript = (upload.ref_text or "").strip() or None
-        service.check_chars(len(transcript or ""), "ref_text")
-        voice = await references.make(data, transcript, "audio_sample")
-        now_s = int(time.time())
-        lifetime_s = min(upload.expires_in_s or service.limits.voice_s, service.limits.voice_s)
-        record = UploadedVoice(
-            name=name,
-            consent=upload.consent,
-            created_at=now_s,
-            expires_at=now_s + max(1, int(lifetime_s)),
-            mime_type=(upload.audio_sample.content_type or "application/octet-stream")[:100],
-            file_size=len(data),
-            ref_text=transcript,
-            speaker_description=upload.speaker_description,
-        )
-        try:
-            await asyncio.to_thread(kept.keep, owner, voice, record)
-        except BusyError as error:
-            raise ApiError(400, "too_many_voices", str(error)) from None
-        return KeptVoice(id=name, name=name, created_at=now_s, voice=record)
-
-    @router.delete(f"{VOICES_PATH}/{{name}}", responses=error_responses(403, 404))
-    async def delete_voice(name: str, request: Request) -> DeletedVoice:
-        """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
-        Speech that is on its way goes on."""
-        if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
-            raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
-        return DeletedVoice(id=name.lower(), message=f"Voice '{name.lower()}' deleted successfully")
-
-    return router

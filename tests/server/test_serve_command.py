@@ -28,8 +28,8 @@ from mktts.audio import from_pcm16, to_pcm16
 from mktts.cli import main, parse
 from mktts.errors import ServerError
 from mktts.server import Limits, listen, url_of
-from mktts.server.command import runs_apart
 from mktts.server.graceful import SpeechServer
+from mktts.server.loading import runs_apart
 from mktts.server.replicas import Replica, _resources
 from mktts.speech import serving
 from mktts.speech.guard import Guard
@@ -265,7 +265,7 @@ def test_without_ray_it_is_one_line_that_says_what_to_install(monkeypatch, capsy
     [
         ({"GPU": 2.0, "CPU": 32.0}, 2, "auto", {"num_gpus": 1, "num_cpus": 1.0}),
         ({"GPU": 8.0, "CPU": 4.0}, 3, "cuda", {"num_gpus": 1, "num_cpus": 0.5}),
-        ({"CPU": 8.0}, 4, "auto", {"num_cpus": 2.0}),
+        ({"CPU": 8.0}, 4, "auto", {"num_cpus": 1.0}),
         ({"CPU": 2.0}, 3, "auto", {"num_cpus": 0.66}),
         ({"GPU": 2.0, "CPU": 8.0}, 3, "auto", "at most 2 --replicas, got 3"),
         ({"CPU": 8.0}, 1, "cuda", "at most 0 --replicas, got 1"),

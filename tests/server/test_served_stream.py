@@ -71,8 +71,7 @@ def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     late: list[float] = []
     meters = Meters("a", "b", "c", True)
     meters.late_s.inc = late.append
-    service = SimpleNamespace(meters=meters, has_ended=lambda stream: None, check_chars=lambda chars: None)
-    return ServedStream(service, "tts_stream", source, 0), late
+    return ServedStream("tts_stream", source, 0, meters, lambda chars: None, lambda stream: None), late
 
 
 async def written(source: Source, clock: Clock) -> tuple[list[tuple[float, int]], list[float], ServedStream]:

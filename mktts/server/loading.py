@@ -1,0 +1,100 @@
+"""The model and the voices of a server, from the arguments of `serve`: for one server alone and for every replica."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mktts.checkpoint.arguments import loading
+from mktts.errors import ServerError
+from mktts.model.backend import device_named
+from mktts.server.limits import Limits
+
+if TYPE_CHECKING:
+    from mktts.model.voice import Voice
+    from mktts.server.references import ReferenceSources
+    from mktts.server.service import SpeechService
+    from mktts.synth import Synthesizer
+    from mktts.synth.apart import ApartSynthesizer
+
+
+def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer | ApartSynthesizer, SpeechService]:
+    """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
+    synthesizer. Raises what loading raises."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.server.service import SpeechService
+    from mktts.server.uploads import VoiceFolder
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    voices = read_voices(arguments.voice)
+    aliases = read_aliases(arguments.voice_alias)
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    # Its public name: clients need not know where a folder lies on this machine.
+    folder = Path(arguments.checkpoint)
+    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
+    batch = BatchSettings(codec=arguments.codec_precision)
+    settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+    if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
+        from mktts.synth.apart import ApartSynthesizer
+
+        synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
+    else:
+        synthesizer = Synthesizer.load(checkpoint, **settings)
+    try:
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
+        synthesizer.warm_up()
+        synthesizer.calibrate()
+    except BaseException:
+        synthesizer.close()
+        raise
+    return synthesizer, service
+
+
+def runs_apart(process: str, engine: str, device: str) -> bool:
+    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
+
+    With "auto", where a GPU serves many: one H200 carries 680 listeners from one process and 1 100 from two (LOG.md,
+    2026-11-22). One listener hears the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
+    Raises BackendUnavailable for no device.
+    """
+    if process == "auto":
+        return engine == "batch" and device_named(device).type == "cuda"
+    return process == "own"
+
+
+def read_voices(words: list[str]) -> dict[str, Voice]:
+    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
+    from mktts.model.voice import Voice
+
+    voices = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not name or not equals or not file:
+            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
+        voices[name.lower()] = Voice.load(Path(file))
+    return voices
+
+
+def read_aliases(words: list[str]) -> dict[str, str]:
+    """Names by alias of ALIAS=NAME words. Raises ServerError."""
+    aliases = {}
+    for word in words:
+        alias, equals, name = (part.strip() for part in word.partition("="))
+        if not alias or not equals or not name:
+            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
+        aliases[alias] = name
+    return aliases
+
+
+def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
+    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
+    from mktts.server.references import ReferenceSources
+
+    for host in hosts:
+        if not host or set(host) & set("/:@ "):
+            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
+    if folder is not None and not folder.is_dir():
+        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
+    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)
