@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,32 +49,6 @@ class Api(TestClient):
 
     def state(self, answer: Any) -> dict[str, Any]:
         return self.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
-
-    async def messages(
-        self,
-        body: dict[str, Any],
-        sent: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
-        leaves: bool = False,
-    ) -> list[dict[str, Any]]:
-        """What the application sends for POST /tts/stream. sent: awaited for each message. leaves: the client goes away
-        once it has sent its request."""
-        content, messages = json.dumps(body).encode(), []
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/tts/stream", "query_string": b"", "headers": headers}
-        arriving = [{"type": "http.request", "body": content}] + [{"type": "http.disconnect"}] * leaves
-
-        async def receive() -> dict[str, Any]:
-            if not arriving:
-                await asyncio.Event().wait()
-            return arriving.pop(0)
-
-        async def send(message: dict[str, Any]) -> None:
-            if sent is not None:
-                await sent(message)
-            messages.append(message)
-
-        await self.application({**scope, "http_version": "1.1"}, receive, send)
-        return messages
 
 
 @pytest.fixture(scope="session")

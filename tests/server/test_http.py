@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import httpx
 import pytest
@@ -143,36 +144,32 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
     assert sum("refused, busy: refused with 2 streams open" in line for line in caplog.messages) == 3
 
 
-async def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(api):
-    api.synth.error_at = (1, RuntimeError("gone: Hello."))
-    answer = api.tts()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
-    assert "Hello." not in answer.text
-    api.synth.error_at = (3, RuntimeError("gone"))
-    messages = await api.messages({"text": "Hello.", "max_frames": 60})
-    assert messages[0]["status"] == 200 and messages[-1]["more_body"]
-    api.tts()  # a third one in a row
-    api.synth.error_at = (1, RuntimeError("gone"))
-    for _ in range(3):
+def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny):
+    synth = FakeSynthesizer(tiny)
+    with served(synth, Limits()) as server, httpx.Client(base_url=server.url) as client:
+        body = {"text": "Hello.", "max_frames": 60}
+        synth.error_at = (1, RuntimeError("gone: Hello."))
+        answer = client.post("/tts/stream", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+        assert "Hello." not in answer.text
+        synth.error_at = (3, RuntimeError("gone"))
+        for _ in range(2):
+            with client.stream("POST", "/tts/stream", json=body) as answer, pytest.raises(httpx.RemoteProtocolError):
+                assert answer.status_code == 200 and answer.read()
+        assert client.get("/health").json()["status"] == "failing" and client.get("/ready").status_code == 503
+        synth.error_at = None
+        assert client.post("/tts/stream", json=body).status_code == 200
+        assert client.get("/health").json()["status"] == "ok"
+
+
+def test_nothing_is_kept_of_streams_that_are_over(make_api):
+    api = make_api(limits=Limits(kept_states=4))
+    for _ in range(20):
         api.tts()
-    assert api.get("/health").json()["status"] == "failing" and api.get("/ready").status_code == 503
-    api.synth.error_at = None
-    api.tts()
-    assert api.get("/health").json()["status"] == "ok"
-
-
-async def test_a_client_that_goes_away_or_takes_nothing_ends_the_stream(make_api):
-    api = make_api(limits=Limits(stall_s=0.05))
-    api.synth.holds = True
-    await api.messages({"text": "Hello.", "max_frames": 60}, leaves=True)
-    assert api.synth.streams[0].cancelled
-
-    async def never(message: dict) -> None:
-        if message.get("body"):
-            await asyncio.Event().wait()
-
-    await api.messages({"text": "Hello.", "max_frames": 60}, never)
-    assert api.synth.streams[1].cancelled and api.service.streams_open == 0
+    over = [weakref.ref(stream) for stream in api.synth.streams]
+    api.synth.streams.clear()
+    gc.collect()
+    assert not [one for one in over if one() is not None]
 
 
 def test_a_server_that_stops_refuses_and_ends_what_is_open(make_api):

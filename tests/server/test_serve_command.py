@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -260,25 +261,19 @@ def test_without_ray_it_is_one_line_that_says_what_to_install(monkeypatch, capsy
     assert 'pip install -e ".[ray]" in the checkout' in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("available", "replicas", "device", "each"),
-    [
-        ({"GPU": 2.0, "CPU": 32.0}, 2, "auto", {"num_gpus": 1, "num_cpus": 1.0}),
-        ({"GPU": 8.0, "CPU": 4.0}, 3, "cuda", {"num_gpus": 1, "num_cpus": 0.5}),
-        ({"CPU": 8.0}, 4, "auto", {"num_cpus": 1.0}),
-        ({"CPU": 2.0}, 3, "auto", {"num_cpus": 0.66}),
+def test_a_replica_gets_a_gpu_or_its_share_of_the_processor():
+    assert _resources({"GPU": 2.0, "CPU": 32.0}, 2, "auto") == {"num_gpus": 1, "num_cpus": 1.0}
+    assert _resources({"GPU": 8.0, "CPU": 4.0}, 3, "cuda") == {"num_gpus": 1, "num_cpus": 0.5}
+    assert _resources({"CPU": 8.0}, 4, "auto") == {"num_cpus": 1.0}
+    assert _resources({"CPU": 2.0}, 3, "auto") == {"num_cpus": 0.66}
+    for available, replicas, device, message in (
         ({"GPU": 2.0, "CPU": 8.0}, 3, "auto", "at most 2 --replicas, got 3"),
         ({"CPU": 8.0}, 1, "cuda", "at most 0 --replicas, got 1"),
         ({"GPU": 2.0, "CPU": 8.0}, 2, "cuda:1", "--device cuda:1: every replica has a GPU of its own"),
         ({"CPU": 8.0}, 0, "cpu", "--replicas must be 1 or more, got 0"),
-    ],
-)
-def test_a_replica_gets_a_gpu_or_its_share_of_the_processor(available, replicas, device, each):
-    if isinstance(each, str):
-        with pytest.raises(ServerError, match=each):
+    ):
+        with pytest.raises(ServerError, match=message):
             _resources(available, replicas, device)
-    else:
-        assert _resources(available, replicas, device) == each
 
 
 def test_a_replica_is_a_server_and_stops_in_order(checkpoint_cache):
@@ -302,8 +297,6 @@ def test_a_replica_is_a_server_and_stops_in_order(checkpoint_cache):
 @pytest.mark.slow
 @needs("ray")
 def test_two_replicas_by_ray_serve_finish_their_streams_on_sigterm(tmp_path):
-    import subprocess
-
     command = [sys.executable, "-m", "mktts", "serve", "--replicas", "2", "--checkpoint", "small", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(mktts.__file__).parents[1])}
     log = tmp_path / "log"
