@@ -173,7 +173,19 @@ def test_origins_and_hosts_are_taken_as_browsers_write_them():
         ("http://[::1]:3000", "http://[::1]:3000"),
     ):
         assert checked_origins([word]) == (origin,)
-    for word in ("", "*", "null", "https://*.example", "ftp://app.example", "http://a:b", "//a", "http://u@a"):
+    with pytest.raises(ServerError, match="must end after the host and port, as http://localhost:3000,"):
+        checked_origins(["http://localhost:3000/"])
+    for word in (
+        "",
+        "*",
+        "null",
+        "app.example",
+        "https://*.example",
+        "ftp://app.example",
+        "http://a:b",
+        "//a",
+        "http://u@a",
+    ):
         with pytest.raises(ServerError, match="--allow-origin"):
             checked_origins([word])
     assert checked_hosts(["TTS.example", "my_box"]) == {"tts.example", "my_box"}

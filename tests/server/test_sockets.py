@@ -176,6 +176,7 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
             until(lambda: server.studio.stopping, "the server to begin to stop")
             refused = httpx.post(f"{server.url}/tts/stream", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+            assert refused.headers["Retry-After"] and httpx.get(f"{server.url}/ready").status_code == 503
             finished = read(line)
             assert (finished["type"], finished["error"]["code"]) == ("finished", "stopping")
             with pytest.raises(ConnectionClosed):
@@ -310,9 +311,9 @@ def test_neither_texts_nor_keys_are_logged_at_any_level(synthesizer, caplog):
     for name in ("", "uvicorn", "uvicorn.error", "uvicorn.access", "websockets", "asyncio"):
         caplog.set_level(logging.DEBUG, name)
     with served(synthesizer, api_key=KEY) as server:
-        httpx.post(
-            f"{server.url}/tts/stream", json={**SHORT, "text": SECRET}, headers={"Authorization": f"Bearer {KEY}"}
-        )
+        for body in ({}, {"speaker": "nobody"}, {"instruct": SECRET}, {"text": [SECRET]}):
+            body = {**SHORT, "text": SECRET, **body}
+            httpx.post(f"{server.url}/tts/stream", json=body, headers={"Authorization": f"Bearer {KEY}"})
         httpx.get(f"{server.url}/metrics?key={KEY}&text={SECRET}")
         with pytest.raises(InvalidStatus):
             connect(f"{server.ws}?key=wrong-key")

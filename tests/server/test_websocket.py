@@ -104,15 +104,6 @@ def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
     assert finished["finish_reason"] == "max_frames"
 
 
-def test_closing_the_connection_ends_the_stream(api):
-    api.synth.holds = True
-    with api.open_socket() as socket:
-        send(socket, "start", max_frames=400)
-        send(socket, "text", text=PIECES[0])
-        socket.receive_json(), socket.receive_json(), socket.receive_bytes()
-    assert api.synth.streams[0].cancelled
-
-
 @pytest.mark.parametrize(
     ("messages", "code"),
     [
