@@ -177,6 +177,7 @@ class ModelConfig:
                 f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint"
             )
         encoder = raw.get("speaker_encoder_config") if model_type.clones else None
+        codec_keys = {f.name: f"codec_{f.name}_id" for f in fields(CodecIds)} | {"eos": "codec_eos_token_id"}
         return cls(
             type=model_type,
             model_size=_get(raw, "tts_model_size", str, where),
@@ -184,23 +185,8 @@ class ModelConfig:
             predictor=_stack(_get(talker, "code_predictor_config", dict, where), where),
             text_vocab_size=_get(talker, "text_vocab_size", int, where),
             text_hidden_size=_get(talker, "text_hidden_size", int, where),
-            text_ids=TextIds(
-                im_start=_get(raw, "im_start_token_id", int, where),
-                im_end=_get(raw, "im_end_token_id", int, where),
-                assistant=_get(raw, "assistant_token_id", int, where),
-                tts_pad=_get(raw, "tts_pad_token_id", int, where),
-                tts_bos=_get(raw, "tts_bos_token_id", int, where),
-                tts_eos=_get(raw, "tts_eos_token_id", int, where),
-            ),
-            codec_ids=CodecIds(
-                pad=_get(talker, "codec_pad_id", int, where),
-                bos=_get(talker, "codec_bos_id", int, where),
-                eos=_get(talker, "codec_eos_token_id", int, where),
-                think=_get(talker, "codec_think_id", int, where),
-                nothink=_get(talker, "codec_nothink_id", int, where),
-                think_bos=_get(talker, "codec_think_bos_id", int, where),
-                think_eos=_get(talker, "codec_think_eos_id", int, where),
-            ),
+            text_ids=TextIds(**{f.name: _get(raw, f"{f.name}_token_id", int, where) for f in fields(TextIds)}),
+            codec_ids=CodecIds(**{name: _get(talker, key, int, where) for name, key in codec_keys.items()}),
             languages=dict(_get(talker, "codec_language_id", dict, where)),
             speakers=dict(_get(talker, "spk_id", dict, where)),
             dialects=dict(_get(talker, "spk_is_dialect", dict, where)),

@@ -1,6 +1,6 @@
 """Measures a GPU anew: `python tests/gpu_reference.py FOLDER [NAME ...]`, as outputs/reference/h200 was made.
 
-Runs the commands of `mktts.notebook.evidence` that write NAME.json into FOLDER (all of them without a NAME), and, as
+Runs the commands of `mktts.notebook.records` that write NAME.json into FOLDER (all of them without a NAME), and, as
 `notebooks`, those notebooks that show the kernel. One that fails leaves its old file; the others are still made, the
 last line names what failed, and the exit status is 1.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mktts.notebook import evidence
+from mktts.notebook import records
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("02_parity", "03_streaming", "04_metrics", "09_megakernel")
@@ -27,7 +27,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     runs = f"python -m mktts run {notebooks} --out outputs/reference-runs/gpu --publish {RECORDED_IN}"
     return {
         name: [sys.executable, *shlex.split(command.replace(RECORDED_IN, str(folder)))[1:]]
-        for name, command in {**evidence.COMMANDS, "notebooks": runs}.items()
+        for name, command in {**records.COMMANDS, "notebooks": runs}.items()
     }
 
 

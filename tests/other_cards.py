@@ -34,7 +34,8 @@ from mktts.kernel.grid import choose_shape
 from mktts.measure.environment import head
 from mktts.measure.inspection import config_at
 from mktts.measure.machine import kernel_missing
-from mktts.measure.parity.probe import Errors, Observed, forced, probe_of
+from mktts.measure.parity.probe import Observed, forced, probe_of
+from mktts.measure.parity.ratio import ErrorRatio
 from mktts.model.backend import Backend, PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
@@ -119,14 +120,14 @@ def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
 
 def error_of(found: list[Observed], exact: list[Observed]) -> float:
     """Relative rms error of logits and residual streams, pooled head by head and layer by layer, then averaged."""
-    errors = Errors()
+    errors = ErrorRatio()
     for ours, theirs in zip(found, exact, strict=True):
         for book, (logits, reference) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-            errors.add(logits, reference, f"head {book}")
+            errors.add(logits, reference, reference, f"head {book}")
         if ours.hidden is not None and theirs.hidden is not None:
             for layer, (hidden, reference) in enumerate(zip(ours.hidden, theirs.hidden, strict=True)):
-                errors.add(hidden, reference, f"layer {layer}")
-    return statistics.fmean(errors.relative().values())
+                errors.add(hidden, reference, reference, f"layer {layer}")
+    return statistics.fmean(value["kernel"] for value in errors.found().values())
 
 
 def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observed]:

@@ -7,7 +7,7 @@ import sys
 import gpu_reference
 import pytest
 
-from mktts.notebook import evidence
+from mktts.notebook import records
 
 WRITE = "python -c \"import sys; open(sys.argv[1], 'w').write('made')\" outputs/reference/h200/{}.json"
 FAIL = 'python -c "raise SystemExit(3)" outputs/reference/h200/trace.json'
@@ -15,7 +15,7 @@ FAIL = 'python -c "raise SystemExit(3)" outputs/reference/h200/trace.json'
 
 def test_every_document_is_made_in_the_folder_and_a_failure_is_named_at_the_end(tmp_path, monkeypatch, capfd):
     made = {"bench": WRITE.format("bench"), "trace": FAIL, "load": WRITE.format("load")}
-    monkeypatch.setattr(evidence, "COMMANDS", made)
+    monkeypatch.setattr(records, "COMMANDS", made)
     assert gpu_reference.main([str(tmp_path), "bench", "trace", "load"]) == 1
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"bench.json": "made", "load.json": "made"}
     assert capfd.readouterr().out.splitlines()[-1] == "failed: trace"
@@ -31,7 +31,7 @@ def test_a_name_that_nothing_makes_is_refused_before_anything_runs(tmp_path):
 
 def test_every_committed_command_and_notebook_is_there(tmp_path):
     found = gpu_reference.commands(tmp_path)
-    assert set(found) == {*evidence.COMMANDS, "notebooks"}
+    assert set(found) == {*records.COMMANDS, "notebooks"}
     for words in found.values():
         assert words[0] == sys.executable and str(tmp_path) in " ".join(words)
     for word in found["notebooks"]:

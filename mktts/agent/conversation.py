@@ -17,7 +17,6 @@ from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame
 from pipecat.observers.base_observer import BaseObserver
-from pipecat.observers.user_bot_latency_observer import LatencyBreakdown, UserBotLatencyObserver
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
@@ -53,18 +52,12 @@ _CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces
 
 @dataclass(frozen=True)
 class Conversation:
-    """One pipeline, from its building to its end.
-
-    context: what the user said and what was heard of the bot.
-    breakdowns: Pipecat's own split of the wait, of every time the bot began to speak.
-    """
+    """One pipeline, from its building to its end. context: what the user said and what was heard of the bot."""
 
     settings: AgentSettings
     worker: PipelineWorker
     context: LLMContext
-    tts: MkttsTTSService
     latency: LatencyObserver
-    breakdowns: list[LatencyBreakdown]
 
     async def run(self, *, handle_sigint: bool = False) -> None:
         """Runs to the end of the conversation. Signals are not taken by default: a notebook's kernel owns its own."""
@@ -132,7 +125,7 @@ def build(
             vad_analyzer=SileroVADAnalyzer(), user_turn_strategies=_turn_strategies(settings)
         ),
     )
-    latency, pipecats_latency = LatencyObserver(), UserBotLatencyObserver()
+    latency = LatencyObserver()
     worker = PipelineWorker(
         Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant]),
         params=PipelineParams(
@@ -141,27 +134,22 @@ def build(
             enable_metrics=True,
             enable_usage_metrics=True,
         ),
-        observers=[latency, pipecats_latency, *observers],
+        observers=[latency, *observers],
         enable_rtvi=False,
         idle_timeout_secs=idle_timeout_s,
     )
-    conversation = Conversation(settings, worker, context, tts, latency, [])
-
-    @pipecats_latency.event_handler("on_latency_breakdown")
-    async def keep(_: Any, breakdown: LatencyBreakdown) -> None:
-        conversation.breakdowns.append(breakdown)
 
     @assistant.event_handler("on_assistant_turn_stopped")
     async def note(_: Any, message: AssistantTurnStoppedMessage) -> None:
         latency.note_heard(message)
 
-    return conversation
+    return Conversation(settings, worker, context, latency)
 
 
 def _source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
-    checkpoint, options = synthesizer.checkpoint, settings.options
-    if options is None and checkpoint is not None and checkpoint.is_random:
+    checkpoint, options = synthesizer.checkpoint, None
+    if checkpoint is not None and checkpoint.is_random:
         # Random weights never end by themselves: they are ended where speech of the same text would end.
         tokens = len(checkpoint.tokenizer().encode(STORY))
         frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ

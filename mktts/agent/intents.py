@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from num2words import num2words
+
 STORY = (
     "Once upon a time there was a very small computer. It lived under a desk and it dreamed of singing in the opera. "
     "Every night, when the office was dark, it practised its scales. One evening a famous conductor came back for her "
@@ -25,10 +27,6 @@ _STOPPED = "All right, I have stopped. Say go on when you want the rest."
 _NO_MORE = "There is nothing left to tell. Ask me for a story first."
 _NOTHING_SAID = "I have not said anything yet."
 _SORRY = "I am sorry, I did not understand that. Try: what time is it."
-_HOURS = "twelve one two three four five six seven eight nine ten eleven".split()
-_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
-    "seventeen eighteen nineteen".split()  # fmt: skip
-_TENS = ("", "", "twenty", "thirty", "forty", "fifty")
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,10 @@ class Intent:
 
 def spoken_time(now: datetime) -> str:
     """The time in words: "It is seven minutes past nine."."""
-    hour, minute = _HOURS[now.hour % 12], now.minute
+    hour, minute = num2words((now.hour - 1) % 12 + 1), now.minute
     if minute == 0:
         return f"It is {hour} o'clock."
-    number = _UNITS[minute] if minute < 20 else _TENS[minute // 10] + ("-" + _UNITS[minute % 10]) * bool(minute % 10)
-    return f"It is {number} minute{'s' * (minute > 1)} past {hour}."
+    return f"It is {num2words(minute)} minute{'s' * (minute > 1)} past {hour}."
 
 
 def rest_of_story(said: Sequence[str]) -> str:

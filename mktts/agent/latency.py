@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ TIMES = ("transcript_ms", "first_token_ms", "first_audio_ms", "speaking_ms", "si
 
 @dataclass
 class _OpenTurn:
-    """Times in s as `time.time`, which Pipecat dates speech with."""
+    """at_s: when each of TIMES happened. Times in s as `time.time`, which Pipecat dates speech with."""
 
     number: int
     onset_s: float
@@ -69,37 +69,33 @@ class _OpenTurn:
     interrupted: bool = False
     asked: bool = False  # the language model has begun to answer what the user has said so far
     end_s: float | None = None
-    transcript_s: float | None = None
-    first_token_s: float | None = None
-    first_audio_s: float | None = None
-    speaking_s: float | None = None
-    silence_s: float | None = None
+    at_s: dict[str, float] = field(default_factory=dict)
 
     def take(self, frame: Frame, now_s: float) -> None:
         """A frame on the way from the user's speech to the bot's."""
         if isinstance(frame, LLMTextFrame) and self.asked:
             self.reply.append(frame.text)
-            self.first_token_s = self.first_token_s or now_s
-        elif self.speaking_s is not None:
+            self.at_s.setdefault("first_token_ms", now_s)
+        elif "speaking_ms" in self.at_s:
             return
         elif isinstance(frame, VADUserStoppedSpeakingFrame):
             self.end_s = frame.timestamp - frame.stop_secs
         elif isinstance(frame, TranscriptionFrame):
             self.words.append(frame.text)
-            self.transcript_s = now_s
+            self.at_s["transcript_ms"] = now_s
         elif isinstance(frame, LLMFullResponseStartFrame):
-            self.asked, self.reply, self.first_token_s, self.first_audio_s = True, [], None, None
-        elif isinstance(frame, TTSAudioRawFrame) and self.first_token_s is not None:
-            self.first_audio_s = self.first_audio_s or now_s
+            self.asked, self.reply = True, []
+            for name in ("first_token_ms", "first_audio_ms"):
+                self.at_s.pop(name, None)
+        elif isinstance(frame, TTSAudioRawFrame) and "first_token_ms" in self.at_s:
+            self.at_s.setdefault("first_audio_ms", now_s)
 
     def latency(self) -> TurnLatency:
-        begin_s = {"silence_ms": self.onset_s}
-        ends_s = {name: getattr(self, name.removesuffix("_ms") + "_s") for name in TIMES}
-        times = {
-            name: round((at_s - begin_s.get(name, self.end_s)) * 1_000, 1)
-            for name, at_s in ends_s.items()
-            if at_s is not None and begin_s.get(name, self.end_s) is not None
-        }
+        times = {}
+        for name, at_s in self.at_s.items():
+            begin_s = self.onset_s if name == "silence_ms" else self.end_s
+            if begin_s is not None:
+                times[name] = round((at_s - begin_s) * 1_000, 1)
         reply = "".join(self.reply)
         return TurnLatency(self.number, " ".join(self.words), reply, self.heard, self.interrupted, **times)
 
@@ -173,8 +169,8 @@ class LatencyObserver(BaseObserver):
             await self._answer(now_s)
         elif isinstance(frame, BotStoppedSpeakingFrame):
             self.speaking = False
-            if self._turn is not None and self._turn.interrupts and self._turn.silence_s is None:
-                self._turn.silence_s = now_s
+            if self._turn is not None and self._turn.interrupts:
+                self._turn.at_s.setdefault("silence_ms", now_s)
         else:
             if isinstance(frame, TTSAudioRawFrame) and isinstance(data.source, MkttsTTSService):
                 self._spoken.add(frame.context_id)
@@ -186,28 +182,16 @@ class LatencyObserver(BaseObserver):
 
     def _begin(self, onset_s: float) -> None:
         """The user speaks: a new turn, unless the bot has not yet begun to answer the last one."""
-        if self._turn is None or self._turn.speaking_s is not None:
+        if self._turn is None or "speaking_ms" in self._turn.at_s:
             self._turn = _OpenTurn(len(self._answered) + 1, onset_s, self.speaking)
         else:
             self._turn.asked = False
 
     async def _answer(self, now_s: float) -> None:
         turn = self._turn
-        if turn is None or turn.first_audio_s is None or turn.speaking_s is not None:
+        if turn is None or "first_audio_ms" not in turn.at_s or "speaking_ms" in turn.at_s:
             return
-        turn.speaking_s = now_s
+        turn.at_s["speaking_ms"] = now_s
         self._answered.append(turn)
         if self.on_turn is not None:
             await self.on_turn(turn.latency())
-
-
-def table(turns: Sequence[TurnLatency]) -> str:
-    """The turns as text, times in ms."""
-    rows = [["turn", *(name.removesuffix("_ms").replace("_", " ") for name in TIMES), "said"]]
-    for turn in turns:
-        times = [getattr(turn, name) for name in TIMES]
-        rows.append([str(turn.turn), *("-" if value is None else f"{value:.0f}" for value in times), turn.user])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[-1]}" for row in rows
-    )

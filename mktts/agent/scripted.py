@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 from pipecat.frames.frames import InputAudioRawFrame, OutputAudioRawFrame, StartFrame
 from pipecat.observers.base_observer import BaseObserver
-from pipecat.observers.user_bot_latency_observer import MeasuredFrom
 from pipecat.transports.base_input import BaseInputTransport
 from pipecat.transports.base_output import BaseOutputTransport
 from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
-from mktts.agent.latency import TurnLatency, table
+from mktts.agent.latency import TurnLatency
 from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
@@ -94,8 +93,6 @@ class Talk:
 
     who: speech to text, language model and voice, one line each. random_weights: the bot's voice is noise.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
-    parts_ms: Pipecat's own split of each wait for the bot, in the same order.
-    ttfb_ms: of the voice, as its service reports it to Pipecat, of each turn.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
     heard_back: what a recogniser hears of each reply; empty without one, and with random weights, whose noise has no
         words.
@@ -106,8 +103,6 @@ class Talk:
     random_weights: bool
     turns: tuple[TurnLatency, ...]
     messages: tuple[dict[str, Any], ...]
-    parts_ms: tuple[dict[str, float], ...]
-    ttfb_ms: tuple[float, ...]
     stale_frames: int
     heard_back: tuple[RecognisedReply, ...]
     user: np.ndarray
@@ -129,21 +124,6 @@ class Talk:
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
         found |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
         return json.loads(json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str))
-
-    def lines(self) -> list[str]:
-        """What was said, the latencies, and what was heard back, for a person."""
-        said = [f"{message['role']:>9}: {message['content']}" for message in self.messages]
-        heard = [
-            f"{reply.turn:>9}: heard back, {reply.errors} of {reply.words} words wrong: {reply.heard}"
-            for reply in self.heard_back
-        ]
-        rate = self.word_error_rate
-        return [
-            *said,
-            table(self.turns),
-            *heard,
-            *([] if rate is None else [f"word error rate of the bot's whole replies: {rate:.3f}"]),
-        ]
 
 
 async def converse(
@@ -178,30 +158,20 @@ async def converse(
     finally:
         await running
     user, bot = transport.tracks()
-    answers = [each for each in conversation.breakdowns if each.measured_from == MeasuredFrom.USER_SILENCE]
     turns = tuple(conversation.latency.turns)
     talk = Talk(
         who=tuple(settings.describe()),
         random_weights=random_weights,
         turns=turns,
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
-        parts_ms=tuple(
-            {part.key: round(part.duration_secs * 1_000, 1) for part in answer.contributions} for answer in answers
-        ),
-        ttfb_ms=tuple(
-            round(measured.duration_secs * 1_000, 1)
-            for answer in answers
-            for measured in answer.ttfb
-            if measured.processor == conversation.tts.name
-        ),
         stale_frames=conversation.latency.stale_frames,
         heard_back=() if random_weights else await asyncio.to_thread(_hear_back, turns, user, bot, say),
         user=user,
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
     )
-    for line in talk.lines():
-        say(line)
+    for message in talk.messages:
+        say(f"{message['role']:>9}: {message['content']}")
     return talk
 
 

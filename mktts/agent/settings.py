@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
 from mktts.model.prompt import Layout
-from mktts.speech.options import StreamOptions
 
 SttName = Literal["pocketsphinx", "whisper", "deepgram"]
 LlmName = Literal["scripted", "qwen3", "openai"]
@@ -29,8 +28,6 @@ class AgentSettings:
 
     checkpoint, revision, backend, device, dtype: of the voice, as `open_checkpoint` and `Synthesizer.load` take them.
     voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
-    options: of every utterance; None takes the usual ones, or for random weights, whose speech would never end, a limit
-        as long as speech of the text would be.
     tokens: the language model's words go into one generation as they are written, not sentence by sentence.
     layout: of a sentence's prompt; "streaming" computes none of it before the first frame, "whole" all, None takes the
         checkpoint's.
@@ -50,7 +47,6 @@ class AgentSettings:
     language: str = "auto"
     instruct: str | None = None
     seed: int | None = None
-    options: StreamOptions | None = None
     tokens: bool = False
     layout: Layout | None = "streaming"
     stt: SttName = "pocketsphinx"

@@ -21,7 +21,7 @@ from pipecat.transports.base_transport import BaseTransport, TransportParams
 from mktts.agent import intents
 from mktts.agent.conversation import Conversation, build, check_voice, load_voice
 from mktts.agent.llm import load_llm
-from mktts.agent.page import PageObserver, PageTransport
+from mktts.agent.page_transport import PageObserver, PageTransport
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ

@@ -276,7 +276,6 @@ class CodecDecoder(StreamingCodec):
         super().__init__(config, tables, StateLayout(self.transformer.cache_shape, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """See `StreamingCodec.advance`."""
         history = iter(state.history)
         x = F.embedding(codes + self.first_row, self.books)  # (T, 16, codebook_dim / 2)
         x = self.book_out[0](x[:, 0]) + self.book_out[1](x[:, 1:].sum(1))

@@ -69,7 +69,6 @@ class FusedCodec(StreamingCodec):
         self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """See `StreamingCodec.advance`."""
         frames = len(codes)
         if frames > MAX_FUSED_FRAMES:
             return self._plain_decoder().advance(codes, state)

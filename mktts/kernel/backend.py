@@ -73,7 +73,7 @@ class MegakernelStream:
 
 @dataclass(frozen=True)
 class Debug:
-    """What a step can show of its inside, on the device: see `MegakernelBackend.new_debug`."""
+    """What a step can show of its inside, on the device."""
 
     logits: Tensor  # (16, talker vocabulary) bf16, as the heads gave them; codes 1 to 15 fill their own vocabulary
     hidden: Tensor  # (talker layers, H) bf16: the residual stream after every layer; untouched by the first frame
@@ -118,7 +118,7 @@ class MegakernelBackend:
 
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
-        """See `Backend.start`. Raises SamplingError for draws by torch's generator."""
+        """Raises SamplingError for draws by torch's generator, else as `Backend.start`."""
         talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
         check_start(embeds, talker.hidden_size, max_frames)
         if sampling.rng != "philox":
@@ -164,7 +164,7 @@ class MegakernelBackend:
         debug: Debug | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Frame:
-        """See `Backend.step`. Times are the kernel's own; the launch and the hand-over count as talker_ms."""
+        """Times are the kernel's own; the launch and the hand-over count as talker_ms."""
         (frame,) = self.frames(state, [row], debug, meanwhile)
         return frame
 

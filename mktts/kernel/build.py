@@ -24,7 +24,22 @@ import torch
 from mktts.common import cache_folder, write_whole
 from mktts.errors import BackendUnavailable
 
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants that they export
 PACKAGE = "nvidia-cuda-nvrtc"
+# Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
+TARGETS = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_87": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
+    "sm_110": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "sm_121": 99 * 1024,
+}
 
 
 @cache
@@ -98,21 +113,6 @@ def _check(library: ctypes.CDLL, status: int) -> None:
         raise BackendUnavailable(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
 
 
-# Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
-TARGETS = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_110": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-}
-
-
 @dataclass(frozen=True)
 class Card:
     """What decides how a kernel is built.
@@ -166,10 +166,6 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
 
 def _number(name: str) -> int:
     return int("".join(filter(str.isdigit, name)))
-
-
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants that they export
 
 
 @dataclass(frozen=True)

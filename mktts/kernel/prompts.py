@@ -85,9 +85,7 @@ class PrefixCache:
     """
 
     def __init__(self, prefill: Prefill, max_entries: int = 64, max_bytes: int = 64 << 20) -> None:
-        """Raises CapacityError for negative limits; 0 keeps nothing."""
-        if max_entries < 0 or max_bytes < 0:
-            raise CapacityError(f"limits must not be negative, got {max_entries} entries and {max_bytes} bytes")
+        """0 of either keeps nothing."""
         self.prefill = prefill
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.nbytes = 0

@@ -130,7 +130,6 @@ class TapeStack(Stack):
         ]
 
     def layer_weights(self, index: int) -> LayerWeights:
-        """As `Stack.layer_weights`."""
         if self._kernel is None:
             for name, matrix in unpack_layer(self._shape, self.config, self._tape[:, index]).items():
                 self._room[name].copy_(matrix)

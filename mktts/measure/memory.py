@@ -108,13 +108,6 @@ def rows(found: dict[str, dict[str, int]]) -> list[dict[str, str]]:
     return [*table, {"what": "without streams and marks", **{size: binary(n) for size, n in always.items()}}]
 
 
-def markdown(table: list[dict[str, str]]) -> str:
-    """The rows as a Markdown table."""
-    heads = list(table[0])
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *(list(row.values()) for row in table)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def binary(size_bytes: int) -> str:
     """12_345 as "12.1 KiB"."""
     if size_bytes < 1 << 20:

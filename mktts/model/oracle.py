@@ -48,9 +48,7 @@ class TorchStream:
 
 
 class TorchBackend:
-    """Implements `mktts.model.backend.Backend`. `tensors` carries the Hub's names; device and dtype are the compute
-    ones.
-    """
+    """A `mktts.model.backend.Backend`. `tensors` carries the Hub's names; device, dtype: of the products."""
 
     name = "torch"
 
@@ -84,11 +82,11 @@ class TorchBackend:
         )
 
     def forget(self, voice: Voice) -> None:
-        """See Backend: nothing is kept here."""
+        """Nothing is kept here."""
 
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
-        """See `Backend.start`. With sampling.rng="torch" a seed gives the draws `torch.manual_seed` gives upstream."""
+        """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream."""
         embeds = prompt.embeds
         check_start(embeds, self.config.talker.hidden_size, max_frames)
         seed = checked_seed(seed)
@@ -108,7 +106,6 @@ class TorchBackend:
         )
 
     def frames(self, state: TorchStream, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
-        """See `Backend.frames`."""
         for row in rows:
             yield self.step(state, row)
             if state.ended:
@@ -116,7 +113,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def step(self, state: TorchStream, row: Tensor | None) -> Frame:
-        """See `Backend.step`. Raises EngineError where the logits of code 0 are no numbers."""
+        """Raises EngineError where the logits of code 0 are no numbers, else as `Backend.step`."""
         if state.ended or state.frames >= state.max_frames:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
         started_s = self._clock()

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
+from mktts.model.backend import PromptRows
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -213,17 +214,15 @@ class PromptBuilder:
             return []
         return list(self.text_rows(self._reference_ids(request)))
 
-    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> tuple[Tensor, int, Hashable]:
-        """The streaming prompt (L, H), its prefix rows and prefix key.
-
-        `rows` are the text rows so far, each (H,); the first `reference_rows` are a transcript's.
-        """
+    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> PromptRows:
+        """The streaming prompt. `rows` are the text rows so far, each (H,); the first `reference_rows` are a
+        transcript's."""
         head, special = self._head(request)
         body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
         embeds = torch.cat((head, body))
         # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
         prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
-        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
+        return PromptRows(embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0))
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
@@ -371,7 +370,7 @@ class FedPrompt:
         self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
         self._reference_rows = len(self._rows)
         self._in_prompt = builder.text_rows_in_prompt(request)
-        self._prompt: tuple[Tensor, int, Hashable] | None = None  # with its prefix rows and key
+        self._prompt: PromptRows | None = None
         self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)
 
@@ -382,18 +381,16 @@ class FedPrompt:
 
     @property
     def embeds(self) -> Tensor:
-        """The prompt (L, H). Raises PromptError before `ready`."""
-        return self._made()[0]
+        """The prompt (L, H). Raises PromptError before `ready`, as do its prefix rows and key."""
+        return self._made().embeds
 
     @property
     def prefix_rows(self) -> int:
-        """As `Prompt.prefix_rows`. Raises PromptError before `ready`."""
-        return self._made()[1]
+        return self._made().prefix_rows
 
     @property
     def prefix_key(self) -> Hashable | None:
-        """As `Prompt.prefix_key`. Raises PromptError before `ready`."""
-        return self._made()[2]
+        return self._made().prefix_key
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
@@ -420,7 +417,7 @@ class FedPrompt:
             return self._rows[index]
         return self.pad if self.text_ended else None
 
-    def _made(self) -> tuple[Tensor, int, Hashable]:
+    def _made(self) -> PromptRows:
         if self._prompt is None:
             if not self.ready:
                 raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")

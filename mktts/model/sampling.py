@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -28,10 +28,7 @@ from mktts.spec import MIN_NEW_FRAMES, SUPPRESSED_TAIL
 Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
 MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
-_FLAT_PREFIX = {"talker": "", "predictor": "predictor_"}  # of the names in `Sampling.flat`
-_UPSTREAM_PREFIX = {"talker": "", "predictor": "subtalker_"}  # of the names in `Sampling.upstream`
 _DRAWN_SEED_BITS = 32  # short enough to read and type again
-
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -75,6 +72,19 @@ class Choice:
         object.__setattr__(self, "top_p", float(self.top_p))
 
 
+def _places(prefixes: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Name of a setting -> (part of `Sampling`, field of `Choice`), for a prefix of each part's names."""
+    places = {prefix + f.name: (part, f.name) for part, prefix in prefixes.items() for f in fields(Choice)}
+    return {renamed.get(name, name): place for name, place in places.items()}
+
+
+# Names in generation_config.json and of qwen-tts; names in a request, where `greedy` is the opposite of `do_sample`.
+_UPSTREAM = _places({"talker": "", "predictor": "subtalker_"}, {"subtalker_do_sample": "subtalker_dosample"})
+_FLAT = _places(
+    {"talker": "", "predictor": "predictor_"}, {"do_sample": "greedy", "predictor_do_sample": "predictor_greedy"}
+)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
@@ -104,33 +114,25 @@ class Sampling:
 
     def upstream(self) -> dict[str, Any]:
         """The settings under the names of generation_config.json and of qwen-tts. `rng` is not among them."""
-        found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        for which, prefix in _UPSTREAM_PREFIX.items():
-            found |= {_upstream_name(prefix, name): value for name, value in asdict(getattr(self, which)).items()}
-        return found
+        found = {name: getattr(getattr(self, part), key) for name, (part, key) in _UPSTREAM.items()}
+        return {"repetition_penalty": self.repetition_penalty, **found}
 
     def with_upstream(self, given: Mapping[str, Any]) -> Sampling:
         """These settings with those of `given`, by the names of `upstream`; other keys have no effect.
 
         Raises SamplingError for a value out of range, TypeError or ValueError for one of another type.
         """
-        changes: dict[str, Any] = {}
-        for which, prefix in _UPSTREAM_PREFIX.items():
-            names = {field.name: _upstream_name(prefix, field.name) for field in fields(Choice)}
-            choice = {name: given[key] for name, key in names.items() if key in given}
-            changes[which] = replace(getattr(self, which), **choice)
-        penalty = given.get("repetition_penalty", self.repetition_penalty)
-        return replace(self, **changes, repetition_penalty=penalty)
+        changes = {place: given[name] for name, place in _UPSTREAM.items() if name in given}
+        return self._changed(changes, given.get("repetition_penalty"))
 
     def flat(self) -> dict[str, Any]:
         """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
         same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them.
         """
         found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        for which, prefix in _FLAT_PREFIX.items():
-            choice = asdict(getattr(self, which))
-            found[f"{prefix}greedy"] = not choice.pop("do_sample")
-            found |= {f"{prefix}{name}": value for name, value in choice.items()}
+        for name, (part, key) in _FLAT.items():
+            value = getattr(getattr(self, part), key)
+            found[name] = not value if key == "do_sample" else value
         return found
 
     def with_flat(self, given: Mapping[str, Any]) -> Sampling:
@@ -140,20 +142,19 @@ class Sampling:
         """
         if unknown := given.keys() - self.flat().keys():
             raise SamplingError(f"expected sampling settings of {', '.join(self.flat())}; got {', '.join(unknown)}")
-        given = {name: value for name, value in given.items() if value is not None}
-        changes: dict[str, Any] = {}
-        for which, prefix in _FLAT_PREFIX.items():
-            names = {field.name: prefix + field.name for field in fields(Choice)}
-            choice = {name: given[flat] for name, flat in names.items() if flat in given}
-            if (greedy := given.get(f"{prefix}greedy")) is not None:
-                choice["do_sample"] = not greedy
-            changes[which] = replace(getattr(self, which), **choice)
-        penalty = given.get("repetition_penalty", self.repetition_penalty)
-        return replace(self, **changes, repetition_penalty=penalty)
+        changes = {
+            place: not given[name] if place[1] == "do_sample" else given[name]
+            for name, place in _FLAT.items()
+            if given.get(name) is not None
+        }
+        return self._changed(changes, given.get("repetition_penalty"))
 
-
-def _upstream_name(prefix: str, name: str) -> str:
-    return "subtalker_dosample" if prefix and name == "do_sample" else prefix + name
+    def _changed(self, changes: Mapping[tuple[str, str], Any], penalty: float | None) -> Sampling:
+        parts = {
+            part: replace(getattr(self, part), **{key: value for (of, key), value in changes.items() if of == part})
+            for part in ("talker", "predictor")
+        }
+        return replace(self, **parts, repetition_penalty=self.repetition_penalty if penalty is None else penalty)
 
 
 def drawn_seed() -> int:

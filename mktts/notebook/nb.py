@@ -1,16 +1,17 @@
-"""What the notebooks need and nothing else does: run folders, inline audio, tables, controls.
+"""What every notebook needs: run folders, inline audio, tables, widgets with a Start button.
 
 The Jupyter packages are imported where they are used, so `import mktts.notebook.nb` works without them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import html
 import io
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,14 @@ from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.tables import cell
-from mktts.notebook.controls import Controls, button, controls
 from mktts.notebook.player import live_player
 from mktts.spec import SAMPLE_RATE_HZ
 
-__all__ = [
-    "Controls", "button", "clip", "controls", "live_player", "recording", "repository", "run_dir", "shape", "table",
-]  # fmt: skip
+__all__ = ["button", "clip", "controls", "live_player", "recording", "repository", "run_dir", "table"]
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
+LINE_CHARS = 40  # a longer text gets a box of several lines
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
 
@@ -144,11 +143,6 @@ def table(
     _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
 
 
-def shape(dimensions: Sequence[int]) -> str:
-    """(64, 192) as "64 × 192"."""
-    return " × ".join(str(size) for size in dimensions)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -165,3 +159,108 @@ def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: 
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     player = f'<br><audio controls title="{html.escape(name)}" src="{source}"></audio>' if data else ""
     _show_html(f"<b>{html.escape(label)}</b> ({html.escape(about)}){player}", f"{label} ({about})")
+
+
+# ---- widgets
+
+Choices = Sequence[str] | tuple[float, float]
+
+
+def controls(choices: Mapping[str, Choices] | None = None, **parameters: Any) -> Controls:
+    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start.
+
+    A widget changes only what the parameter already defines, so a headless run, where nobody turns the knobs,
+    computes exactly what the parameters say. `choices` turns a string parameter into a drop-down, and a number into a
+    slider from the first to the second of two numbers.
+    """
+    return Controls(choices or {}, parameters)
+
+
+class Controls:
+    """The panel of `controls`. `values` are the present settings, under the parameters' names."""
+
+    def __init__(self, choices: Mapping[str, Choices], parameters: Mapping[str, Any]) -> None:
+        import ipywidgets
+
+        unknown = sorted(set(choices) - set(parameters))
+        if unknown:
+            raise MkttsError(f"controls: choices for {unknown}, which are no parameters of the panel")
+        self._widgets = {name: _widget(name, value, choices.get(name)) for name, value in parameters.items()}
+        self.start_button = ipywidgets.Button(description="Start", icon="play")
+        self.message = ipywidgets.HTML()
+        self.panel = ipywidgets.VBox([*self._widgets.values(), ipywidgets.HBox([self.start_button, self.message])])
+        self._start: Callable[[], Awaitable[Any]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Parameter name -> present value."""
+        return {name: widget.value for name, widget in self._widgets.items()}
+
+    def show(self, start: Callable[[], Awaitable[Any]], *below: Any) -> None:
+        """Displays the panel and, under it, the widgets `below`. Start runs `start()` on the kernel's event loop.
+
+        Call it from a cell: the cell's loop is the one that Start uses, for as long as the kernel lives. (Since
+        ipykernel 7 a button's callback may arrive on another thread, that of the front end's subshell.) One run at a
+        time: Start is disabled during it.
+        """
+        import ipywidgets
+        from IPython.display import display
+
+        self._start, self._loop = start, asyncio.get_running_loop()
+        self.start_button.on_click(lambda _: asyncio.run_coroutine_threadsafe(self._pressed(), self._loop))
+        display(ipywidgets.VBox([self.panel, *below]))
+
+    async def run(self) -> None:
+        """What Start does, awaited by a cell: an error ends the cell instead of standing in the panel."""
+        if self._start is None:
+            raise MkttsError("expected show(start) before run()")
+        self.start_button.disabled, self.message.value = True, ""
+        try:
+            await self._start()
+        finally:
+            self.start_button.disabled = False
+
+    async def _pressed(self) -> None:
+        try:
+            await self.run()
+        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
+            self.message.value = html.escape(f"{type(error).__name__}: {error}")
+
+
+def button(label: str, press: Callable[[], Any], icon: str = "") -> Any:
+    """A button, to end a cell with, that calls `press` once and is disabled from then on."""
+    import ipywidgets
+
+    shown = ipywidgets.Button(description=label, icon=icon)
+
+    def pressed(_: Any) -> None:
+        if not shown.disabled:
+            shown.disabled = True
+            press()
+
+    shown.on_click(pressed)
+    return shown
+
+
+def _widget(name: str, value: Any, choices: Choices | None) -> Any:
+    import ipywidgets
+
+    common = {"description": name, "layout": ipywidgets.Layout(width="46em"), "style": {"description_width": "11em"}}
+    if choices is not None and isinstance(value, (int, float)):
+        low, high = choices
+        if not low <= value <= high:
+            raise MkttsError(f"{name}={value!r} is not between {low} and {high}")
+        slider = ipywidgets.IntSlider if isinstance(value, int) else ipywidgets.FloatSlider
+        step = {} if isinstance(value, int) else {"step": 0.05}
+        return slider(value=value, min=low, max=high, continuous_update=False, **step, **common)
+    if choices is not None:
+        if value not in choices:
+            raise MkttsError(f"{name}={value!r} is not among its choices {list(choices)}")
+        return ipywidgets.Dropdown(options=list(choices), value=value, **common)
+    line = ipywidgets.Textarea if isinstance(value, str) and len(value) > LINE_CHARS else ipywidgets.Text
+    kinds = {bool: ipywidgets.Checkbox, int: ipywidgets.IntText, float: ipywidgets.FloatText, str: line}
+    kind = kinds.get(type(value))
+    if kind is None:
+        raise MkttsError(f"{name}={value!r}: expected bool, int, float or str, found {type(value).__name__}")
+    return kind(value=value, **common)

@@ -1,15 +1,20 @@
-"""The project's figures. Each function takes plain data, saves `folder`/<name>.png and returns the Figure."""
+"""How the notebooks' figures look and are saved, and those that more than one cell draws.
+
+Colours are those of Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; one thing has one
+colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure.
+"""
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mktts.measure import tracks
-from mktts.notebook.figure import COLOURS, SERIES, colour, legend_below, new, save, style, styled
+from mktts.common import write_whole
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 from mktts.speech.metrics import play
 
@@ -17,33 +22,187 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "bytes_per_frame", "chunk_timeline", "comparison", "distribution", "error_over_time", "roofline",
-    "stacked_bars", "stage_breakdown", "style",
-]  # fmt: skip
-
+COLOURS = {
+    "talker": "#0072B2",
+    "predictor": "#E69F00",
+    "codec": "#009E73",
+    "prefill": "#CC79A7",
+    "launch": "#56B4E9",
+    "other": "#999999",
+    "product": "#009E73",  # inside a launch: a matrix product, a hop between blocks, a wait for weights
+    "hop": "#D55E00",
+    "weights": "#F0E442",
+    "mktts": "#0072B2",
+    "faster-qwen3-tts": "#CC79A7",
+    "upstream": "#D55E00",
+    "limit": "#444444",  # what playback or a tolerance demands
+    "underrun": "#AA1133",
+}
+SERIES = ("#0072B2", "#CC79A7", "#56B4E9", "#000000", "#009E73")  # for what COLOURS lacks
+DASHES = ("-", "--", ":", "-.")
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e2e2e2",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+DPI = 144
+DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as large as the notebook's
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
-MARKS = "dots: median and 95th percentile"
-ZERO_ON_LOG_AXIS = 1e-9  # where an error of exactly 0 is drawn
+BESIDE = {"textcoords": "offset points", "va": "center"}  # of a note to the right of a point
 FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a grey area
+LABEL_FACTOR = 1.3  # between two numbers on a logarithmic axis that are both written down
 
 
-@styled
-def chunk_timeline(
-    ready_ms: Sequence[float], samples: Sequence[int], folder: Path, name: str = "chunk_timeline", title: str = ""
+# ---- any figure
+
+
+def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure of the common width and `height` inches, and its axes: one, or an array of `rows` or of rows and
+    `columns`. From now on matplotlib draws in the notebooks' style."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update(STYLE)
+    figure = Figure(figsize=(8.5, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def colour(label: str, index: int = 0) -> str:
+    """The colour of the thing `label` begins with, or the `index`-th series colour where COLOURS has none."""
+    return COLOURS.get(label.split(" ")[0].rstrip(",:"), SERIES[index % len(SERIES)])
+
+
+def titled(axes: Axes, title: str, source: str) -> None:
+    """The title, and under it in plain type where the numbers come from."""
+    axes.set_title(title, pad=20)
+    at = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(source, (0, 1), (0, 7), fontsize=9, color="#444444", **at)
+
+
+def legend_below(axes: Axes, last: Sequence[str] = ()) -> None:
+    """The legend of `axes` under the figure, in drawing order, labels of `last` last; one line if it fits."""
+    entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    labels = sorted(entries, key=lambda label: label in last)
+    fits = sum(len(label) + 6 for label in labels) < 110
+    handles = [entries[label] for label in labels]
+    axes.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels) if fits else 1)
+
+
+def lines_from_top(axes: Axes, labels: Sequence[str], **options: Any) -> None:
+    """One label a line, the first on top, without a grid between them."""
+    axes.set_yticks(range(len(labels)), labels, **options)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
+def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
+    """2, 5, 10 on a logarithmic axis, a decade long at least, instead of powers of ten; with `numbers` exactly these,
+    and where two lie close together the second has no label."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_minor_locator(NullLocator())
+    if numbers is None:
+        low, high = getattr(axis.axes, f"get_{axis.axis_name}lim")()
+        if not 0 < low < high:  # nothing was drawn
+            low, high = 1.0, 10.0
+        wider = max(1.0, math.sqrt(10 * low / high))
+        axis.axes.set(**{f"{axis.axis_name}lim": (low / wider, high * wider)})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1_000 * low else (1,)))
+        axis.set_major_formatter(lambda value, _: f"{value:,g}")
+        return
+    labels, written = [], 0.0
+    for number in numbers:
+        labels.append(f"{number:,}" if number >= LABEL_FACTOR * written else "")
+        written = number if labels[-1] else written
+    axis.set_ticks(list(numbers), labels)
+    axis.set_ticks([], minor=True)
+
+
+def short(value: float) -> str:
+    """Three digits, or a whole number with its thousands separated."""
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def save(figure: Figure, folder: Path, name: str) -> Figure:
+    """Writes `figure` to `folder`/<name>.png, whole or not at all, and makes a notebook show exactly those bytes."""
+    from PIL import Image
+
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    # A palette: a third of the bytes, which executed notebooks carry in base64.
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(packed, "png", optimize=True)
+    data = packed.getvalue()
+    write_whole(Path(folder) / f"{name}.png", data)
+    width_px = round(figure.get_figwidth() * DISPLAY_DPI)
+    figure._repr_png_ = lambda: (data, {"width": width_px})  # a figure made without pyplot has no display hook
+    return figure
+
+
+# ---- figures of several notebooks
+
+
+def bars(
+    rows: Mapping[str, Mapping[str, float]],
+    xlabel: str,
+    title: str,
+    folder: Path,
+    name: str,
+    *,
+    total: str = "{:.3g}",
+    source: str = "",
+    real_time: bool = False,
+    marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Audio generated against audio needed, over the time since the call; one step is one chunk.
+    """Horizontal stacked bars: label -> part -> length; the total is written at their end.
 
-    `ready_ms[i]` is when chunk i was in host memory, `samples[i]` its length; the player is that of `metrics.play`.
-    Above: the staircase of generated audio and the line that real-time playback follows, on the grid of single codec
-    frames where the utterance is short enough. Below: audio still to be played when each chunk arrived.
+    total: how. real_time: with the time that a frame lasts. marks: a dashed line in the bar of a label, what the bytes
+    of its weights alone would take.
     """
+    figure, axes = new(1.9 + 0.45 * len(rows))
+    labels, left = list(rows), np.zeros(len(rows))
+    for index, part in enumerate(dict.fromkeys(part for row in rows.values() for part in row)):
+        width = np.array([rows[label].get(part, 0.0) for label in labels])
+        axes.barh(labels, width, left=left, height=0.6, color=colour(part, index), label=part, edgecolor="white")
+        left += width
+    for index, length in enumerate(left):
+        axes.annotate(total.format(length), (length, index), (5, 0), backgroundcolor="white", **BESIDE)
+    for label, value in (marks or {}).items():
+        line = labels.index(label)
+        style = {"color": COLOURS["limit"], "linestyle": "--", "label": "weight bytes alone"}
+        axes.vlines(value, line - 0.42, line + 0.42, **style)
+    lines_from_top(axes, labels)
+    if real_time:
+        axes.axvline(FRAME_MS, color=COLOURS["limit"], linestyle="--", label=REAL_TIME)
+    axes.set(xlabel=xlabel, xlim=(0, 1.13 * max(left.max(), FRAME_MS if real_time else 0)))
+    titled(axes, title, source) if source else axes.set_title(title)
+    legend_below(axes, last=[REAL_TIME])
+    return save(figure, folder, name)
+
+
+def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timeline", title: str = "") -> Figure:
+    """Audio generated against audio needed, over the time since the call; one step is one of the stream's chunks.
+
+    The player is that of `mktts.speech.metrics.play`. Above: the staircase of generated audio and the line that
+    real-time playback follows, on the grid of single codec frames where the utterance is short enough. Below: audio
+    still to be played when each chunk arrived.
+    """
+    ready_ms, samples = [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
     player = play(ready_ms, samples)
     ready_s, start_s = np.asarray(ready_ms) / 1e3, np.asarray(player.starts_ms) / 1e3
     length_s = np.asarray(samples) / SAMPLE_RATE_HZ
     end_s = np.cumsum(length_s)
     begin_s = end_s - length_s
-    figure, (top, bottom) = new(5.2, rows=2, sharex=True, height_ratios=(2.4, 1))
+    figure, (top, bottom) = new(5.2, 2, sharex=True, height_ratios=(2.4, 1))
     top.step([0, *ready_s], [0, *end_s], where="post", color=COLOURS["mktts"], label="generated")
     top.plot(ready_s, end_s, "o", color=COLOURS["mktts"], markersize=4)
     needed = np.column_stack([start_s, start_s + length_s]).ravel(), np.column_stack([begin_s, end_s]).ravel()
@@ -51,194 +210,135 @@ def chunk_timeline(
     late = np.append(False, start_s[1:] > start_s[:-1] + length_s[:-1])
     if player.underruns:
         top.plot(start_s[late], begin_s[late], "X", color=COLOURS["underrun"], markersize=9, label="underrun")
+    top.set(xlim=(0, None), ylim=(0, None), ylabel="audio (s)")
     if end_s[-1] <= FRAME_GRID_LIMIT_S:
-        _frame_grid(top)
+        from matplotlib.ticker import MultipleLocator
+
+        top.yaxis.set_minor_locator(MultipleLocator(FRAME_MS / 1e3))
+        top.grid(which="minor", axis="y", color="#eeeeee", linewidth=0.6)
+        top.tick_params(which="minor", axis="y", length=0)
+        top.set_ylabel(f"audio (s), grid {FRAME_MS:.0f} ms")
     played_s = np.clip(ready_s[:, None] - start_s[None, :], 0, length_s[None, :]).sum(axis=1)
     bottom.stem(ready_s, (begin_s - played_s) * 1e3, linefmt=COLOURS["mktts"], markerfmt="o", basefmt=" ")
     bottom.axhline(0, color=COLOURS["limit"], linewidth=1)
     facts = f"first PCM after {ready_ms[0]:.0f} ms, underruns: {player.underruns}"
     top.set_title(f"{title}: {facts}" if title else f"F{facts[1:]}")
-    top.set(xlim=(0, None), ylim=(0, None), ylabel=top.get_ylabel() or "audio (s)")
     bottom.set(xlabel="time since the call (s)", ylabel="unplayed when a\nchunk arrives (ms)")
     top.legend(loc="lower right")  # below the line of playback, where nothing is ever drawn
     return save(figure, folder, name)
 
 
-@styled
-def error_over_time(
-    errors: Mapping[str, Sequence[float]], limit: float, folder: Path, name: str = "codec_error", title: str = ""
-) -> Figure:
-    """Largest absolute sample error of each codec frame on a log axis: label -> (T,) errors. `limit`: the tolerance."""
-    figure, (axes,) = new(3.9)
-    for index, (label, values) in enumerate(errors.items()):
-        shown = np.maximum(np.asarray(values, dtype=float), ZERO_ON_LOG_AXIS)
-        time_s = np.arange(len(shown)) * FRAME_MS / 1e3
-        axes.step(time_s, shown, where="post", color=colour(label, index), label=label)
-    tolerance = f"tolerance {limit:.0e}"
-    axes.axhline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=tolerance)
-    axes.set_yscale("log")
-    zero = f"\n(0 is drawn at {ZERO_ON_LOG_AXIS:.0e})" if any(np.min(values) == 0 for values in errors.values()) else ""
-    axes.set(xlabel="position in the utterance (s)", ylabel=f"largest sample error in\na frame (full scale = 1){zero}")
-    axes.set_title(title or "Codec error against one offline pass")
-    legend_below(axes, after=[tolerance])
-    return save(figure, folder, name)
-
-
-@styled
-def stage_breakdown(
-    rows: Mapping[str, Mapping[str, float]], folder: Path, name: str = "stages", title: str = ""
-) -> Figure:
-    """Milliseconds per frame by stage, one stacked bar per label, against the time a frame lasts."""
-    figure, (axes,) = new(1.6 + 0.45 * len(rows))
-    longest_ms = stacked_bars(axes, rows, "{:.3g}")
-    axes.axvline(FRAME_MS, color=COLOURS["limit"], linestyle="--", label=REAL_TIME)
-    axes.set(xlabel="compute per frame (ms)", title=title or "Compute per frame by stage")
-    axes.set_xlim(0, max(FRAME_MS, longest_ms) * 1.12)
-    legend_below(axes, after=[REAL_TIME])
-    return save(figure, folder, name)
-
-
-@styled
-def bytes_per_frame(
-    models: Mapping[str, Mapping[str, float]], folder: Path, name: str = "bytes_per_frame", title: str = ""
-) -> Figure:
-    """Weight bytes one frame reads: label -> component -> bytes."""
-    figure, (axes,) = new(1.6 + 0.45 * len(models))
-    gigabytes = {label: {part: size / 1e9 for part, size in row.items()} for label, row in models.items()}
-    longest = stacked_bars(axes, gigabytes, "{:.3g} GB")
-    axes.set(xlabel="weights read per frame (GB)", title=title or "Weights read per frame, one stream")
-    axes.set_xlim(0, longest * 1.15)
-    legend_below(axes)
-    return save(figure, folder, name)
-
-
-@styled
-def distribution(
-    samples: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
-) -> Figure:
+def distribution(samples: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str) -> Figure:
     """Empirical cumulative distribution of each label's values; dots on it mark median and 95th percentile."""
-    figure, (axes,) = new(3.9)
+    figure, axes = new(3.9)
     for index, (label, values) in enumerate(samples.items()):
         ordered = np.sort(np.asarray(values, dtype=float))
         share = np.arange(1, len(ordered) + 1) / len(ordered)
         median, p95 = np.percentile(ordered, [50, 95])
         shown = f"{label}: median {median:.3g}, p95 {p95:.3g} {unit} (n = {len(ordered)})"
-        line = {
-            "color": colour(label, index),
-            "linestyle": ("-", "--", ":")[index % 3] if label not in COLOURS else "-",
-        }
-        axes.step([ordered[0], *ordered], [0, *share], where="post", label=shown, **line)  # equal curves stay visible
+        shade, dash = colour(label, index), "-" if label in COLOURS else DASHES[index % 3]  # equal curves stay visible
+        axes.step([ordered[0], *ordered], [0, *share], where="post", label=shown, color=shade, linestyle=dash)
         marks = np.searchsorted(ordered, [median, p95], side="right") / len(ordered)  # where the curve is there
-        axes.plot([median, p95], marks, "o", color=colour(label, index), markersize=5)
-    axes.plot([], [], "o", color=COLOURS["limit"], markersize=5, label=MARKS)
-    if budget is not None:
-        axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label=f"real time ({budget:.0f} {unit})")
+        axes.plot([median, p95], marks, "o", color=shade, markersize=5)
+    marked = "dots: median and 95th percentile"
+    axes.plot([], [], "o", color=COLOURS["limit"], markersize=5, label=marked)
     axes.set(xlabel=f"time ({unit})", ylabel="share of measurements", title=title, ylim=(0, 1.02))
     axes.set_xlim(left=0)
-    legend_below(axes, after=[MARKS])
+    legend_below(axes, last=[marked])
     return save(figure, folder, name)
 
 
-@styled
-def roofline(
-    bytes_by_model: Mapping[str, float],
-    bandwidths_gb_s: Mapping[str, float],
-    folder: Path,
-    name: str = "roofline",
-    title: str = "",
-) -> Figure:
-    """Least time per frame (bytes / bandwidth) over memory bandwidth: one line per model, a dot where a machine of the
-    names above lies."""
-    figure, (axes,) = new(5.2)
-    span = np.geomspace(min(bandwidths_gb_s.values()) * 0.6, max(bandwidths_gb_s.values()) * 1.7, 50)
-    for index, (label, size_bytes) in enumerate(bytes_by_model.items()):
-        line = f"{label}: {size_bytes / 1e9:.3g} GB per frame"
-        axes.plot(span, size_bytes / span / 1e6, color=SERIES[index], label=line)
-        machines = np.array(list(bandwidths_gb_s.values()))
-        axes.plot(machines, size_bytes / machines / 1e6, "o", color=SERIES[index], markersize=5)
-    axes.axhline(FRAME_MS, color=COLOURS["limit"], linestyle="--", label=REAL_TIME)
-    axes.set(xscale="log", yscale="log")
-    names = axes.secondary_xaxis("top")
-    names.set_xticks(list(bandwidths_gb_s.values()), list(bandwidths_gb_s), rotation=35, ha="left", fontsize=9)
-    names.set_xticks([], minor=True)
-    names.tick_params(length=2, colors="#444444")
-    for bandwidth in bandwidths_gb_s.values():
-        axes.axvline(bandwidth, color="#c8c8c8", linewidth=0.8, zorder=0)
-    axes.set(xlabel="memory bandwidth (GB/s)", ylabel="least time per frame (ms)")
-    axes.set_title(title or "Least time per frame that the weights' bytes allow, one stream")
-    legend_below(axes)
-    return save(figure, folder, name)
-
-
-@styled
 def comparison(
-    rows: Sequence[tuple[str, float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
+    rows: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
 ) -> Figure:
-    """Runs side by side: one dot per (label, value); equal labels share a line, with an upright stroke at their
-    median."""
-    labels = list(dict.fromkeys(label for label, _ in rows))
-    figure, (axes,) = new(1.5 + (0.55 if any("\n" in label for label in labels) else 0.45) * len(labels))
-    for index, label in enumerate(labels):
-        values = [value for other, value in rows if other == label]
+    """Runs side by side: a line for each label, a dot for each of its values, an upright stroke at their median."""
+    figure, axes = new(1.5 + (0.55 if any("\n" in label for label in rows) else 0.45) * len(rows))
+    for index, (label, values) in enumerate(rows.items()):
         median = float(np.median(values))
         shade = COLOURS["upstream" if "upstream" in label else "mktts"]
         axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
         axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
-        shown = f"{median:,.0f}" if median >= 1_000 else f"{median:.3g}"
-        axes.annotate(shown, (max(values), index), (8, 0), textcoords="offset points", va="center")
+        axes.annotate(short(median), (max(values), index), (8, 0), **BESIDE)
     axes.plot([], [], "o", color=COLOURS["limit"], markersize=6, label="a run")
     axes.plot([], [], "|", color=COLOURS["limit"], markersize=12, markeredgewidth=2.4, label="median of equal runs")
     if budget is not None:
         axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label="real time")
     legend_below(axes)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set(xlabel=unit, title=title, ylim=(len(labels) - 0.5, -0.5))
-    axes.set_xlim(0, max([value for _, value in rows] + ([budget] if budget else [])) * 1.12)
-    axes.grid(axis="y", visible=False)
+    lines_from_top(axes, list(rows))
+    axes.set(xlabel=unit, title=title)
+    axes.set_xlim(0, max([*(value for values in rows.values() for value in values), budget or 0]) * 1.12)
     return save(figure, folder, name)
 
 
-def stacked_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]], total_format: str) -> float:
-    """Horizontal stacked bars, the total written at their end. Returns the longest total."""
-    labels, left = list(rows), np.zeros(len(rows))
-    for index, part in enumerate(dict.fromkeys(part for row in rows.values() for part in row)):
-        width = np.array([rows[label].get(part, 0.0) for label in labels])
-        axes.barh(labels, width, left=left, height=0.6, color=colour(part, index), label=part, edgecolor="white")
-        left += width
-    for index, total in enumerate(left):
-        label = total_format.format(total)
-        axes.annotate(label, (total, index), (5, 0), textcoords="offset points", va="center", backgroundcolor="white")
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    return float(left.max())
+# ---- loads
 
 
-def _frame_grid(axes: Axes) -> None:
-    from matplotlib.ticker import MultipleLocator
+def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float:
+    """Milliseconds that a load spent on one frame of one stream: on a GPU the ticks' time on the device over the
+    frames, on a CPU the process's CPU time. Not a number where the point does not say."""
+    if not on_gpu:
+        return (point.get("host_us_per_frame") or math.nan) / 1e3
+    if not point.get("device_busy_percent") or not point.get("frames"):
+        return math.nan
+    return 10 * point["device_busy_percent"] * point["duration_s"] / point["frames"]
 
-    axes.yaxis.set_minor_locator(MultipleLocator(FRAME_MS / 1e3))
-    axes.grid(which="minor", axis="y", color="#eeeeee", linewidth=0.6)
-    axes.tick_params(which="minor", axis="y", length=0)
-    axes.set_ylabel(f"audio (s), grid {FRAME_MS:.0f} ms")
+
+def underruns_a_minute(point: Mapping[str, Any]) -> float:
+    """Of listening: the underruns of all listeners over the minutes that they played, all together."""
+    minutes = point["playing_mean"] * point["duration_s"] / 60
+    return point["underruns"] / minutes if minutes else 0.0
 
 
-@styled
-def conversation(
-    user: np.ndarray, bot: np.ndarray, folder: Path, name: str = "conversation", bot_is: str = "bot"
+def growth(
+    series: Mapping[str, Sequence[Mapping[str, Any]]],
+    on_gpu: bool,
+    folder: Path,
+    source: str,
+    name: str = "listeners",
+    goal_ms: float | None = None,
 ) -> Figure:
-    """The levels of `user` and `bot` (S,) float32 over time, one above the other; saves `folder`/<name>.png.
+    """First PCM, underruns and the time spent on a frame over the listeners: one line for each of `series`.
 
-    bot_is: what to call the bot's side.
+    series: label -> points of a document of `bench --load`; one with `waits_ms` has a dot for each arrival. goal_ms:
+    of the 99th percentile of first PCM. on_gpu: see `cost_ms`.
     """
-    figure, (axes,) = new(2.8)
-    for side, sign, shade, label in ((user, 1, "mktts", "user"), (bot, -1, "codec", bot_is)):
-        level = tracks.levels(side)
-        times_s = np.arange(len(level)) * tracks.STEP_S
-        axes.fill_between(times_s, 0, sign * level, color=COLOURS[shade], label=label, linewidth=0)
-    for index, (start_s, end_s) in enumerate(tracks.overlaps(user, bot)):
-        label = "both at once" if index == 0 else None
-        axes.axvspan(start_s, end_s, color=COLOURS["underrun"], alpha=0.25, label=label, linewidth=0)
-    axes.set(xlim=(0, len(user) / SAMPLE_RATE_HZ), ylim=(-1.05, 1.05), yticks=[], xlabel="time (s)")
-    axes.set_title("The conversation, each side scaled to its own peak")
-    legend_below(axes)
+    figure, panels = new(7.6, 3, sharex=True, height_ratios=(2.2, 1, 1.4))
+    first, late, spent = panels
+    counts = sorted({point["listeners"] for points in series.values() for point in points})
+    for index, (label, points) in enumerate(series.items()):
+        shade, dash = SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
+        line = {"color": shade, "linestyle": dash, "marker": "o", "markersize": 5}
+        x = [point["listeners"] for point in points]
+        median, p99 = (
+            [math.nan if point[key] is None else point[key] for point in points]
+            for key in ("ttfc_p50_ms", "ttfc_p99_ms")
+        )
+        first.plot(x, p99, **line, label=label)
+        first.plot(x, median, color=shade, linestyle=dash, linewidth=0.9)
+        for point in points:
+            waits_ms = point.get("waits_ms", ())
+            first.plot([point["listeners"]] * len(waits_ms), waits_ms, ".", color=shade, alpha=0.35, markersize=6)
+            if missed := point["refused"] + point["unanswered"]:
+                at_top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "fontsize": 9}
+                text = f"{missed} without PCM"
+                first.annotate(text, (point["listeners"], 1), color=COLOURS["underrun"], **at_top)
+        late.plot(x, [underruns_a_minute(point) for point in points], **line)
+        spent.plot(x, [cost_ms(point, on_gpu) for point in points], **line)
+    if goal_ms is not None:
+        first.axhline(goal_ms, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=f"goal: {goal_ms:.0f} ms")
+    one = "one GPU" if on_gpu else "one core"
+    budget = f"all that {one} has: {FRAME_MS:.0f} ms / listeners"
+    spent.plot(counts, [FRAME_MS / count for count in counts], "--", color=COLOURS["limit"], label=budget)
+    spent.legend(loc="best")
+    late.set_ylim(0, max(1.0, 1.1 * late.get_ylim()[1]))
+    first.set(yscale="log", ylabel="to first PCM (ms)\nthick: p99, thin: median")
+    late.set(ylabel="underruns\na minute of\nlistening")
+    spent.set(yscale="log", ylabel=f"{'GPU' if on_gpu else 'CPU'} time spent\non a frame (ms)")
+    spent.set(xscale="log", xlabel="listeners (offered)")
+    plain_ticks(spent.xaxis, counts)
+    for axes in (first, spent):
+        plain_ticks(axes.yaxis)
+    titled(first, "What more listeners do: the wait, the gaps, the time spent", source)
+    figure.align_ylabels(panels)
+    legend_below(first)
     return save(figure, folder, name)

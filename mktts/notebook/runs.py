@@ -1,46 +1,206 @@
 """`python -m mktts run`: notebooks run headless through papermill, one folder per run, collected into one table.
 
-A run happens in `<out>/.partial/<name>` and takes its final place when it is over, so a folder under its final name,
-which tells the values that were set, is always whole. It holds executed.ipynb, parameters.json, environment.json,
+A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
 metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
-(ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell.
+(ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell;
+a folder without a status is of a run that did not come to its end.
+
+Values take the type of the notebook's parameter (int, float, bool or str, from its annotation, else from its default).
+A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ast
+import csv
+import glob
+import hashlib
+import html
 import importlib.util
+import itertools
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import python_path, read_object, write_json
+from mktts.common import python_path, read_object, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
-from mktts.notebook.grid import PARTIAL, RUN_DIR, Run, plan
-from mktts.notebook.publish import publish
-from mktts.notebook.ray_runs import cluster, execute_all
+from mktts.notebook.nb import as_mp3
+from mktts.notebook.records import TABLE
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
+RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
+LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+PICTURES = ("03_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
+PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
+CONTROLS = "(controls, in a notebook that runs)"
+_PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
 _RESTORE = "; delete the folder of this run, or restore it"
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_AUDIO = re.compile(r'<audio controls title="([^"]+)" src="data:[^"]*"></audio>')
+_IFRAME = re.compile(r"<iframe\b.*?</iframe>", re.DOTALL)
 EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
   python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
   python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
   python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
-  python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3,4 --ray
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
 A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
 notebooks does not have is refused before anything runs. Exit status: 0, or 1 where a run failed, or 2 on bad input."""
+
+
+# ---- what is to run
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A notebook file and its parameters: name -> (type name, default)."""
+
+    path: Path
+    parameters: dict[str, tuple[str, Any]]
+    code_cells: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class NotebookRun:
+    """One execution of a notebook; `parameters` are the ones set on the command line."""
+
+    notebook: Notebook
+    parameters: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The notebook's name and the set values, 04_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
+
+        A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
+        long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.
+        """
+        stem = self.notebook.path.stem
+        values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
+        name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
+        plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
+        if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a last dot
+            return name
+        cleaned = (f"{key}={re.sub(r'[^A-Za-z0-9._,+~-]+', '_', v)[:LONGEST_VALUE]}" for key, v in values.items())
+        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{'-'.join([stem, *cleaned])[: LONGEST_NAME - 9]}-{digest}"
+
+
+def read_notebook(path: Path) -> Notebook:
+    """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells]
+    except FileNotFoundError:
+        raise BatchError(f"{path}: expected a notebook, found no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
+    tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
+    parameters = _parameters(next(tagged, ""), path)
+    code_cells = sum(bool(source.strip()) for source in sources)
+    return Notebook(path, parameters, code_cells, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
+    rule = f"{path}: the cell tagged `parameters` must hold assignments of literals, one name each"
+    parameters: dict[str, tuple[str, Any]] = {}
+    try:
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                target, kind = statement.target, ast.unparse(statement.annotation)
+            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                target, kind = statement.targets[0], None
+            else:
+                raise BatchError(f"{rule}; line {statement.lineno} is not one")
+            value = ast.literal_eval(statement.value)
+            parameters[ast.unparse(target)] = (kind or type(value).__name__, value)
+    except (SyntaxError, ValueError) as error:
+        raise BatchError(f"{rule}: {error}") from None
+    return parameters
+
+
+def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
+    """Every notebook with every combination of the settings, notebooks outermost, in the order given.
+
+    A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
+    expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
+    the notebooks, or a value does not have the parameter's type.
+    """
+    notebooks = [read_notebook(path) for given in paths for path in _expanded(given)]
+    stems = [notebook.path.stem for notebook in notebooks]
+    if not notebooks or len(set(stems)) != len(stems):
+        raise BatchError(f"expected one or more notebooks of different names, found {[str(path) for path in paths]}")
+    split = _split_settings(settings)
+    runs = []
+    for notebook in notebooks:
+        axes = [[(name, _typed(notebook, name, text)) for text in texts] for name, texts in split.items()]
+        for name, axis in zip(split, axes, strict=True):
+            if len({value for _, value in axis}) != len(axis):
+                raise BatchError(f"--set {name}: the same value is given twice: {split[name]}")
+        runs += [NotebookRun(notebook, dict(combination)) for combination in itertools.product(*axes)]
+    return runs
+
+
+def _expanded(path: Path) -> list[Path]:
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    if not found:
+        raise BatchError(f"{path}: expected notebooks of this pattern, found none")
+    return found
+
+
+def _split_settings(settings: Sequence[str]) -> dict[str, list[str]]:
+    split: dict[str, list[str]] = {}
+    for setting in settings:
+        name, equals, values = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise BatchError(f"--set {setting}: expected NAME=value or NAME=value,value")
+        if name in split:
+            raise BatchError(f"--set {name} is given twice: put all its values in one, separated by commas")
+        try:
+            rows = csv.reader([values], strict=True, skipinitialspace=True)
+            split[name] = next(rows, None) or [""]  # NAME= is one empty value, not none
+        except csv.Error as error:
+            raise BatchError(f'--set {setting}: {error}; quote a value as NAME="a, b","c"') from None
+    return split
+
+
+def _typed(notebook: Notebook, name: str, text: str) -> Any:
+    if name == RUN_DIR:
+        raise BatchError(f"--set {RUN_DIR}: the runner sets it, one folder per run; --out says where they go")
+    if name not in notebook.parameters:
+        known = ", ".join(sorted(set(notebook.parameters) - {RUN_DIR})) or "none"
+        raise BatchError(f"--set {name}: {notebook.path} has no such parameter; it has: {known}")
+    kind = notebook.parameters[name][0]
+    if kind not in TYPES:
+        raise BatchError(f"--set {name}: its type in {notebook.path} is {kind}; only {', '.join(TYPES)} can be set")
+    try:
+        value = {"true": True, "false": False}[text.strip().lower()] if kind == "bool" else TYPES[kind](text)
+        if kind == "float" and not math.isfinite(value):
+            raise ValueError
+    except (KeyError, ValueError):
+        expected = {"bool": "true or false", "int": "a whole number", "float": "a finite number"}[kind]
+        raise BatchError(f"--set {name}: expected {expected}, found {text!r}") from None
+    return value
+
+
+# ---- the command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,15 +209,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
     )
-    parser.add_argument("--collect", type=Path, metavar="FILE", help="table of all runs (default: beside OUT)")
     parser.add_argument(
         "--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read: sound becomes links"
     )
-    parser.add_argument("--ray", action="store_true", help="runs of one notebook side by side, one a GPU (or CPU)")
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a cluster (default: this machine)")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
-    again.add_argument("--fresh", action="store_true", help="run everything again (the default)")
+    parser.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
     parser.add_argument(
         "--timeout", type=int, default=1_800, metavar="S", help="seconds per cell (default: %(default)s)"
     )
@@ -65,70 +220,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the grid; 0 if every run succeeded, else 1. Raises BatchError before anything runs on bad input."""
-    runs = plan(arguments.notebooks, arguments.set)
+    runs, out = plan(arguments.notebooks, arguments.set), arguments.out
     if arguments.timeout <= 0:
         raise BatchError(f"--timeout must be at least 1 second, found {arguments.timeout}")
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
-    if arguments.ray_address and not arguments.ray:
-        raise BatchError("--ray-address is an option of --ray, which is missing")
-    _require_packages()
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise BatchError(f"running notebooks needs {', '.join(missing)}, which is not installed: make setup")
     from tqdm import tqdm
 
-    out = arguments.out
-    table = arguments.collect or out.parent / "metrics.parquet"
-    failed, skipped = [], []
-    numbers = {run.name: number for number, run in enumerate(runs, 1)}
-    before = [run for run in runs if arguments.resume and is_done(out, run)]
-    with (
-        cluster(arguments.ray_address) if arguments.ray else contextlib.nullcontext() as ray,
-        tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar,
-    ):
-
-        def say(run: Run, line: str, cells: int) -> None:
-            bar.update(cells)
-            bar.write(f"[{numbers[run.name]}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
-
-        for run in before:
-            say(run, "done before", run.notebook.code_cells)
-        left = [run for run in runs if run not in before]
-        for run, metrics, cells in _outcomes(left, out, arguments.timeout, ray, bar):
-            collect(out, table)  # after every run, so that a later notebook of the same call can read it
-            line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
-            if metrics["status"] != "ok":
-                (skipped if metrics["status"] == "skipped" else failed).append(run.name)
-                line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
-            say(run, line, run.notebook.code_cells - cells)
+    table, machine = out.parent / TABLE, environment()
+    statuses: dict[str, str] = {}
+    with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
+        for number, run in enumerate(runs, 1):
+            bar.set_description(run.name)
+            cells_before = bar.n
+            if arguments.resume and is_done(out, run):
+                statuses[run.name], line = "ok", "done before"
+            else:
+                metrics = execute(run, out, machine, arguments.timeout, lambda **_: bar.update(1))
+                collect(out, table)  # after every run, so that a later notebook of the same call can read it
+                statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+                if metrics["status"] != "ok":
+                    line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
+            bar.update(cells_before + run.notebook.code_cells - bar.n)
+            bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
     collect(out, table)
-    left_out = f", {len(skipped)} skipped" if skipped else ""
-    succeeded = len(runs) - len(failed) - len(skipped)
-    print(f"{succeeded} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
-    if arguments.publish:
-        for run in runs:
-            if run.name not in (*failed, *skipped):
-                publish(out / run.name, arguments.publish / run.name)
-    for name in failed:
+    named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
+    left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
+    print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
+    for name in named["ok"] if arguments.publish else ():
+        publish(out / name, arguments.publish / name)
+    for name in named["error"]:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if named["error"] else 0
 
 
-def _outcomes(
-    runs: list[Run], out: Path, timeout_s: int, ray: Any, bar: Any
-) -> Iterator[tuple[Run, dict[str, Any], int]]:
-    """Executes the runs, here where `ray` is None: each with its metrics and how many cells `bar` has counted of it."""
-    if ray is not None:
-        for run, metrics in execute_all(ray, runs, out, timeout_s, execute):
-            yield run, metrics, 0
-        return
-    machine = environment()
-    for run in runs:
-        bar.set_description(run.name)
-        cells_before = bar.n
-        metrics = execute(run, out, machine, timeout_s, lambda **_: bar.update(1))
-        yield run, metrics, bar.n - cells_before
-
-
-def is_done(out: Path, run: Run) -> bool:
+def is_done(out: Path, run: NotebookRun) -> bool:
     """Whether `run` has succeeded before, with the notebook and the values as they are now."""
     try:
         metrics, parameters = (
@@ -140,46 +268,25 @@ def is_done(out: Path, run: Run) -> bool:
     return metrics.get("status") == "ok" and same
 
 
-def execute(run: Run, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None) -> dict[str, Any]:
+def execute(
+    run: NotebookRun, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None
+) -> dict[str, Any]:
     """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
     failing notebook: that is recorded."""
-    final, partial = out / run.name, out / PARTIAL / run.name
-    shutil.rmtree(partial, ignore_errors=True)
-    _make(partial)
-    write_json(partial / "environment.json", machine)
-    write_json(
-        partial / "parameters.json",
-        {
-            "notebook": run.notebook.path.stem,
-            "notebook_sha256": run.notebook.sha256,
-            "parameters": run.all_parameters,
-            "set": run.parameters,
-        },
-    )
+    folder = out / run.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(folder / "environment.json", machine)
+    defaults = {name: default for name, (_, default) in run.notebook.parameters.items() if name != RUN_DIR}
+    about = {"notebook": run.notebook.path.stem, "notebook_sha256": run.notebook.sha256, "set": run.parameters}
+    write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
     start_s = time.perf_counter()
-    outcome = _papermill(run, partial, timeout_s, on_cell)
-    metrics = record(partial, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
-    _name_final_folder(partial / "executed.ipynb", partial, final, run.notebook.path.parent)
-    previous = out / PARTIAL / f"{run.name}.previous"
-    shutil.rmtree(previous, ignore_errors=True)
-    if final.exists():
-        os.replace(final, previous)
-    os.replace(partial, final)
-    shutil.rmtree(previous, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty: another run is on its way
-        (out / PARTIAL).rmdir()
-    return metrics
-
-
-def _make(folder: Path) -> None:
-    """Also while a run beside this one, which has just ended, takes away the empty folder above."""
-    while not folder.is_dir():
-        with contextlib.suppress(FileNotFoundError):
-            folder.mkdir(parents=True)
+    outcome = _papermill(run, folder, timeout_s, on_cell)
+    return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
 def collect(out: Path, table: Path) -> None:
-    """Writes one row per run folder in `out` to `table` (Parquet, replaced atomically).
+    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically).
 
     Columns: run, notebook, every metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that
     has several types over the runs becomes text.
@@ -188,14 +295,16 @@ def collect(out: Path, table: Path) -> None:
 
     rows = []
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
+        if not (folder / "metrics.json").is_file():
+            continue  # of a run that was killed
         about, metrics, machine = (
             read_object(folder / f"{name}.json", BatchError, _RESTORE)
             for name in ("parameters", "metrics", "environment")
         )
-        row = {"run": folder.name, "notebook": about["notebook"], **metrics}
-        row |= {f"param.{name}": value for name, value in about["parameters"].items()}
-        row |= {f"env.{name}": value for name, value in machine.items()}
-        rows.append(row)
+        if "status" in metrics:
+            row = {"run": folder.name, "notebook": about["notebook"], **metrics}
+            row |= {f"param.{name}": value for name, value in about["parameters"].items()}
+            rows.append(row | {f"env.{name}": value for name, value in machine.items()})
     frame = pandas.DataFrame(rows)
     for column in frame.columns:
         kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in frame[column].dropna()}
@@ -203,14 +312,11 @@ def collect(out: Path, table: Path) -> None:
             frame[column] = [None if value is None or value != value else str(value) for value in frame[column]]
     table.parent.mkdir(parents=True, exist_ok=True)
     temporary = table.with_name(f".{table.name}.{os.getpid()}")
-    try:
-        frame.convert_dtypes().to_parquet(temporary, index=False)
-        os.replace(temporary, table)
-    finally:
-        temporary.unlink(missing_ok=True)
+    frame.convert_dtypes().to_parquet(temporary, index=False)
+    os.replace(temporary, table)
 
 
-def _papermill(run: Run, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:
+def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:
     """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
     import papermill
 
@@ -263,18 +369,39 @@ def _this_interpreter() -> type:
     return ThisInterpreter
 
 
-def _name_final_folder(notebook: Path, partial: Path, final: Path, cwd: Path) -> None:
-    """Replaces the temporary folder's path by the final one in the executed notebook, where RUN_DIR was printed."""
-    if not notebook.exists():
-        return
-    text = notebook.read_text(encoding="utf-8")
-    for name in (lambda p: os.path.relpath(p.resolve(), cwd.resolve()), lambda p: str(p.resolve()), str):
-        text = text.replace(json.dumps(name(partial))[1:-1], json.dumps(name(final))[1:-1])
-    temporary = notebook.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, notebook)
+def publish(run: Path, target: Path) -> Path:
+    """Replaces the folder `target` by what can be read where the repository is browsed: JSON files, PICTURES, and the
+    executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it.
 
+    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read.
+    """
+    executed = run / "executed.ipynb"
+    if not executed.is_file():
+        raise BatchError(f"{run}: expected the folder of a run, found no executed.ipynb in it")
+    import nbformat
 
-def _require_packages() -> None:
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise BatchError(f"running notebooks needs {', '.join(missing)}, which is not installed: make setup")
+    notebook = nbformat.read(executed, as_version=4)
+    sounds: dict[str, None] = {}
+
+    def linked(found: re.Match[str]) -> str:
+        name = html.unescape(found[1])
+        sounds[name] = None
+        link = html.escape(Path(name).with_suffix(".mp3").name)
+        return f'<a href="{link}">{link}</a>'
+
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if _WIDGET in output.get("data", {}):
+            output["data"] = {"text/plain": CONTROLS}
+        if "text/html" in output.get("data", {}):
+            output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
+    for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
+        notebook.metadata.pop(name, None)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for path in sorted(run.iterdir()):
+        if path.suffix == ".json" or f"{run.name}/{path.name}" in PICTURES:
+            shutil.copyfile(path, target / path.name)
+    for name in sounds:
+        write_whole(target / Path(name).with_suffix(".mp3"), as_mp3(run / name))
+    write_whole(target / executed.name, nbformat.writes(notebook).encode())
+    return target

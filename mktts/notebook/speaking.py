@@ -1,9 +1,9 @@
-"""From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, lists of texts, a cancelled stream."""
+"""From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, lists of texts, turns and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from mktts.common import whole_number
@@ -12,8 +12,6 @@ from mktts.model.sampling import Choice, Sampling
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
-    from mktts.speech.options import Chunk
-    from mktts.speech.stream import Stream
 
 TEMPERATURES = (0.05, 2.0)  # what a slider offers
 CHARS_PER_FRAME = 3  # of a text that is longer than asked: speech takes one to two
@@ -45,6 +43,17 @@ def texts(parameter: str) -> list[str]:
     found = [text.strip() for text in parameter.split("|")]
     if not all(found):
         raise OptionsError(f"TEXTS must be texts separated by |, none of them empty, got {parameter!r}")
+    return found
+
+
+def loads(name: str, parameter: str) -> tuple[int, ...]:
+    """Numbers of listeners: "1,4,8" -> (1, 4, 8), "" -> (). Raises OptionsError, with the parameter's name."""
+    try:
+        found = tuple(int(word) for word in parameter.split(",")) if parameter else ()
+    except ValueError:
+        found = (0,)
+    if found and min(found) < 1:
+        raise OptionsError(f'{name} must be numbers of listeners, like "1,4,8", each at least 1, got {parameter!r}')
     return found
 
 
@@ -132,37 +141,7 @@ def _sampling(checkpoint: Checkpoint, GREEDY: bool = False, **given: Any) -> Sam
     return drawn.greedy() if GREEDY else drawn
 
 
-def ready_and_samples(chunks: Sequence[Chunk]) -> tuple[list[float], list[int]]:
-    """When each chunk was in host memory (ms from the call) and its length in samples: what a timeline needs."""
-    return [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
-
-
 def longer(text: str, frames: int) -> str:
     """`text`, repeated until its speech takes more than `frames`."""
     times = -(-CHARS_PER_FRAME * frames // max(1, len(text)))
     return " ".join([text] * max(1, times))
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    """What came of `cancel_after`."""
-
-    frames_heard: int  # by the reader, when it cancelled
-    frames_made: int  # by the model, at that moment
-    frames_after: int  # that the model still made
-
-
-async def cancel_after(stream: Stream, frames: int) -> Cancelled:
-    """Reads `stream` and cancels it once `frames` have been heard. Raises MkttsError where it ended before that."""
-    heard, made = 0, None
-    async for chunk in stream:
-        heard += chunk.frames
-        if heard >= frames and made is None and stream.finish_reason is None:
-            made = len(stream.codes)
-            stream.cancel()
-    if made is None or stream.finish_reason != "cancelled":
-        raise MkttsError(
-            f"expected to cancel after {frames} frames, but the utterance ended by itself ({stream.finish_reason}) "
-            f"with {len(stream.codes)}: take a longer text or cancel earlier"
-        )
-    return Cancelled(heard, made, len(stream.codes) - made)

@@ -9,8 +9,8 @@ import json
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from loguru import logger
@@ -36,7 +36,6 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.guard import FinishReason
 from mktts.speech.text import clean_piece
 
-T = TypeVar("T")
 PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
 KEPT_PIECES = 8  # read ahead of the consumer, 5 s of audio at most; the rest waits in the socket, then in the server
 _MOST_UNANSWERED = 4  # cancelled utterances whose end has not come; the server closes a connection with eight
@@ -77,7 +76,7 @@ class RemoteSource:
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: str,
         api_key: str | None = None,
         *,
         name: str | None = None,
@@ -88,20 +87,16 @@ class RemoteSource:
     ) -> None:
         """Connects to nothing yet. Raises OptionsError for a url or key that cannot be one.
 
-        url: where the server listens, as it prints it; a path before /tts/ws is kept. Several take turns, one a
-        connection; one that does not answer is passed over. They must serve the same checkpoint.
+        url: where the server listens, as it prints it; a path before /tts/ws is kept.
         max_frames, trim_lead: of every utterance, as in a request.
         connect_s: for an answer to a handshake.
         silence_s: without a message until the server is asked whether it is there, and again until it counts as gone.
         """
-        urls = [url] if isinstance(url, str) else list(url)
-        if not urls:
-            raise OptionsError("url must name a server, got an empty list")
-        self._servers = deque(_addresses(one) for one in urls)
+        self._http, self._ws = _addresses(url)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
         self._named = name is not None
-        self.name = name or urlsplit(self._servers[0][0]).netloc
+        self.name = name or urlsplit(self._http).netloc
         self.sample_rate_hz = SAMPLE_RATE_HZ
         self.random_weights: bool | None = None
         self._api_key = api_key
@@ -120,7 +115,7 @@ class RemoteSource:
         Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for
         a wrong key.
         """
-        await self._in_turn(lambda http, ws: self._ask(http))
+        await self._ask()
         if sum(connection.free for connection in self._connections) <= self._users:
             await self._dial()
         self._users += 1
@@ -177,8 +172,9 @@ class RemoteSource:
             wishes |= style.sampling.flat()
         return {key: value for key, value in wishes.items() if value is not None}
 
-    async def _ask(self, http: str) -> None:
-        """Takes in what the server at `http` says about itself at GET /health."""
+    async def _ask(self) -> None:
+        """Takes in what the server says about itself at GET /health."""
+        http = self._http
         found = await asyncio.to_thread(_ask_health, f"{http}/health", self._connect_s)
         try:
             status, model = found["status"], found["model"]
@@ -204,23 +200,10 @@ class RemoteSource:
         return free or await self._dial()
 
     async def _dial(self) -> _Connection:
-        socket = await self._in_turn(lambda http, ws: _open_socket(ws, self._api_key, self._connect_s))
+        socket = await _open_socket(self._ws, self._api_key, self._connect_s)
         connection = _Connection(socket, self._silence_s, self._connections.remove)
         self._connections.append(connection)
         return connection
-
-    async def _in_turn(self, ask: Callable[[str, str], Awaitable[T]]) -> T:
-        """What the next server answers, or the first after it that does. Raises what the last one raised."""
-        for left in reversed(range(len(self._servers))):
-            http, ws = self._servers[0]
-            self._servers.rotate(-1)
-            try:
-                return await ask(http, ws)
-            except (ConnectionLost, BusyError) as error:
-                if not left:
-                    raise
-                logger.warning(f"{error}; asking the next server")
-        raise AssertionError("there is a server")
 
 
 class RemoteSpeech:

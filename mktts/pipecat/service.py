@@ -38,6 +38,7 @@ from mktts.errors import (
     BusyError,
     CapacityError,
     ConnectionLost,
+    MkttsError,
     OptionsError,
     PromptError,
     SamplingError,
@@ -56,8 +57,17 @@ AUTO = "auto"  # the model infers the language from the text
 _SAMPLE_BYTES = 2
 _GUARD_S = 0.02  # of silence, for text that makes no sound: an audio context without audio counts as a failure
 _QUIET_S = 10.0  # without audio until a context counts as over; a large model on a CPU may need more than Pipecat's 3
-_OF_THE_TEXT = (TextError, CapacityError)  # the next sentence may do
-_OF_THE_SETTINGS = (PromptError, VoiceError, SamplingError, OptionsError)  # until they are changed
+# What an utterance raised, its category, and whether the service can speak no more until its settings change. Text that
+# cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the next sentence
+# may find it again. Settings that do not fit the checkpoint do not.
+_FAILURES: tuple[tuple[tuple[type[MkttsError], ...], ErrorCategory, bool], ...] = (
+    ((BusyError,), ErrorCategory.RATE_LIMIT, False),
+    ((ConnectionLost,), ErrorCategory.SERVER, False),
+    ((TextError, CapacityError), ErrorCategory.APPLICATION, False),
+    ((PromptError, VoiceError, SamplingError, OptionsError), ErrorCategory.INVALID_REQUEST, True),
+    ((AccessError,), ErrorCategory.AUTHENTICATION, True),
+)
+_ANY_OTHER = (ErrorCategory.SERVER, True)  # a failed engine: after a CUDA error every later call fails too
 
 
 @dataclass
@@ -106,24 +116,9 @@ class SpeechFailedFrame(ErrorFrame):
 
 
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
-    """The frame for what an utterance raised.
-
-    Text that cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the
-    next sentence may find it again. Settings that do not fit the checkpoint do not, and neither does a failed engine:
-    after a CUDA error every later call fails too.
-    """
-    if isinstance(error, BusyError):
-        category, permanent = ErrorCategory.RATE_LIMIT, False
-    elif isinstance(error, ConnectionLost):
-        category, permanent = ErrorCategory.SERVER, False
-    elif isinstance(error, _OF_THE_TEXT):
-        category, permanent = ErrorCategory.APPLICATION, False
-    elif isinstance(error, _OF_THE_SETTINGS):
-        category, permanent = ErrorCategory.INVALID_REQUEST, True
-    elif isinstance(error, AccessError):
-        category, permanent = ErrorCategory.AUTHENTICATION, True
-    else:
-        category, permanent = ErrorCategory.SERVER, True
+    """The frame for what an utterance raised."""
+    found = (rest for kinds, *rest in _FAILURES if isinstance(error, kinds))
+    category, permanent = next(found, _ANY_OTHER)
     return SpeechFailedFrame(
         error=f"Speech failed: {type(error).__name__}: {error}",
         exception=error,
@@ -233,28 +228,20 @@ class MkttsTTSService(TTSService):
         settings: Settings | None = None,
         **kwargs: Any,
     ) -> None:
-        """Initialize the service.
+        """Loads the model with the first service of a process; all others share it (``shared_synthesizer``).
 
-        With a checkpoint, the first service of a process loads the model here, and all others share it (see
-        ``shared_synthesizer``). Not in ``setup``: a set-up of more than 20 s makes Pipecat end the run with no
-        exception.
+        Not in ``setup``: a set-up of more than 20 s makes Pipecat end the run with no exception.
 
-        Args:
-            checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. With no source either, its
-                default.
-            source: Where the speech comes from, in place of a checkpoint.
-            backend: Of the shared synthesizer.
-            device: Of the shared synthesizer.
-            dtype: Of the shared synthesizer.
-            options: Of every utterance of the shared synthesizer: chunk sizes, limits.
-            layout: Of its sentences' prompts: "streaming" speaks sooner than "whole", the default of CustomVoice
-                checkpoints, because no prompt is computed before the first frame.
-            settings: Runtime-updatable settings.
-            **kwargs: Additional arguments passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
+        checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. With no source either, its default.
+        source: Where the speech comes from, in place of a checkpoint.
+        backend, device, dtype: Of the shared synthesizer.
+        options: Of every utterance of the shared synthesizer: chunk sizes, limits.
+        layout: Of its sentences' prompts: "streaming" speaks sooner than "whole", the default of CustomVoice
+            checkpoints, because no prompt is computed before the first frame.
+        settings: Runtime-updatable settings.
+        kwargs: Passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
-        Raises:
-            ValueError: With both a ``checkpoint`` and a ``source``.
-            MkttsError: What is wrong with the checkpoint or the settings.
+        Raises ValueError with both a checkpoint and a source, MkttsError for what is wrong with either or the settings.
         """
         if checkpoint is not None and source is not None:
             raise ValueError("expected a checkpoint or a source, got both")
@@ -340,10 +327,6 @@ class MkttsTTSService(TTSService):
             self._pace = Pace()
         self._warn_unhandled_updated_settings(changed.keys() - {"voice", "language", "instruct", "sampling", "seed"})
         return changed
-
-    #
-    # Speaking
-    #
 
     @traced_tts
     async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
@@ -445,10 +428,6 @@ class MkttsTTSService(TTSService):
             utterance.cut_short = True
             self._cut_short.add(context_id)
 
-    #
-    # What was heard
-    #
-
     def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
         """Notes a piece of audio that is about to be pushed."""
         begin_s = self._playout.push(duration_s, asyncio.get_running_loop().time())
@@ -495,10 +474,6 @@ class MkttsTTSService(TTSService):
             force_treat_as_permanent |= error.permanent
         await super().push_error_frame(error, force_treat_as_permanent)
 
-    #
-    # Tokens
-    #
-
     def _write(self, text: str, context_id: str) -> Frame | None:
         utterance = self._speaking.get(context_id)
         if utterance is None:
@@ -526,10 +501,6 @@ class MkttsTTSService(TTSService):
         if utterance.finished:  # otherwise `flush_audio` does this at the end of the text
             self._speaking.pop(context_id, None)
             await self._close_context(context_id)
-
-    #
-    # Ends
-    #
 
     async def _handle_interruption(self, frame: InterruptionFrame, direction: FrameDirection) -> None:
         """Stop what speaks into a context that the interruption dropped; uninterruptible contexts are still there.

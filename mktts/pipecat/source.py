@@ -59,7 +59,7 @@ class Speech(Protocol):
 
 
 class FedSpeech(Speech, Protocol):
-    """An utterance whose text is still being written. Neither call waits: what cannot go out yet is kept."""
+    """An utterance whose text is still being written. No call waits: what cannot go out yet is kept."""
 
     def feed(self, text: str) -> None: ...
 
@@ -139,13 +139,10 @@ class LocalSource:
         return word if front_end is None else front_end.word(word, (style.language or "auto").lower())
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
-        return LocalSpeech(self._stream(text, style))
+        return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **self._asked(style)))
 
-    async def open(self, style: Style) -> LocalFedSpeech:
-        return LocalFedSpeech(self._synthesizer.open(**self._asked(style)))
-
-    def _stream(self, text: str, style: Style) -> Stream:
-        return self._synthesizer.stream(text, layout=self._layout, **self._asked(style))
+    async def open(self, style: Style) -> LocalSpeech:
+        return LocalSpeech(self._synthesizer.open(**self._asked(style)))
 
     def _asked(self, style: Style) -> StreamSettings:
         cloned = style.voice is not None and not self._named_speakers()
@@ -173,15 +170,24 @@ class LocalSource:
 
 
 class LocalSpeech:
-    """`Stream` as a `Speech`."""
+    """A `Stream` as a `Speech`, or a `Session` as a `FedSpeech`."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream | Session) -> None:
         self._stream = stream
         self._cancelled = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
         return self._stream.finish_reason
+
+    def feed(self, text: str) -> None:
+        self._stream.feed(text)
+
+    def finish(self) -> None:
+        try:
+            self._stream.finish()
+        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
+            self.cancel()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -197,23 +203,6 @@ class LocalSpeech:
             if self._stream.finish_reason == "cancelled" and not self._cancelled:
                 raise EngineError("the synthesizer was closed in the middle of an utterance: load another") from None
             raise
-
-
-class LocalFedSpeech(LocalSpeech):
-    """`Session` as a `FedSpeech`."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self._session = session
-
-    def feed(self, text: str) -> None:
-        self._session.feed(text)
-
-    def finish(self) -> None:
-        try:
-            self._session.finish()
-        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
-            self.cancel()
 
 
 _loaded: dict[Hashable, Synthesizer] = {}

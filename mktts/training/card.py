@@ -9,9 +9,9 @@ from typing import Any
 from mktts.checkpoint import Checkpoint
 from mktts.checkpoint.files import WeightFiles
 from mktts.measure.tables import cell
-from mktts.notebook.voice_report import quality, reported
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
 from mktts.training.codec.model import noise_books
+from mktts.training.voice_report import quality, reported
 
 _HEAD = """---
 license: apache-2.0

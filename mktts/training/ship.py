@@ -2,7 +2,7 @@
 
 Writes mktts/checkpoint/small again, whole or not at all: the checkpoint with its model card, of the codec the decoder
 only (a CustomVoice never hears a recording). outputs/reference/voice gets the curves, the evaluation, and a pair of
-teacher and student to listen to for each speaker (`mktts.notebook.voice_report`).
+teacher and student to listen to for each speaker (`mktts.training.voice_report`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mktts.checkpoint.open import CODEC_FOLDER, SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.common import read_json, write_json
 from mktts.errors import CheckpointError
-from mktts.notebook.voice_report import CURVES, EVALUATION, INDEX, clip, reference
 from mktts.training.card import card
+from mktts.training.voice_report import CURVES, EVALUATION, INDEX, clip, reference
 
 CARD = "README.md"
 MAX_POINTS = 300  # of a stage's curves; a run prints thousands

@@ -74,7 +74,6 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     assert after[: after.index("?")].count("a") <= 1
     assert "a" in order.log[: order.log.rindex("i")] and "a" in after[after.index("?") :]
     assert talk.stale_frames == 0
-    assert len(talk.ttfb_ms) == len(talk.parts_ms) == 2 and min(talk.ttfb_ms) > 0
 
     with wave.open(str(talk.wav)) as file:
         assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, SAMPLE_RATE_HZ, len(talk.user))
@@ -116,7 +115,7 @@ def test_clear_speech_is_heard_word_for_word_and_other_words_are_errors():
     found = hear_back(turns, *tracks)
     assert (found[0].heard, found[0].errors, found[0].words) == ("what time is it", 0, 4)
     assert found[1].said == "what" and found[1].interrupted and found[1].errors
-    talks = [Talk((), False, (), (), (), (), 0, replies, *tracks, None) for replies in (found, found[:1], found[1:2])]
+    talks = [Talk((), False, (), (), 0, replies, *tracks, None) for replies in (found, found[:1], found[1:2])]
     assert found[2].errors == 3
     assert [talk.word_error_rate for talk in talks] == [3 / 9, 0, None]  # the interrupted one does not count
 

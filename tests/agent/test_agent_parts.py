@@ -217,7 +217,6 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
     assert (turn.turn, turn.user, turn.reply) == (1, "hello", "Hi there.")
     times = [getattr(turn, name) for name in latency.TIMES]
     assert times == pytest.approx([400, 500, 700, 800, 400])  # from 101.7, the last from 100.7
-    assert latency.table([turn]).splitlines()[1].split() == ["1", "400", "500", "700", "800", "400", "hello"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from pipecat.processors.frame_processor import FrameDirection
 from running import running_agent
 
 from mktts.agent import intents, user_speech
-from mktts.agent.page import PageObserver, PcmSerializer
+from mktts.agent.page_transport import PageObserver, PcmSerializer
 from mktts.agent.settings import AgentSettings
 from mktts.agent.web import bind
 from mktts.cli import main

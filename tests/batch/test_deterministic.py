@@ -15,8 +15,8 @@ from torch import Tensor
 from mktts.batch.lanes import Lanes
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.measure.parity.batch import crowd_settings
-from mktts.measure.parity.crowd import Crowd, CrowdStream, pages_for
+from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
+from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.synth import Synthesizer
 
@@ -34,7 +34,7 @@ def rows(count: int, width: int, seed: int) -> Tensor:
     return (0.5 * torch.randn(count, width, generator=torch.Generator().manual_seed(seed))).to(DEVICE, torch.bfloat16)
 
 
-def streams_of(width: int) -> list[CrowdStream]:
+def streams_of(width: int) -> list[RowStream]:
     prefix, streams = rows(PREFIX_ROWS, width, 1), []
     for index, count in enumerate(PROMPTS):
         prompt, shares = rows(count, width, 10 + index), index >= len(PROMPTS) - SHARING
@@ -42,16 +42,16 @@ def streams_of(width: int) -> list[CrowdStream]:
             prompt[:PREFIX_ROWS] = prefix
         text, sampling = rows(FRAMES, width, 50 + index), SAMPLINGS[index % len(SAMPLINGS)]
         key, kept = (KEY, PREFIX_ROWS) if shares else (None, 0)
-        streams.append(CrowdStream(prompt, text, sampling, 7 * index + (3 << 33), key, kept))
+        streams.append(RowStream(prompt, text, sampling, 7 * index + (3 << 33), key, kept))
     return streams
 
 
-def neighbours(width: int, count: int, seed: int) -> list[CrowdStream]:
+def neighbours(width: int, count: int, seed: int) -> list[RowStream]:
     """Short streams, so that many come and go; a page of keys and values each."""
     chance = np.random.default_rng(seed)
     lengths = zip(chance.integers(2, 13, count).tolist(), chance.integers(2, FRAMES + 1, count).tolist(), strict=True)
     return [
-        CrowdStream(rows(prompt, width, seed + i), rows(frames, width, 2 * seed + i), SAMPLINGS[i % 4], seed + i)
+        RowStream(rows(prompt, width, seed + i), rows(frames, width, 2 * seed + i), SAMPLINGS[i % 4], seed + i)
         for i, (prompt, frames) in enumerate(lengths)
     ]
 
@@ -62,10 +62,10 @@ class Played:
 
     lanes: Lanes
     width: int
-    streams: list[CrowdStream]
+    streams: list[RowStream]
     codes: list[Tensor]
 
-    def same(self, crowd: Crowd, places: list[int]) -> list[bool]:
+    def same(self, crowd: RandomTicks, places: list[int]) -> list[bool]:
         """Whether the streams at `places` of a crowd, which plays now, have their codes."""
         made = crowd.play()
         return [torch.equal(made[place], codes) for place, codes in zip(places, self.codes, strict=True)]
@@ -76,7 +76,7 @@ def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
 
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), pages=pages,
-        positions=max(PROMPTS) + FRAMES, settings=crowd_settings(SIZES, PROMPT_ROWS), deterministic=True,
+        positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES, PROMPT_ROWS), deterministic=True,
     )  # fmt: skip
     lanes.prepare()
     return lanes
@@ -91,7 +91,7 @@ def played(request) -> Iterator[Played]:
     codes = []
     for stream in streams:
         lanes.pages.forget(KEY)
-        codes += Crowd(lanes, [stream], SIZES[0]).play()
+        codes += RandomTicks(lanes, [stream], SIZES[0]).play()
     assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
     yield Played(lanes, width, streams, codes)
     del lanes
@@ -109,11 +109,11 @@ def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, s
     for place, stream in zip(places, played.streams, strict=True):
         crowd.insert(place, stream)
     if kept:
-        Crowd(played.lanes, played.streams[-1:], SIZES[0]).play()
+        RandomTicks(played.lanes, played.streams[-1:], SIZES[0]).play()
     else:
         played.lanes.pages.forget(KEY)
         crowd = [replace(stream, key=None) for stream in crowd]
-    playing = Crowd(played.lanes, crowd, size, seed=2 * size + kept)
+    playing = RandomTicks(played.lanes, crowd, size, seed=2 * size + kept)
     assert played.same(playing, places) == [True] * count
     assert playing.kept == (SHARING if kept else 0)
     assert playing.cut > 0 or size == SIZES[0]
@@ -123,7 +123,7 @@ def test_a_stream_alone_says_the_same_in_every_bucket(played):
     for size in SIZES:
         for index in (0, len(played.streams) - 1):
             played.lanes.pages.forget(KEY)
-            (made,) = Crowd(played.lanes, played.streams[index : index + 1], size, seed=3).play()
+            (made,) = RandomTicks(played.lanes, played.streams[index : index + 1], size, seed=3).play()
             assert torch.equal(made, played.codes[index]), (size, index)
 
 

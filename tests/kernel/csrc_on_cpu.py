@@ -27,7 +27,7 @@ HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
 # Stages of the ring, the talker's copies, blocks of a group: in groups of 7 a matrix's last stage is short, in those of
 # 6 only keys and values are. Rings of the released sizes on all cards (test_build.py) and of the small voice on most.
-RINGS = [(2, 1, 7), (2, 2, 6), (5, 1, 7), (6, 2, 7), (10, 2, 6)]
+RINGS = [(2, 1, 7), (2, 2, 6), (3, 1, 7), (5, 1, 7), (6, 2, 7), (10, 2, 6)]
 _TIMEOUT_TURNS = 10**6  # the clock here counts turns of warps
 
 

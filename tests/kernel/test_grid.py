@@ -23,6 +23,7 @@ from mktts.measure.inspection import config_at
 @pytest.mark.parametrize("size", ["0.6b", "1.7b"])
 def test_the_grid_leaves_few_multiprocessors_idle_unless_more_would_only_read_more(size, multiprocessors, blocks):
     assert choose_shape(config_at(size), multiprocessors).blocks == blocks
+    assert 2 * min(multiprocessors, 170) <= 3 * blocks  # not a third idle
 
 
 @pytest.mark.parametrize("size", ["0.6b", "1.7b"])

@@ -107,21 +107,15 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made(dtype, rest):
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
-def test_what_is_kept_is_a_copy_and_knows_its_size():
+def test_what_is_kept_is_a_copy_and_knows_its_size_and_a_result_belongs_to_the_caller():
     prefill = small()
-    prefill.run(prompt(9))
+    first = prefill.run(prompt(9))
+    result = first.clone()
     kept, before = prefill.keep(5), prefill.keys_values[:, :, :, :5].clone()
     prefill.run(prompt(9, seed=3))
     assert torch.equal(kept.keys_values, before) and not torch.equal(prefill.keys_values[:, :, :, :5], before)
+    assert torch.equal(first, result)
     assert kept.nbytes == 5 * 2 * SMALL.kv_bytes_per_position  # fp32 takes twice the bytes of bf16
-
-
-def test_a_result_belongs_to_the_caller():
-    prefill = small()
-    first = prefill.run(prompt(5))
-    before = first.clone()
-    prefill.run(prompt(6))
-    assert torch.equal(first, before)
 
 
 def test_warm_up_makes_every_pass_that_a_prompt_needs():

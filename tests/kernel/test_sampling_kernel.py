@@ -89,7 +89,7 @@ def test_the_oracles_codes_are_the_choosers(setting, tiny, monkeypatch):
 
     monkeypatch.setattr(backend, "code0_logits", record_code0)
     monkeypatch.setattr("mktts.model.oracle.choose", record)
-    compare(backend, prompt, SETTINGS[setting], 12, step)
+    compare(backend, prompt, SETTINGS[setting], 8, step)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from absent import needs
 from commands import run
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -115,10 +114,17 @@ def test_every_figure_is_expected_once():
     assert len(names) == len(set(names)) == 25
 
 
-@pytest.mark.parametrize(
-    "name", ["codec", "overlap", "text", "large", pytest.param("upstream", marks=needs("qwen_tts"))]
-)
+@pytest.mark.parametrize("name", ["codec", "overlap", "memory", "text", "large", "upstream"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
+    def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
+        for _ in range(max_frames):
+            on_frame(None)
+        return torch.zeros(max_frames, NUM_CODEBOOKS)
+
+    monkeypatch.setattr("mktts.synth.upstream.load_upstream", lambda *checkpoint: "upstream")
+    monkeypatch.setattr("mktts.synth.upstream.generate_codes", frame_by_frame)
+    monkeypatch.setattr("mktts.synth.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**22))
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     command.print_section(name, TINY)
@@ -130,20 +136,24 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
         of_ours = (*SECTIONS["streams"][1], *SECTIONS["frames"][1])
         expected = {f"{figure.removesuffix('_ms')}_1p7b_ms".replace("rtf_1p7b_ms", "rtf_1p7b") for figure in of_ours}
     assert set(figures) >= expected
-    assert all(figure["median"] > 0 for figure in figures.values() if figure["unit"] != "count")
+    of_torch = "peak_gpu_torch_mb"  # there is no device here
+    assert all(f["median"] > 0 for name, f in figures.items() if f["unit"] != "count" and name != of_torch)
     assert all({"median", "p95", "n", "unit"} <= set(figure) for figure in figures.values())
 
 
 def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monkeypatch):
-    """In a process of its own: the codec, which is quick."""
-    monkeypatch.setitem(SECTIONS, "codec", (sections.codec, ("codec_1_ms", "never_ms")))
+    """tests/test_cli.py runs a section in its process."""
+    figure = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}
+    ran = {"codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None), "text": ({}, {}, "exit status 1: why")}
+    monkeypatch.setattr(command, "run_section", lambda words, timeout_s: ran[words[-2]])
     path = tmp_path / "bench.json"
-    document = measure(TINY, ["codec"], 120, path)
+    document = measure(TINY, ["codec", "text"], 120, path)
     assert json.loads(path.read_text()) == document
     assert {"device", "driver", "torch", "revision", "date", "settings", "packages"} <= set(document)
-    assert document["figures"]["codec_1_ms"]["n"] == TINY.samples and document["settings"]["codec_random_weights"]
-    assert document["missing"] == {"never_ms": "the section gave no such figure"}
-    assert RANDOM_WEIGHTS in table(document) and "never_ms" in table(document)
+    assert document["figures"] == {"codec_1_ms": figure} and document["settings"]["codec_variant"] == "plain"
+    missing = {"codec_8_ms": "the section gave no such figure", "text_tok_s": "exit status 1: why"}
+    assert document["missing"] == missing and document["sections"]["text"]["error"] == "exit status 1: why"
+    assert RANDOM_WEIGHTS in table(document) and "text_tok_s" in table(document)
 
 
 def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monkeypatch, capsys):

@@ -38,10 +38,6 @@ class FakeFaster:
         print("a banner")
         return cls()
 
-    def _prepare_generation_custom(self, text, language, speaker, instruct=None, non_streaming_mode=True):
-        assert (text, language, speaker, non_streaming_mode) == ("Some words.", "auto", "ryan", False)
-        return None, None, None, torch.zeros(1, 9, 4), None, None, None
-
     def generate_custom_voice_streaming(
         self,
         text,
@@ -79,7 +75,7 @@ def faster(monkeypatch, capsys) -> peers.FasterPeer:
 def test_a_streamed_run_knows_its_first_pcm_its_audio_and_where_each_frame_was(faster):
     run = faster.stream(REQUEST, Sampling(Choice(temperature=0.7, top_k=20)), 0, max_frames=10, chunk_frames=4)
     assert run.audio_s == pytest.approx(0.8)
-    assert run.frame_ms == [(9 + 4, 5.0), (9 + 8, 5.0), (9 + 10, 5.0)]
+    assert run.frame_ms == [(4, 5.0), (8, 5.0), (10, 5.0)]
     assert [frames for frames, _ in run.chunks] == [4, 4, 2]
     assert run.chunks[0][1] == run.first_pcm_ms and run.chunks[-1][1] == run.total_ms
     assert 0 < run.first_pcm_ms <= run.total_ms

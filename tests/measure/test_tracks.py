@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mktts.measure import tracks
-from mktts.notebook import plots
 from mktts.spec import SAMPLE_RATE_HZ
 
 
@@ -39,8 +38,3 @@ def test_a_reply_lies_between_the_ends_of_the_users_speech():
 def test_sides_that_take_turns_do_not_overlap(user):
     assert tracks.overlaps(user, np.zeros(len(user), np.float32)) == []
     assert len(user) == 0 or tracks.overlaps(side((1, 2)), side((3, 4))) == []
-
-
-def test_the_picture_is_saved(tmp_path):
-    plots.conversation(side((1, 2)), side((1.5, 4)), tmp_path, bot_is="bot (noise)")
-    assert (tmp_path / "conversation.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Notebook helpers: run folders, clips, tables, controls, and the rows of the report."""
+"""Notebook helpers: run folders, clips, tables, widgets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from IPython.utils.capture import capture_output
 
 from mktts.audio import read_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import MetricsError, MkttsError
+from mktts.errors import MkttsError
 from mktts.measure import machine, metrics
-from mktts.notebook import nb, report
+from mktts.notebook import nb
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.metrics import StreamMetrics
 
 
 @pytest.fixture
@@ -38,35 +37,19 @@ def bundles(captured):
 # ---- run folders
 
 
-@pytest.fixture
-def checkout(tmp_path):
+def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_alone(tmp_path, monkeypatch, shown):
     (tmp_path / "notebooks" / "deep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize("inside", [".", "notebooks", "notebooks/deep"])
-def test_a_run_by_hand_goes_to_the_repositorys_outputs_from_any_folder_in_it(checkout, inside, monkeypatch, shown):
-    monkeypatch.chdir(checkout / inside)
-    assert nb.run_dir("", "03_streaming") == checkout / "outputs" / "runs" / "03_streaming-manual"
-    assert (checkout / "outputs" / "runs" / "03_streaming-manual").is_dir()
-
-
-def test_a_run_by_hand_leaves_recorded_runs_alone_and_says_where_it_writes(checkout, monkeypatch, shown):
-    monkeypatch.chdir(checkout)
-    first = nb.run_dir("", "04_metrics")
-    assert nb.run_dir("", "04_metrics") == first  # nothing recorded yet: the cell was run again
+    for inside in (".", "notebooks", "notebooks/deep"):
+        monkeypatch.chdir(tmp_path / inside)
+        first = nb.run_dir("", "04_metrics")  # nothing recorded yet: the cell was run again
+        assert first == tmp_path / "outputs" / "runs" / "04_metrics-manual" and first.is_dir()
     metrics.record(first, rtf=0.25)
-    second = nb.run_dir("", "04_metrics")
-    metrics.record(second, rtf=0.5)
-    assert [first.name, second.name] == ["04_metrics-manual", "04_metrics-manual-2"]
+    assert nb.run_dir("", "04_metrics").name == "04_metrics-manual-2"
     assert json.loads((first / "metrics.json").read_text()) == {"rtf": 0.25}
     assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/04_metrics-manual-2")
-
-
-def test_a_given_run_folder_is_taken_relative_to_the_working_folder(checkout, monkeypatch):
-    monkeypatch.chdir(checkout / "notebooks")
-    assert nb.run_dir("../outputs/runs/x", "03_streaming") == checkout / "outputs" / "runs" / "x"
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert nb.run_dir("../outputs/runs/x", "03_streaming") == tmp_path / "outputs" / "runs" / "x"
 
 
 def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):
@@ -89,17 +72,12 @@ def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, s
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
 
 
-def test_audio_of_random_weights_is_labelled_as_not_speech(tmp_path, shown):
-    nb.clip(np.zeros(100, np.float32), "x", tmp_path, random_weights=True)
-    assert RANDOM_WEIGHTS in bundles(shown)[0]["text/html"]
-
-
-def test_a_long_clip_is_written_whole_and_embedded_in_part(tmp_path, shown):
+def test_a_long_clip_is_written_whole_embedded_in_part_and_labelled_where_it_is_no_speech(tmp_path, shown):
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
-    path = nb.clip(pcm, "long", tmp_path, random_weights=False)
+    path = nb.clip(pcm, "long", tmp_path, random_weights=True)
     assert len(read_audio(path)[0]) == len(pcm)
     (data,) = bundles(shown)
-    assert "embedded" in data["text/plain"]
+    assert "embedded" in data["text/plain"] and RANDOM_WEIGHTS in data["text/html"]
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
 
@@ -133,51 +111,46 @@ def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
 # ---- tables
 
 
-def test_a_table_has_every_key_as_a_column_and_escapes_its_cells(shown):
+def test_a_table_has_every_key_as_a_column_or_a_line_and_escapes_its_cells(shown):
     nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
-    (data,) = bundles(shown)
-    assert data["text/plain"].splitlines() == ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"]
-    assert "&lt;b&gt;" in data["text/html"] and "<b>" not in data["text/html"]
-
-
-def test_a_table_leaves_out_what_it_is_told_to(shown):
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
-    assert bundles(shown)[0]["text/plain"].splitlines() == ["a", "1", "4"]
-
-
-def test_a_table_may_have_rows_as_columns(shown):
     nb.table([{"who": "x", "a": 1, "b": 2}, {"who": "y", "a": 3, "c": 4}], heads="who")
-    assert bundles(shown)[0]["text/plain"].splitlines() == [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"]
-
-
-def test_rows_without_the_heads_key_stay_rows(shown):
     nb.table([{"missing": "all of it"}], heads="who")
-    assert bundles(shown)[0]["text/plain"].splitlines() == ["missing", "all of it"]
+    data = bundles(shown)
+    assert [one["text/plain"].splitlines() for one in data] == [
+        ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"],
+        ["a", "1", "4"],
+        [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"],
+        ["missing", "all of it"],
+    ]
+    assert "&lt;b&gt;" in data[0]["text/html"] and "<b>" not in data[0]["text/html"]
 
 
-# ---- controls
+# ---- widgets
 
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
-    panel = nb.controls({"SPEAKER": ["", "ryan"]}, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5)
-    assert panel.values == {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5}
-    panel._widgets["TEXT"].value = "Ho"
-    assert panel.values["TEXT"] == "Ho"
+    choices = {"SPEAKER": ["", "ryan"], "TEMPERATURE": (0.05, 2.0)}
+    panel = nb.controls(choices, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5, TEMPERATURE=0.3)
+    first = {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5, "TEMPERATURE": 0.3}
+    assert panel.values == first
+    panel._widgets["TEXT"].value, panel._widgets["TEMPERATURE"].value = "Ho", 7.0
+    assert panel.values == first | {"TEXT": "Ho", "TEMPERATURE": 2.0}  # a slider stays within its range
 
 
-def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter():
-    with pytest.raises(MkttsError, match="SPEAKER='nobody'"):
-        nb.controls({"SPEAKER": ["ryan"]}, SPEAKER="nobody")
+@pytest.mark.parametrize(
+    ("choices", "value", "named"),
+    [
+        (["ryan"], "nobody", "SPEAKER='nobody'"),
+        ((0.05, 2.0), 3.0, "SPEAKER=3.0 is not between"),
+        (None, (1, 2), "found tuple"),
+    ],
+)
+def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter(choices, value, named):
+    with pytest.raises(MkttsError, match=named):
+        nb.controls({"SPEAKER": choices} if choices else {}, SPEAKER=value)
     with pytest.raises(MkttsError, match="VOICE"):
         nb.controls({"VOICE": ["a"]}, SPEAKER="nobody")
-
-
-def test_a_number_with_a_range_is_a_slider_within_it():
-    panel = nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=0.3, SEED=1)
-    panel._widgets["TEMPERATURE"].value = 7.0
-    assert panel.values == {"TEMPERATURE": 2.0, "SEED": 1}
-    with pytest.raises(MkttsError, match="TEMPERATURE=3.0 is not between"):
-        nb.controls({"TEMPERATURE": (0.05, 2.0)}, TEMPERATURE=3.0)
 
 
 async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_and_again(shown):
@@ -232,95 +205,6 @@ def test_a_button_acts_once():
     shown.click()
     shown.click()
     assert calls == [1] and shown.disabled
-
-
-# ---- report
-
-
-def measured(**changes):
-    base = dict(
-        ttfc_ms=50.0, audible_ttfc_ms=130.0, rtf=0.5, audio_s=0.8, compute_ms=400.0, frames=10, prefill_ms=10.0,
-        talker_ms_per_frame=5.0, predictor_ms_per_frame=20.0, codec_ms_per_frame=10.0, underruns=1, stalled_ms=3.0,
-        prebuffer_ms=3.0,
-    )  # fmt: skip
-    return StreamMetrics(**{**base, **changes})
-
-
-def test_stages_and_the_rest_add_up_to_the_time_per_frame():
-    stages = report.stages_per_frame([measured(), measured(rtf=0.75)])
-    assert stages == {"talker": 5.0, "predictor": 20.0, "codec": 10.0, "other": 15.0}
-
-
-def test_repeats_become_medians_sums_and_skip_silent_utterances():
-    recorded = report.over_repeats([measured(ttfc_ms=40.0), measured(ttfc_ms=60.0, audible_ttfc_ms=None)])
-    assert recorded["ttfc_ms_median"] == 50.0 and recorded["audible_ttfc_ms_median"] == 130.0
-    assert recorded["never_audible"] == 1
-    assert recorded["underruns"] == 2 and recorded["repeats"] == 2
-    assert recorded["wall_ms_per_frame"] == 40.0 and "frame_ms" not in recorded  # which is the codes' alone, in a bench
-
-
-def test_texts_have_a_row_each_with_medians():
-    rows = report.by_text({"Hi.": [measured(ttfc_ms=40.0), measured(ttfc_ms=60.0)], "x" * 99: [measured(rtf=0.75)]})
-    assert rows[0] == {
-        "text": "Hi.", "characters": 3, "audio (s)": 0.8, "TTFC (ms)": 50.0, "RTF": 0.5, "underruns": 2,
-    }  # fmt: skip
-    assert rows[1]["characters"] == 99 and len(rows[1]["text"]) == report.TEXT_CHARS and rows[1]["RTF"] == 0.75
-
-
-def test_collected_reads_the_nearest_table_and_the_manual_runs(tmp_path):
-    import pandas
-
-    rows = [
-        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
-        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
-    ]
-    pandas.DataFrame(rows).to_parquet(tmp_path / report.TABLE)
-    for name in ("06_report-manual", "03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    for name, rtf in (("03_streaming-manual", 0.25), ("03_streaming-manual-2", 0.5), ("03_streaming-manual-x", 1.0)):
-        metrics.record(tmp_path / "runs" / name, rtf=rtf)
-    found = report.collected(tmp_path / "runs" / "06_report-manual")
-    assert found == [
-        *rows,
-        {"run": "03_streaming-manual", "notebook": "03_streaming", "rtf": 0.25},
-        {"run": "03_streaming-manual-2", "notebook": "03_streaming", "rtf": 0.5},
-    ]
-    coverage = {line["notebook"]: line for line in report.coverage(found)}
-    assert (
-        coverage["02_parity"]["failed"] == 1 and "mktts run notebooks/02_parity.ipynb" in coverage["02_parity"]["note"]
-    )
-    assert coverage["04_metrics"]["note"] == ""
-    assert report.points(report.of_notebook(found, "04_metrics"), "rtf_median") == [("c", 0.5)]
-
-
-def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_down():
-    recorded = {"backend": "torch", "device": "cpu", "dtype": "torch.float32", "threads": 2.0}
-    by_hand = {**recorded, "checkpoint": "small", "schedule": "1,2"}
-    swept = {**recorded, "param.CHECKPOINT": "small", "param.SCHEDULE": "1,2", "param.BF16": None}
-    expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
-    assert report.label(by_hand) == report.label(swept) == expected
-    assert report.label({}) == "checkpoint not recorded"
-
-
-def test_the_report_asks_for_every_notebook_of_the_folder_but_itself():
-    names = {path.stem for path in (nb.repository() / "notebooks").glob("*.ipynb")}
-    assert {line["notebook"] for line in report.coverage([])} == names - {"06_report"} and len(names) > 5
-
-
-def test_collected_without_any_run_is_empty_and_a_torn_table_is_named(tmp_path):
-    (tmp_path / "runs" / "06_report").mkdir(parents=True)
-    assert report.collected(tmp_path / "runs" / "06_report") == []
-    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
-    with pytest.raises(MetricsError, match=report.TABLE):
-        report.collected(tmp_path / "runs" / "06_report")
-
-
-def test_a_table_further_up_is_not_this_grids(tmp_path):
-    (tmp_path / report.TABLE).write_bytes(b"PAR1torn")
-    for folder in ("06_report", ".partial/06_report"):
-        run_dir = tmp_path / "outputs" / "runs" / folder
-        run_dir.mkdir(parents=True)
-        assert report.collected(run_dir) == []
 
 
 # ---- machine

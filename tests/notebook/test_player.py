@@ -1,4 +1,4 @@
-"""The live player and the notebook helpers, without a front end."""
+"""The live player, without a front end: what it sends to the page, and the page's script beside it."""
 
 from __future__ import annotations
 
@@ -28,39 +28,6 @@ def live():
     return widget, sent
 
 
-@pytest.mark.parametrize(
-    ("pcm", "named"),
-    [
-        (np.zeros((2, 3), np.float32), r"\(2, 3\)"),
-        (np.zeros(3, np.int16), "int16"),
-        (np.array([0.0, np.nan], np.float32), "NaN"),
-    ],
-    ids=["stereo", "integers", "nan"],
-)
-def test_unusable_pcm_is_refused_by_name(pcm, named):
-    with pytest.raises(MkttsError, match=named):
-        player.live_player().write(pcm)
-
-
-def test_without_a_front_end_every_call_is_harmless():
-    widget = player.live_player()
-    widget.begin()
-    for _ in range(100):
-        widget.write(np.zeros(480, np.float32))
-    widget.end()
-    assert widget.stop_requested is False and widget.report == {}
-
-
-def test_writes_carry_one_binary_buffer_each_and_empty_pcm_none(live):
-    widget, sent = live
-    widget.begin()
-    widget.write(np.full(3, 0.25, np.float32))
-    widget.write(np.zeros(0, np.float32))
-    widget.end()
-    assert [kind for kind, _ in sent] == ["begin", "pcm", "end"]
-    assert np.frombuffer(sent[1][1], "<i2").tolist() == [8192] * 3
-
-
 class FakeStream:
     """Five chunks; remembers whether it was cancelled."""
 
@@ -76,28 +43,44 @@ class FakeStream:
             yield SimpleNamespace(pcm=np.full(4, value / 10, np.float32))
 
 
-async def test_play_passes_every_chunk_on_and_ends_the_utterance(live):
+def test_writes_carry_one_binary_buffer_each_and_unusable_pcm_is_refused_by_name(live):
+    widget, sent = live
+    widget.begin()
+    widget.write(np.full(3, 0.25, np.float32))
+    widget.write(np.zeros(0, np.float32))
+    widget.end()
+    assert [kind for kind, _ in sent] == ["begin", "pcm", "end"]
+    assert np.frombuffer(sent[1][1], "<i2").tolist() == [8192] * 3
+    wrong = {
+        r"\(2, 3\)": np.zeros((2, 3), np.float32),
+        "int16": np.zeros(3, np.int16),
+        "NaN": np.float32([0.0, np.nan]),
+    }
+    for named, pcm in wrong.items():
+        with pytest.raises(MkttsError, match=named):
+            widget.write(pcm)
+
+
+def test_without_a_front_end_every_call_is_harmless_and_an_utterance_begins_unstopped():
+    widget = player.live_player()
+    widget.stop()
+    widget.begin()
+    for _ in range(100):
+        widget.write(np.zeros(480, np.float32))
+    widget.end()
+    assert widget.stop_requested is False and widget.report == {}
+
+
+async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
     widget, sent = live
     chunks = [chunk async for chunk in widget.play(FakeStream())]
     assert [round(float(c.pcm[0]), 1) for c in chunks] == [0.0, 0.1, 0.2, 0.3, 0.4]
     assert [kind for kind, _ in sent] == ["begin", *["pcm"] * 5, "end"]
-
-
-async def test_a_stop_pressed_during_play_cancels_the_stream(live):
-    widget, sent = live
     stream, heard = FakeStream(), 0
     async for _ in widget.play(stream):
         heard += 1
         asyncio.get_running_loop().call_soon(widget.stop)  # as a button's message: seen when the loop yields
-    assert stream.cancelled and heard < 5
-    assert sent[-1][0] == "end"
-
-
-def test_the_next_utterance_starts_with_the_stop_flag_cleared(live):
-    widget, _ = live
-    widget.stop()
-    widget.begin()
-    assert widget.stop_requested is False
+    assert stream.cancelled and heard < 5 and sent[-1][0] == "end"
 
 
 def test_the_report_of_the_page_is_kept_and_worded(live):
@@ -108,12 +91,7 @@ def test_the_report_of_the_page_is_kept_and_worded(live):
     assert "7 chunks, 1 gaps heard, first sound 12 ms" in widget.status and "press any key" in widget.status
 
 
-def test_the_widget_plays_at_the_codecs_rate():
-    assert player.live_player().sample_rate_hz == SAMPLE_RATE_HZ
-    assert "24000" not in JS.read_text(encoding="utf-8")
-
-
-def test_script_and_widget_agree_on_traits_and_messages():
+def test_script_and_widget_agree_on_traits_messages_and_rate():
     script = JS.read_text(encoding="utf-8")
     traits = player.live_player().traits(sync=True)
     used = set(re.findall(r'model\.[gs]et\("(\w+)"', script)) | set(re.findall(r'"change:(\w+)"', script))
@@ -121,14 +99,11 @@ def test_script_and_widget_agree_on_traits_and_messages():
     source = Path(player.__file__).read_text(encoding="utf-8")
     handled = set(re.findall(r'message\.kind === "(\w+)"', script))
     assert handled == set(re.findall(r'send\(\{"kind": "(\w+)"', source))
+    assert player.live_player().sample_rate_hz == SAMPLE_RATE_HZ and "24000" not in script
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_script_schedules_chunks_back_to_back_and_counts_underruns(tmp_path):
-    done = subprocess.run(
-        ["node", str(Path(__file__).with_name("player_harness.mjs")), str(JS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_script_schedules_chunks_back_to_back_and_counts_underruns():
+    command = ["node", str(Path(__file__).with_name("player_harness.mjs")), str(JS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

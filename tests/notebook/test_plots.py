@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from load_document import point
 
-from mktts.notebook import figure, plots
-from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.notebook import plots
+from mktts.spec import FRAME_MS, SAMPLES_PER_FRAME
 
 READY_MS = [50.0, 100.0, 400.0]  # the third chunk is needed at 50 + 2 * 80 = 210 ms and comes 190 ms late
-SAMPLES = [SAMPLES_PER_FRAME, SAMPLES_PER_FRAME, 2 * SAMPLES_PER_FRAME]
+CHUNKS = [
+    SimpleNamespace(timings=SimpleNamespace(ready_ms=ms), pcm=np.zeros(frames * SAMPLES_PER_FRAME))
+    for ms, frames in zip(READY_MS, (1, 1, 2), strict=True)
+]
+LOADS = [
+    point(1, host_us_per_frame=9_000.0, waits_ms=[12.0, 14.0]),
+    point(4, host_us_per_frame=4_000.0, underruns=240, ttfc_p99_ms=None, refused=2, waits_ms=[15.0]),
+]
 DRAW = {
-    "chunk_timeline": lambda folder: plots.chunk_timeline(READY_MS, SAMPLES, folder),
-    "codec_error": lambda folder: plots.error_over_time({"streamed": [0.0, 1e-7]}, 1e-5, folder),
-    "stages": lambda folder: plots.stage_breakdown({"tiny": {"talker": 2.0, "predictor": 5.0}}, folder),
-    "bytes_per_frame": lambda folder: plots.bytes_per_frame({"0.6B": {"talker": 1e9, "predictor": 2e9}}, folder),
-    "times": lambda folder: plots.distribution({"talker": [3.0, 1.0, 2.0]}, "ms", folder, "times", "Times"),
-    "roofline": lambda folder: plots.roofline({"0.6B": 3e9}, {"A": 1000.0, "B": 3000.0}, folder),
-    "rtf": lambda folder: plots.comparison([("a", 0.5), ("a", 0.7), ("b", 2.0)], "RTF", folder, "rtf", "RTF", 1.0),
+    "chunk_timeline": lambda folder: plots.chunk_timeline(CHUNKS, folder),
+    "stages": lambda folder: plots.bars(
+        {"tiny": {"talker": 2.0, "predictor": 5.0, "codec": 4.0}}, "ms", "Stages", folder, "stages", real_time=True
+    ),
+    "times": lambda folder: plots.distribution({"talker": list(range(1, 101))}, "ms", folder, "times", "Times"),
+    "rtf": lambda folder: plots.comparison({"a": [0.5, 0.7], "b": [2.0]}, "RTF", folder, "rtf", "RTF", 1.0),
+    "listeners": lambda folder: plots.growth({"together": LOADS}, False, folder, "here", goal_ms=100.0),
 }
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    monkeypatch.setattr(plots, "DPI", 40)
 
 
 @pytest.fixture(params=DRAW)
@@ -33,113 +45,62 @@ def line(axes, label):
     return next(item for item in axes.lines if item.get_label() == label)
 
 
-def test_every_axis_is_labelled_and_the_figure_titled(drawn):
-    name, fig, _ = drawn
-    assert any(axes.get_title(loc="left") for axes in fig.axes)
-    for axes in fig.axes:
-        assert axes.get_ylabel() or [t.get_text() for t in axes.get_yticklabels()]
-    assert fig.axes[-1].get_xlabel()
-
-
-def test_the_file_is_a_whole_png_and_nothing_else_is_left(drawn):
-    name, fig, folder = drawn
+def test_a_figure_is_labelled_titled_and_saved_as_the_file_that_a_notebook_shows(drawn):
+    name, figure, folder = drawn
+    assert any(axes.get_title(loc="left") for axes in figure.axes) and figure.axes[-1].get_xlabel()
+    for axes in figure.axes:
+        assert axes.get_ylabel() or [tick.get_text() for tick in axes.get_yticklabels()]
     assert [path.name for path in folder.iterdir()] == [f"{name}.png"]
-    data = (folder / f"{name}.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and data.rstrip().endswith(b"IEND\xaeB`\x82")
-
-
-def test_a_notebook_shows_the_bytes_of_the_file(drawn):
-    name, fig, folder = drawn
-    shown, size = fig._repr_png_()
-    assert shown == (folder / f"{name}.png").read_bytes()
-    assert size["width"] == pytest.approx(fig.get_figwidth() * figure.DISPLAY_DPI)
-
-
-def test_a_picture_in_the_file_is_the_drawn_one_in_fewer_bytes(drawn):
-    name, fig, folder = drawn
-    whole = io.BytesIO()
-    fig.savefig(whole, format="png", dpi=figure.DPI)
-    with Image.open(whole) as expected, Image.open(folder / f"{name}.png") as found:
-        difference = np.abs(np.asarray(expected.convert("RGB"), int) - np.asarray(found.convert("RGB"), int))
-    assert difference.mean() < 0.5 and np.percentile(difference, 99.9) < 16
-    assert (folder / f"{name}.png").stat().st_size < 0.6 * len(whole.getvalue())
-
-
-def test_drawing_leaves_the_callers_matplotlib_settings_alone(tmp_path):
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    DRAW["roofline"](tmp_path)
-    assert dict(matplotlib.rcParams) == before
+    shown, size = figure._repr_png_()
+    assert shown == (folder / f"{name}.png").read_bytes() and shown.rstrip().endswith(b"IEND\xaeB`\x82")
+    assert size["width"] == pytest.approx(figure.get_figwidth() * plots.DISPLAY_DPI)
 
 
 def test_the_timeline_shows_what_was_generated_what_was_needed_and_the_late_chunk(tmp_path):
-    top, bottom = plots.chunk_timeline(READY_MS, SAMPLES, tmp_path).axes
-    generated, needed = line(top, "generated"), line(top, "needed by real-time playback")
-    np.testing.assert_allclose(generated.get_xdata(), [0, 0.05, 0.1, 0.4])
-    np.testing.assert_allclose(generated.get_ydata(), [0, 0.08, 0.16, 0.32])
+    top, bottom = DRAW["chunk_timeline"](tmp_path).axes
+    np.testing.assert_allclose(line(top, "generated").get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
+    needed = line(top, "needed by real-time playback")
     np.testing.assert_allclose(needed.get_xdata(), [0.05, 0.13, 0.13, 0.21, 0.4, 0.56])
     np.testing.assert_allclose(needed.get_ydata(), [0, 0.08, 0.08, 0.16, 0.16, 0.32])
     np.testing.assert_allclose(line(top, "underrun").get_xydata(), [[0.4, 0.16]])
     assert "underruns: 1" in top.get_title(loc="left") and "after 50 ms" in top.get_title(loc="left")
+    np.testing.assert_allclose(np.diff(top.yaxis.get_minor_locator().tick_values(0, 1)), FRAME_MS / 1e3)
     unplayed_ms = bottom.containers[0].markerline.get_ydata()
     np.testing.assert_allclose(unplayed_ms, [0, 30, 0], atol=1e-9)  # at 100 ms, 50 of the first 80 ms had been played
 
 
-def test_a_short_timeline_has_the_grid_of_single_frames_and_a_long_one_has_not(tmp_path):
-    short = plots.chunk_timeline([50.0], [SAMPLES_PER_FRAME], tmp_path).axes[0]
-    long = plots.chunk_timeline([50.0], [10 * SAMPLE_RATE_HZ], tmp_path).axes[0]
-    steps = np.diff(short.yaxis.get_minor_locator().tick_values(0, 1))
-    np.testing.assert_allclose(steps, FRAME_MS / 1e3)
-    assert len(long.yaxis.get_minor_locator()()) == 0
-
-
-def test_an_error_of_zero_is_drawn_on_the_log_axis(tmp_path):
-    (axes,) = plots.error_over_time({"streamed": [0.0, 1e-3]}, 1e-5, tmp_path).axes
-    np.testing.assert_allclose(line(axes, "streamed").get_ydata(), [plots.ZERO_ON_LOG_AXIS, 1e-3])
-    np.testing.assert_allclose(line(axes, "streamed").get_xdata(), [0, FRAME_MS / 1e3])
-
-
-def test_the_roofline_is_bytes_over_bandwidth(tmp_path):
-    (axes,) = plots.roofline({"0.6B": 3e9}, {"A": 1000.0, "B": 3000.0}, tmp_path).axes
-    machines = next(item for item in axes.lines if item.get_marker() == "o")
-    np.testing.assert_allclose(machines.get_xydata(), [[1000, 3.0], [3000, 1.0]])
-
-
-def test_stacked_bars_add_up_and_say_so(tmp_path):
-    (axes,) = plots.stage_breakdown({"tiny": {"talker": 2.0, "predictor": 5.0, "codec": 4.0}}, tmp_path).axes
-    assert [bar.get_width() for group in axes.containers for bar in group] == [2.0, 5.0, 4.0]
-    assert [bar.get_x() for group in axes.containers for bar in group] == [0.0, 2.0, 7.0]
-    assert "11" in [text.get_text() for text in axes.texts]
-
-
-def test_one_thing_has_one_colour_in_every_figure(tmp_path):
+def test_stacked_bars_add_up_and_one_thing_has_one_colour(tmp_path):
     from matplotlib.colors import to_hex
 
-    (bars,) = DRAW["stages"](tmp_path).axes
+    (axes,) = DRAW["stages"](tmp_path).axes
+    assert [(bar.get_x(), bar.get_width()) for group in axes.containers for bar in group] == [(0, 2), (2, 5), (7, 4)]
+    assert "11" in [text.get_text() for text in axes.texts]
     (curves,) = DRAW["times"](tmp_path).axes
-    talker = figure.COLOURS["talker"].lower()
-    assert to_hex(bars.containers[0][0].get_facecolor()) == talker
-    assert to_hex(curves.lines[0].get_color()) == talker
-    assert figure.colour("upstream, chunks of 300", 0) == figure.COLOURS["upstream"]
+    talker = plots.COLOURS["talker"].lower()
+    assert to_hex(axes.containers[0][0].get_facecolor()) == to_hex(curves.lines[0].get_color()) == talker
+    marks = next(item for item in curves.lines if item.get_marker() == "o")
+    np.testing.assert_allclose(marks.get_xydata(), [[50.5, 0.5], [95.05, 0.95]])  # median and 95th percentile
 
 
-def test_the_distribution_marks_median_and_95th_percentile(tmp_path):
-    values = list(range(1, 101))
-    (axes,) = plots.distribution({"talker": values}, "ms", tmp_path, "d", "D").axes
-    marks = next(item for item in axes.lines if item.get_marker() == "o")
-    np.testing.assert_allclose(marks.get_xydata(), [[50.5, 0.5], [95.05, 0.95]])
-    assert "median and 95th percentile" in str([text.get_text() for text in axes.figure.legends[0].get_texts()])
+def test_growth_shows_every_arrival_the_gaps_and_the_cost(tmp_path):
+    first, late, cost = DRAW["listeners"](tmp_path).axes
+    assert [list(item.get_ydata()) for item in first.lines if item.get_marker() == "."] == [[12.0, 14.0], [15.0]]
+    assert "2 without PCM" in [text.get_text() for text in first.texts]
+    assert list(late.lines[0].get_ydata()) == [0.0, 60.0]  # 240 in four minutes
+    assert list(cost.lines[0].get_ydata()) == [9.0, 4.0] and list(cost.lines[1].get_ydata()) == [80.0, 20.0]
+    assert [tick.get_text() for tick in cost.get_xticklabels()] == ["1", "4"] and "CPU" in cost.get_ylabel()
+    plots.plain_ticks(cost.xaxis, [64, 1_400, 1_600])  # two that lie close are not written over each other
+    assert [tick.get_text() for tick in cost.get_xticklabels()] == ["64", "1,400", ""]
 
 
-def test_a_mark_lies_on_the_curve_where_a_percentile_falls_between_two_values(tmp_path):
-    (axes,) = plots.distribution({"talker": [1.0, 3.0]}, "ms", tmp_path, "d", "D").axes
-    marks = next(item for item in axes.lines if item.get_marker() == "o")
-    np.testing.assert_allclose(marks.get_xydata(), [[2.0, 0.5], [2.9, 0.5]])
+def test_a_load_whose_listeners_got_nothing_is_drawn(tmp_path):
+    nothing = point(1, ttfc_p50_ms=None, ttfc_p99_ms=None, host_us_per_frame=None, waits_ms=[])
+    assert plots.growth({"alone": [nothing]}, False, tmp_path, "here")
 
 
-def test_machines_are_named_above_the_roofline(tmp_path):
-    (axes,) = plots.roofline({"0.6B": 3e9}, {"A": 1000.0, "B": 3000.0}, tmp_path).axes
-    (names,) = axes.child_axes
-    assert [tick.get_text() for tick in names.get_xticklabels()] == ["A", "B"]
-    assert axes.get_ylim()[0] > 0.3  # room for names had put the lowest line in the middle
+def test_a_frame_costs_the_devices_time_on_a_gpu_and_underruns_count_by_the_minutes_that_were_played():
+    busy = point(4, duration_s=20.0, frames=10_000, device_busy_percent=50.0, playing_mean=3.0, underruns=5)
+    assert plots.cost_ms(busy, on_gpu=True) == pytest.approx(1.0)  # 10 s for 10 000 frames
+    assert np.isnan(plots.cost_ms(busy, on_gpu=False)) and np.isnan(plots.cost_ms(point(), on_gpu=True))
+    assert plots.underruns_a_minute(busy) == pytest.approx(5.0)
+    assert plots.underruns_a_minute(point(4, playing_mean=0.0)) == 0.0

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
+import numpy as np
 import pytest
 
+from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BatchError
-from mktts.notebook import grid, runs
+from mktts.notebook import nb, runs
+from mktts.spec import SAMPLE_RATE_HZ
 
 PARAMETERS = """\
 TEXT: str = "a=b # not a comment"  # what to say
@@ -45,47 +52,42 @@ def read(path: Path) -> dict:
 
 
 def test_parameters_have_the_annotated_type_and_the_literal_default(tmp_path):
-    found = grid.read_notebook(notebook(tmp_path / "n.ipynb")).parameters
-    assert found["TEXT"] == ("str", "a=b # not a comment")
-    assert found["SHAPE"] == ("tuple", (1, 2))
-    assert found["PLAIN"] == ("int", 3)
-
-
-def test_grid_is_every_combination_typed_and_in_order(tmp_path):
-    runs = grid.plan([notebook(tmp_path / "n.ipynb")], ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"])
-    assert [run.parameters for run in runs] == [
-        {"SEED": seed, "FLAG": flag, "SCALE": 0.5} for seed in (1, 2) for flag in (True, False)
-    ]
-    assert all(isinstance(run.parameters["FLAG"], bool) for run in runs)
-    assert len({run.name for run in runs}) == len(runs)
-
-
-def test_quoted_values_keep_their_commas_and_quotes(tmp_path):
-    runs = grid.plan([notebook(tmp_path / "n.ipynb")], ['TEXT="Yes, please.","He said ""no"".",plain'])
-    assert [run.parameters["TEXT"] for run in runs] == ["Yes, please.", 'He said "no".', "plain"]
+    found = runs.read_notebook(notebook(tmp_path / "n.ipynb")).parameters
+    defaults = {"TEXT": ("str", "a=b # not a comment"), "SHAPE": ("tuple", (1, 2)), "PLAIN": ("int", 3)}
+    assert {name: found[name] for name in defaults} == defaults
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("settings", "names", "values"),
     [
-        ([], "n"),
-        (["SEED=1", "TEXT=small"], "n-SEED=1-TEXT=small"),
-        (["TEXT=random:tiny"], "n-TEXT=random~tiny"),
-        (['TEXT="1,1,2"'], "n-TEXT=1,1,2"),
-        (["FLAG=true", "SCALE=0.5"], "n-FLAG=True-SCALE=0.5"),
+        ([], ["n"], [{}]),
+        (["TEXT="], ["n-TEXT="], [{"TEXT": ""}]),
+        (["SEED=1", "TEXT=small"], ["n-SEED=1-TEXT=small"], [{"SEED": 1, "TEXT": "small"}]),
+        (
+            ['TEXT=random:tiny,"1,1,2"'],
+            ["n-TEXT=random~tiny", "n-TEXT=1,1,2"],
+            [{"TEXT": "random:tiny"}, {"TEXT": "1,1,2"}],
+        ),
+        (['TEXT="Yes, please.","He said ""no""."'], None, [{"TEXT": "Yes, please."}, {"TEXT": 'He said "no".'}]),
+        (
+            ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"],
+            [f"n-SEED={seed}-FLAG={flag}-SCALE=0.5" for seed in (1, 2) for flag in (True, False)],
+            [{"SEED": seed, "FLAG": flag, "SCALE": 0.5} for seed in (1, 2) for flag in (True, False)],
+        ),
     ],
 )
-def test_a_run_folders_name_tells_the_set_values(tmp_path, settings, name):
-    (run,) = grid.plan([notebook(tmp_path / "n.ipynb")], settings)
-    assert run.name == name
+def test_a_grid_is_every_combination_typed_in_order_and_named_by_its_values(tmp_path, settings, names, values):
+    planned = runs.plan([notebook(tmp_path / "n.ipynb")], settings)
+    assert [run.parameters for run in planned] == values
+    assert all(isinstance(run.parameters.get("FLAG", True), bool) for run in planned)
+    assert names is None or [run.name for run in planned] == names
 
 
 def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
     path = notebook(tmp_path / "n.ipynb")
     hard = ["a/b", "a\\b", "a:b", "a~b", "a b", "a_b", "..", "Yes.", "Yes", "x" * 300, "x" * 299 + "y", "", "ü?*<>|"]
-    runs = [grid.Run(grid.read_notebook(path), {"TEXT": text, "SEED": seed}) for text in hard for seed in (1, 2)]
-    runs += [grid.Run(grid.read_notebook(path), {"TEXT": text}) for text in hard]
-    names = [run.name for run in runs]
+    values = [{"TEXT": text, **seed} for text in hard for seed in ({}, {"SEED": 1}, {"SEED": 2})]
+    names = [runs.NotebookRun(runs.read_notebook(path), given).name for given in values]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"n-[A-Za-z0-9._,+~=-]{1,98}", name) and not name.endswith("."), name
@@ -94,16 +96,11 @@ def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
 def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
     for name in ("b.ipynb", "a.ipynb"):
         notebook(tmp_path / name)
-    assert [run.name for run in grid.plan([tmp_path / "*.ipynb"], [])] == ["a", "b"]
+    assert [run.name for run in runs.plan([tmp_path / "*.ipynb"], [])] == ["a", "b"]
     with pytest.raises(BatchError, match=r"x\*\.ipynb: expected notebooks of this pattern, found none"):
-        grid.plan([tmp_path / "x*.ipynb"], [])
+        runs.plan([tmp_path / "x*.ipynb"], [])
     literal = notebook(tmp_path / "a[1].ipynb")
-    assert [run.notebook.path for run in grid.plan([literal], [])] == [literal]
-
-
-def test_a_name_without_a_value_is_one_empty_value(tmp_path):
-    (run,) = grid.plan([notebook(tmp_path / "n.ipynb")], ["TEXT="])
-    assert run.parameters == {"TEXT": ""}
+    assert [run.notebook.path for run in runs.plan([literal], [])] == [literal]
 
 
 @pytest.mark.parametrize(
@@ -131,92 +128,127 @@ def test_bad_setting_is_refused_by_name_before_anything_runs(tmp_path, setting, 
 def test_name_unknown_to_one_of_two_notebooks_is_refused(tmp_path):
     first, second = notebook(tmp_path / "a.ipynb"), notebook(tmp_path / "b.ipynb", parameters="OTHER: int = 1")
     with pytest.raises(BatchError, match=r"b\.ipynb has no such parameter; it has: OTHER"):
-        grid.plan([first, second], ["SEED=1"])
+        runs.plan([first, second], ["SEED=1"])
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"cells": 3}'])
-def test_file_that_is_no_notebook_is_refused(tmp_path, text):
+def test_a_file_that_is_no_notebook_and_a_computed_parameter_are_refused(tmp_path, text):
     path = tmp_path / "n.ipynb"
     path.write_text(text)
     with pytest.raises(BatchError, match=r"n\.ipynb: expected a notebook"):
-        grid.plan([path], [])
-
-
-def test_computed_parameter_is_refused(tmp_path):
+        runs.plan([path], [])
     with pytest.raises(BatchError, match="literals"):
-        grid.read_notebook(notebook(tmp_path / "n.ipynb", parameters="A: int = len('x')"))
+        runs.plan([notebook(path, parameters="A: int = len('x')")], [])
 
 
-RECORDS = (
-    "from mktts.measure.metrics import record\nassert SEED != 2, 'two is refused'\n"
-    "record(RUN_DIR, seed_squared=SEED**2)"
-)
+CELL = """\
+import os
+if SEED == 3: os._exit(1)
+assert SEED != 2, "two is refused"
+from mktts.errors import PackageMissing
+if SEED == 4: raise PackageMissing("hearing needs pocketsphinx")
+import ipywidgets
+import numpy as np
+from IPython.display import IFrame, display
+from mktts.measure.metrics import record
+from mktts.notebook import nb
+folder = nb.run_dir(RUN_DIR, "n")
+record(folder, seed_squared=SEED**2)
+print(RUN_DIR)
+nb.clip(np.full(24_000, 0.25, np.float32), "a & b", folder, random_weights=True)
+(folder / "plot.png").write_bytes(b"{}")
+display(IFrame("http://127.0.0.1:1/?key=secret", 100, 100, extras=['a="b"']), ipywidgets.Button())
+"""
 
 
-def test_grid_runs_record_continue_after_a_failure_resume_and_collect(tmp_path, monkeypatch, capsys):
-    """One test, because each kernel costs seconds: three runs of which one fails, then a resumed call."""
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Four runs in kernels, which cost seconds each: one succeeds, one fails, one dies, one needs what is not there."""
+    home = tmp_path_factory.mktemp("grid")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(home)
+        Path("books").mkdir()
+        path = notebook(Path("books/n.ipynb"), CELL)
+        planned = runs.plan([path], ["SEED=1,2,3,4"])
+        stale = home / "outputs/runs" / planned[2].name / "stale.txt"
+        stale.parent.mkdir(parents=True)
+        stale.touch()
+        status = run(path, "--set", "SEED=1,2,3,4", "--out", Path("outputs/runs"))
+    return SimpleNamespace(home=home, path=path, status=status, runs=planned, stale=stale, printed=printed.getvalue())
+
+
+def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     import pandas
 
-    monkeypatch.chdir(tmp_path)
-    Path("books").mkdir()
-    path = notebook(Path("books/n.ipynb"), RECORDS, "print(RUN_DIR)\nopen(f'{RUN_DIR}/note.txt', 'w').write('x')")
-    out = Path("outputs/runs")
-    calls = ["--set", "SEED=1,2,3", "--out", out]
-
-    assert run(path, *calls) == 1
-    runs = grid.plan([path], ["SEED=1,2,3"])
-    ok, bad, last = (out / r.name for r in runs)
-    assert sorted(os.listdir(out)) == sorted(r.name for r in runs)  # and no temporary folder
-    for folder in (ok, bad, last):
-        assert {"executed.ipynb", "parameters.json", "environment.json", "metrics.json"} <= set(os.listdir(folder))
-    assert read(ok / "metrics.json")["status"] == "ok" and read(ok / "metrics.json")["seed_squared"] == 1
-    assert read(last / "metrics.json")["seed_squared"] == 9  # the run after the failed one
-    failure = read(bad / "metrics.json")
-    assert (failure["status"], failure["ename"], failure["evalue"]) == ("error", "AssertionError", "two is refused")
-    assert read(last / "parameters.json")["parameters"]["SEED"] == 3
-    assert read(last / "parameters.json")["parameters"]["SCALE"] == 1.0  # defaults are recorded too
-    assert (ok / "note.txt").exists() and not (bad / "note.txt").exists()
-    executed = (ok / "executed.ipynb").read_text()
-    assert ".partial" not in executed and str(tmp_path) not in executed and f"../outputs/runs/{ok.name}" in executed
-
-    table = pandas.read_parquet("outputs/metrics.parquet").set_index("run")
-    assert table.loc[last.name, "seed_squared"] == 9 and table.loc[last.name, "param.SEED"] == 3
-    assert table.loc[bad.name, "status"] == "error" and pandas.isna(table.loc[bad.name, "seed_squared"])
-    assert table["env.python"].notna().all()
-
-    before = (ok / "metrics.json").stat().st_mtime_ns
-    capsys.readouterr()
-    assert run(path, *calls, "--resume") == 1  # the failed run is tried again, the others are not
-    assert (ok / "metrics.json").stat().st_mtime_ns == before
-    assert capsys.readouterr().out.count("done before") == 2
-
-
-def test_changed_notebook_is_not_taken_as_done(tmp_path):
-    path = notebook(tmp_path / "n.ipynb")
-    [planned] = grid.plan([path], [])
-    folder = tmp_path / "runs" / planned.name
-    folder.mkdir(parents=True)
-    (folder / "metrics.json").write_text('{"status": "ok"}')
-    (folder / "parameters.json").write_text(json.dumps({"notebook_sha256": planned.notebook.sha256, "set": {}}))
-    assert runs.is_done(tmp_path / "runs", planned)
-    (folder / "parameters.json").write_text(
-        json.dumps({"notebook_sha256": planned.notebook.sha256, "set": {"SEED": 1}})
+    out = grid.home / "outputs/runs"
+    assert grid.status == 1 and "1 of 4 runs succeeded, 1 skipped" in grid.printed
+    assert sorted(os.listdir(out)) == sorted(r.name for r in grid.runs) and not grid.stale.exists()
+    found = [read(out / r.name / "metrics.json") for r in grid.runs]
+    assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"]
+    assert found[0]["seed_squared"] == 1 and (found[1]["ename"], found[1]["evalue"]) == (
+        "AssertionError",
+        "two is refused",
     )
-    assert not runs.is_done(tmp_path / "runs", planned)  # the same name, other values
-    [changed] = grid.plan([notebook(path, "1 + 1")], [])
-    assert not runs.is_done(tmp_path / "runs", changed)
+    assert found[2]["ename"] == "DeadKernelError" and "hearing needs pocketsphinx" in found[3]["evalue"]
+    assert "PackageMissing: hearing needs pocketsphinx" in grid.printed
+    ok = out / grid.runs[0].name
+    assert {"executed.ipynb", "parameters.json", "environment.json", "metrics.json", "a_b.wav"} <= set(os.listdir(ok))
+    assert read(ok / "parameters.json")["parameters"]["SCALE"] == 1.0  # defaults are recorded too
+    executed = (ok / "executed.ipynb").read_text()
+    assert str(grid.home) not in executed and f"../outputs/runs/{ok.name}" in executed
+    table = pandas.read_parquet(grid.home / "outputs/metrics.parquet").set_index("run")
+    assert table.loc[ok.name, "seed_squared"] == 1 and table.loc[ok.name, "param.SEED"] == 1
+    assert table.loc[grid.runs[1].name, "status"] == "error" and table["env.python"].notna().all()
 
 
-def test_rerun_replaces_the_folder_and_a_dead_kernel_is_recorded(tmp_path):
-    path = notebook(tmp_path / "n.ipynb", "import os; os._exit(1)", parameters=None)
-    stale = tmp_path / "runs" / "n" / "stale.txt"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("from an earlier run")
-    [planned] = grid.plan([path], [])
-    metrics = runs.execute(planned, tmp_path / "runs", {}, timeout_s=60)
-    assert metrics["status"] == "error" and metrics["ename"] == "DeadKernelError"
-    assert not stale.exists()
-    assert read(stale.parent / "metrics.json") == metrics
+def test_what_succeeded_is_not_run_again_until_the_notebook_or_a_value_changes(grid, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(grid.home)
+    out = Path("outputs/runs")
+    before = (out / grid.runs[0].name / "metrics.json").stat().st_mtime_ns
+    assert run(grid.path, "--set", "SEED=1", "--out", out, "--resume") == 0
+    assert (out / grid.runs[0].name / "metrics.json").stat().st_mtime_ns == before
+    assert capsys.readouterr().out.count("done before") == 1
+    assert [runs.is_done(out, one) for one in grid.runs] == [True, False, False, False]
+    assert not runs.is_done(out, runs.NotebookRun(grid.runs[0].notebook, {"SEED": True}))
+    (changed,) = runs.plan([notebook(tmp_path / "n.ipynb", "1 + 1")], ["SEED=1"])
+    assert changed.name == grid.runs[0].name and not runs.is_done(out, changed)
+    (killed := out / "n-SEED=9").mkdir()
+    for name in ("parameters", "metrics"):
+        (killed / f"{name}.json").write_text("{}")  # of a run that was killed: no row
+    (killed / "environment.json").write_text("{}")
+    (killed / "parameters.json").write_text('{"notebook": "n", "parameters": {}}')
+    runs.collect(out, table := tmp_path / "t.parquet")
+    import pandas
+
+    assert len(pandas.read_parquet(table)) == 4
+    shutil.rmtree(killed)
+
+
+def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, tmp_path, monkeypatch):
+    soundfile = pytest.importorskip("soundfile")
+    done, target = grid.home / "outputs/runs" / grid.runs[0].name, tmp_path / "n"
+    target.mkdir()
+    (target / "stale.png").touch()
+    monkeypatch.setattr(runs, "PICTURES", (f"{done.name}/plot.png",))
+    runs.publish(done, target)
+    names = {"executed.ipynb", "metrics.json", "parameters.json", "environment.json", "a_b.mp3", "plot.png"}
+    assert {path.name for path in target.iterdir()} == names
+    text = (target / "executed.ipynb").read_text(encoding="utf-8")
+    assert "base64" not in text and "<audio" not in text and 'href=\\"a_b.mp3\\"' in text and RANDOM_WEIGHTS in text
+    published = json.loads(text)
+    shown = json.dumps([cell["outputs"] for cell in published["cells"]])
+    assert "secret" not in shown and "widget-view" not in shown and "papermill" not in published["metadata"]
+    nbformat.validate(nbformat.reads(text, as_version=4))
+    samples, rate_hz = soundfile.read(io.BytesIO((target / "a_b.mp3").read_bytes()))
+    assert rate_hz == SAMPLE_RATE_HZ and np.median(samples[2_000:20_000]) == pytest.approx(0.25, abs=0.05)
+    with pytest.raises(BatchError, match="no executed.ipynb"):
+        runs.publish(tmp_path / "empty", target)
+    assert (target / "a_b.mp3").exists()
+
+
+def test_the_readmes_pictures_are_published():
+    readme = (nb.repository() / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"outputs/reference/(\d\d_\w+/[\w.]+\.png)", readme)) == set(runs.PICTURES)
 
 
 @pytest.mark.parametrize("name", runs.PACKAGES)
@@ -226,14 +258,3 @@ def test_a_missing_package_is_named_before_anything_runs(tmp_path, monkeypatch, 
     with pytest.raises(BatchError, match=f"needs {name}"):
         run(notebook(tmp_path / "n.ipynb"), "--out", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_notebook_whose_package_has_no_wheel_here_is_skipped_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    stops = "from mktts.errors import PackageMissing\nraise PackageMissing('hearing needs pocketsphinx')"
-    assert run(notebook(tmp_path / "n.ipynb", stops), "--out", tmp_path / "runs") == 0
-    printed = capsys.readouterr().out
-    assert "PackageMissing: hearing needs pocketsphinx" in printed
-    assert "0 of 1 runs succeeded, 1 skipped" in printed
-    (metrics,) = tmp_path.glob("runs/*/metrics.json")
-    assert json.loads(metrics.read_text())["status"] == "skipped"

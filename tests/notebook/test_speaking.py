@@ -1,12 +1,8 @@
-"""Notebook parameters as arguments of an utterance, lists of texts and turns, and a stream that is cancelled."""
+"""Notebook parameters as arguments of an utterance, lists of texts, turns and loads."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
-import torch
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.errors import MkttsError, OptionsError
@@ -71,16 +67,20 @@ def test_a_schedule_that_is_none_is_named(tiny, text):
         speaking.stream_arguments(tiny, SCHEDULE=text)
 
 
-def test_a_number_below_its_least_is_named_by_its_parameter():
+def test_numbers_and_texts_that_are_none_are_named_by_their_parameter():
     speaking.at_least(1, REPEATS=1, FRAMES=3)
     with pytest.raises(OptionsError, match="REPEATS must be a whole number of at least 1, got 0"):
         speaking.at_least(1, FRAMES=3, REPEATS=0)
-
-
-def test_texts_are_separated_by_bars_and_none_is_empty():
     assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
     with pytest.raises(OptionsError, match="TEXTS"):
         speaking.texts("Yes. |")
+
+
+def test_numbers_of_listeners_are_read_and_refused_by_name():
+    assert speaking.loads("LISTENERS", "1, 4,16") == (1, 4, 16) and speaking.loads("LISTENERS", "") == ()
+    for wrong in ("4,", "0", "-1,2", "a", "1.5"):
+        with pytest.raises(OptionsError, match="LISTENERS must be numbers of listeners"):
+            speaking.loads("LISTENERS", wrong)
 
 
 def test_turns_are_words_with_an_optional_moment():
@@ -93,34 +93,6 @@ def test_turns_are_words_with_an_optional_moment():
 def test_a_turn_that_is_none_is_named(script):
     with pytest.raises(OptionsError, match="SCRIPT must be turns"):
         speaking.turns(script)
-
-
-class FakeStream:
-    """`total` frames in chunks of two; the model makes one chunk more than was read before it sees a cancel."""
-
-    def __init__(self, total):
-        self.total, self.made, self.finish_reason, self.codes = total, 0, None, torch.zeros(0, 16)
-
-    def cancel(self):
-        self.finish_reason, self.codes = "cancelled", torch.zeros(self.made + 1, 16)
-
-    async def __aiter__(self):
-        while self.finish_reason is None:
-            self.made += 2
-            self.codes = torch.zeros(self.made, 16)
-            if self.made >= self.total:
-                self.finish_reason = "eos"
-            yield SimpleNamespace(frames=2, pcm=np.zeros(4, np.float32))
-
-
-async def test_a_stream_is_cancelled_where_it_was_to_be_and_what_it_still_made_is_counted():
-    found = await speaking.cancel_after(FakeStream(100), 5)
-    assert found == speaking.Cancelled(frames_heard=6, frames_made=6, frames_after=1)
-
-
-async def test_a_stream_that_ends_before_it_can_be_cancelled_is_an_error_that_says_so():
-    with pytest.raises(MkttsError, match=r"cancel after 6 frames.*ended by itself \(eos\) with 4"):
-        await speaking.cancel_after(FakeStream(4), 6)
 
 
 @pytest.mark.parametrize("text", ["Hi.", "x", "A longer text than the others, by far."])

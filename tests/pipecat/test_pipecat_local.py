@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import threading
-from pathlib import Path
 
 import numpy as np
-import pipecat
 import pytest
 import torch
-from fakes import FakeBackend, fake_synthesizer, settle
-from pipecat.frames.frames import InterruptionFrame, TTSAudioRawFrame, TTSSpeakFrame
+from pipecat.frames.frames import TTSAudioRawFrame, TTSSpeakFrame
 from pipecat_fakes import Talk
 
 import mktts.pipecat
@@ -41,24 +37,6 @@ def service(synth: Synthesizer, **kwargs) -> MkttsTTSService:
 
 def audio(talk: Talk) -> bytes:
     return b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
-
-
-async def test_an_interruption_wastes_the_one_frame_in_flight():
-    backend = FakeBackend(held=True)
-    with fake_synthesizer(backend) as synth:
-        options = StreamOptions(schedule=(1,), guard=Guard.off())
-        tts = MkttsTTSService(source=LocalSource(synth, "fake", options), settings=Settings(seed=7))
-        async with Talk(tts) as talk:
-            await talk.say(TTSSpeakFrame("One two three four five six."))
-            backend.let(2)
-            await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
-            await asyncio.to_thread(backend.wait_entered, 3)
-            await talk.say(InterruptionFrame())
-            await talk.until(lambda: talk.of(InterruptionFrame))  # does not wait for the frame in flight
-            backend.release()
-            await asyncio.to_thread(settle, synth)
-    assert backend.order.count(7) == 3
-    assert len(talk.of(TTSAudioRawFrame)) == 2
 
 
 async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
@@ -124,7 +102,3 @@ def test_the_five_lines_of_the_docstring_are_five_and_run(synth, monkeypatch):
     made = {**names, "transport": transport, "Pipeline": list}
     exec(code, made)
     assert isinstance(made["pipeline"][4], MkttsTTSService)
-
-
-def test_the_package_does_not_shadow_pipecat():
-    assert Path(pipecat.__file__).parent != Path(mktts.pipecat.__file__).parent

@@ -1,21 +1,26 @@
-"""A source of speech behind a server: faults of the server and the connection, refusals, backpressure."""
+"""A source of speech behind a server: faults of the server and the connection, refusals, backpressure, and what a
+pipeline loses by a server that goes away and comes back."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
+from typing import Any, Self
 
 import pytest
-from fake_server import Client, FakeServer, failure, forever, one_piece
 from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
+from running import running
 from served import Served, first_speaker, served
 from websockets.asyncio.client import connect
+from websockets.asyncio.server import Request, Response, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
 
 from mktts.audio import to_pcm16
 from mktts.batch import board
@@ -32,12 +37,103 @@ from mktts.errors import (
 )
 from mktts.model.sampling import Choice, Sampling
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
-from mktts.pipecat.remote import KEPT_PIECES
-from mktts.server import Limits
+from mktts.pipecat.remote import KEPT_PIECES, PATIENCE_S
+from mktts.server import Limits, listen
+from mktts.server.graceful import SpeechServer
+from mktts.server.service import SpeechService
+from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"
 MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold
+
+
+class Client:
+    """One connection, as the server sees it. `got`: what has been read of it."""
+
+    def __init__(self, socket: ServerConnection) -> None:
+        self.socket = socket
+        self.got: list[dict[str, Any]] = []
+
+    async def read(self, *types: str) -> dict[str, Any]:
+        """Reads up to the next message of one of these types."""
+        while True:
+            self.got.append(json.loads(await self.socket.recv()))
+            if self.got[-1]["type"] in types:
+                return self.got[-1]
+
+    async def say(self, type: str, **fields: Any) -> None:
+        await self.socket.send(json.dumps({"type": type, "error": None, **fields}))
+
+    async def started(self) -> None:
+        await self.say("started", sample_rate_hz=SAMPLE_RATE_HZ)
+
+    async def audio(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            await self.say("chunk")
+            await self.socket.send(piece)
+
+    async def finished(self, reason: str = "eos", code: str | None = None) -> None:
+        await self.say("finished", finish_reason=reason, error=code and failure(code))
+
+    def break_off(self) -> None:
+        """Ends the connection without a word."""
+        self.socket.transport.abort()
+
+
+def failure(code: str) -> dict[str, Any]:
+    return {"message": "told by the server", "type": "server_error", "param": None, "code": code}
+
+
+class FakeServer:
+    """Plays `script` for each connection, which ends with it. health: what `GET /health` says beside the usual."""
+
+    def __init__(self, script: Callable[[Client], Awaitable[None]], **health: Any) -> None:
+        self.clients: list[Client] = []
+        self._script = script
+        self._health = {
+            "status": "ok",
+            "model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True},
+            "sample_rate_hz": SAMPLE_RATE_HZ,
+            "speakers": ["vivian"],
+            "languages": ["auto"],
+            **health,
+        }
+
+    async def __aenter__(self) -> Self:
+        self._server = await serve(self._play, "127.0.0.1", 0, process_request=self._answer, close_timeout=0.1)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.path != "/health":
+            return None
+        status = HTTPStatus.OK if self._health["status"] == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
+        return connection.respond(status, json.dumps(self._health))
+
+    async def _play(self, socket: ServerConnection) -> None:
+        self.clients.append(Client(socket))
+        try:
+            await self._script(self.clients[-1])
+        except ConnectionClosed:
+            pass
+
+
+async def forever(client: Client) -> None:
+    """Reads on and says nothing."""
+    await asyncio.wait_for(client.socket.wait_closed(), 60)
+
+
+async def one_piece(client: Client) -> None:
+    """Speaks once, and breaks off."""
+    await client.read("start")
+    await client.audio(PIECE)
+    await client.finished()
+    client.break_off()
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +193,6 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(sc
     assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == 3 * PIECE
     assert talk.heard() and "One two three".startswith(talk.heard())  # of a quarter of a second
     assert sum(message["type"] == "start" for client in server.clients for message in client.got) == 1  # no retry
-
-
-async def test_a_lost_connection_is_replaced_at_the_next_utterance():
-    async with FakeServer(one_piece) as server:
-        source = RemoteSource(server.url)
-        await source.connect()
-        for _ in range(3):
-            assert await taken(await source.speak("Hello.", Style())) == PIECE
-            await until(lambda: not source._connections)
-        await source.disconnect()
-    assert len(server.clients) == 3
 
 
 async def test_a_slow_server_that_answers_pings_is_waited_for():
@@ -331,32 +416,16 @@ async def test_after_a_cancel_the_next_utterance_is_the_synthesizers(server, syn
     await until(lambda: server.studio.streams_open == 0)
 
 
-async def test_a_setting_out_of_the_servers_range_is_an_error_of_the_settings(server):
-    source = RemoteSource(server.url, KEY)
-    sampling = replace(Sampling(), talker=Choice(temperature=11.0))
-    with pytest.raises(OptionsError, match="temperature"):
-        await taken(await source.speak("Hello.", Style(sampling=sampling)))
-    await source.disconnect()
-
-
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
+def test_the_address_of_the_websocket_follows_from_the_servers():
+    for url, address in (
         ("http://127.0.0.1:8000", "ws://127.0.0.1:8000/tts/ws"),
         ("https://speech.example/", "wss://speech.example/tts/ws"),
         ("ws://[::1]:80/deep/", "ws://[::1]:80/deep/tts/ws"),
-    ],
-)
-def test_the_address_of_the_websocket_follows_from_the_servers(url, address):
-    assert RemoteSource(url)._servers[0][1] == address
-
-
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""]
-)
-def test_what_is_no_address_is_refused(url):
-    with pytest.raises(OptionsError, match="url must be"):
-        RemoteSource(url)
+    ):
+        assert RemoteSource(url)._ws == address
+    for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""):
+        with pytest.raises(OptionsError, match="url must be"):
+            RemoteSource(url)
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "schlüssel"])
@@ -364,3 +433,100 @@ def test_what_is_no_key_is_refused_without_repeating_it(key):
     with pytest.raises(OptionsError, match="api_key") as refused:
         RemoteSource("http://x", key)
     assert not key.strip() or key not in str(refused.value)
+
+
+# ---- servers that go away, come back, or have no place free
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
+    """As at a rolling deployment: stopped while it speaks, away for a sentence, back on the same port."""
+    limits = Limits(grace_s=0.1)
+    with listen("127.0.0.1", 0, limits) as bound:
+        port = bound.getsockname()[1]
+    tts = MkttsTTSService(
+        source=RemoteSource(f"http://127.0.0.1:{port}", max_frames=300),
+        text_aggregation_mode=mode,
+        stop_frame_timeout_s=TOO_LATE_S,
+    )
+
+    def serving():
+        return running(SpeechServer(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
+
+    with contextlib.ExitStack() as first:
+        first.enter_context(serving())
+        async with Talk(tts) as talk:
+            await talk.say(*turn("This is cut short, because its server goes away."))
+            await talk.until(lambda: talk.samples())
+            await asyncio.to_thread(first.close)
+            await talk.until(lambda: talk.of(TTSStoppedFrame))
+            await talk.say(*turn("Never said."))
+            await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 2)
+            tts._source._limits["max_frames"] = 4
+            with serving():
+                await talk.say(*turn("Back again."))
+                await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 3)
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    assert [(type(frame.exception), frame.permanent) for frame in failed] == [(ConnectionLost, False)] * 2
+    assert tts.is_usable and talk.heard().endswith("Back again.")
+
+
+@pytest.mark.parametrize("fed", [False, True], ids=["known", "fed"])
+@pytest.mark.parametrize("how", ["lost", "busy", "stopping"])
+async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
+    async def script(client: Client) -> None:
+        await client.read("start")
+        if len(server.clients) == 1 and not any(one.got for one in server.clients[1:]):
+            if how == "lost":
+                client.break_off()
+                return
+            await client.say("error", error=failure(how))
+            await client.read("start")
+        if fed:
+            await client.read("finish")
+        await client.audio(PIECE)
+        await client.finished()
+        await forever(client)
+
+    async with FakeServer(script) as server:
+        source = RemoteSource(server.url)
+        if fed:
+            speech = await source.open(Style())
+            speech.feed("Hel")
+            await until(lambda: server.clients and server.clients[0].got)
+            speech.feed("lo.")
+            speech.finish()
+        else:
+            speech = await source.speak("Hello.", Style(seed=3))
+        assert await taken(speech) == PIECE and speech.finish_reason == "eos"
+        await source.disconnect()
+    last = server.clients[-1].got
+    starts = [at for at, message in enumerate(last) if message["type"] == "start"]
+    said = "".join(message.get("text", "") for message in last[starts[-1] :])
+    assert said == "Hello."
+    assert len(server.clients) == (2 if how == "lost" else 1)
+
+
+async def test_tries_have_an_end_and_a_cancel_ends_them():
+    async with FakeServer(lambda client: client.read("start")) as server:  # and breaks off
+        source = RemoteSource(server.url)
+        with pytest.raises(ConnectionLost):
+            await taken(await source.speak("Hello.", Style()))
+        assert len(server.clients) == 1 + len(PATIENCE_S)
+        speech = await source.speak("Hello.", Style())
+        waiting = asyncio.create_task(taken(speech))
+        await until(lambda: speech._ended)
+        speech.cancel()
+        assert await waiting == b"" and speech.finish_reason == "cancelled"
+        await source.disconnect()
+
+
+async def test_a_lost_connection_is_replaced_at_the_next_utterance():
+    async with FakeServer(one_piece) as server:
+        source = RemoteSource(server.url)
+        await source.connect()
+        for _ in range(3):
+            assert await taken(await source.speak("Hello.", Style())) == PIECE
+            await until(lambda: not source._connections)
+        await source.disconnect()
+    assert len(server.clients) == 3

@@ -1,12 +1,15 @@
-"""The Pipecat service over a source under control: frames, context, metrics, interruption, failure."""
+"""The Pipecat service over a source under control: frames, words, metrics, interruption, failure; sentences and tokens;
+the conversation's context behind an output that plays in real time."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from pipecat.frames.frames import (
     AggregatedTextFrame,
+    BotStartedSpeakingFrame,
     CancelFrame,
     EndFrame,
     ErrorFrame,
@@ -16,6 +19,8 @@ from pipecat.frames.frames import (
     LLMFullResponseStartFrame,
     LLMTextFrame,
     MetricsFrame,
+    OutputAudioRawFrame,
+    StartFrame,
     TTSAudioRawFrame,
     TTSSpeakFrame,
     TTSStartedFrame,
@@ -24,14 +29,18 @@ from pipecat.frames.frames import (
     TTSUpdateSettingsFrame,
 )
 from pipecat.metrics.metrics import ProcessingMetricsData, TTFAMetricsData, TTFBMetricsData, TTSUsageMetricsData
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.tests.utils import run_test
 from pipecat.transcriptions.language import Language
+from pipecat.transports.base_output import BaseOutputTransport
+from pipecat.transports.base_transport import TransportParams
 from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, turn
 
 from mktts.errors import PromptError, TextError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
-from mktts.spec import SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
 
@@ -301,10 +310,12 @@ async def test_uninterruptible_speech_survives_an_interruption():
     assert talk.heard() == "This call is recorded."
 
 
-@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 22_050, 44_100, 48_000])
-@pytest.mark.parametrize("mode", TextAggregationMode)
+@pytest.mark.parametrize(
+    ("rate_hz", "mode"),
+    [(8_000, "sentence"), (16_000, "token"), (22_050, "sentence"), (44_100, "token"), (48_000, "sentence")],
+)
 async def test_resampled_speech_keeps_its_length_to_the_sample(rate_hz, mode):
-    tts, source = service(lambda text: FakeSpeech(7), text_aggregation_mode=mode)
+    tts, source = service(lambda text: FakeSpeech(7), text_aggregation_mode=TextAggregationMode(mode))
     async with Talk(tts, rate_hz) as talk:
         await talk.say(*turn("One two three."))
     assert {frame.sample_rate for frame in talk.of(TTSAudioRawFrame)} == {rate_hz}
@@ -336,3 +347,156 @@ async def test_run_tts_works_without_an_audio_context():
 def test_a_checkpoint_or_a_source_but_not_both():
     with pytest.raises(ValueError, match="both"):
         MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
+
+
+# ---- token mode: an LLM's tokens go into one generation while they are written
+
+
+def token_service(**kwargs) -> tuple[MkttsTTSService, FakeSource]:
+    """One whose speech says nothing until it is told to."""
+    return service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, **kwargs)
+
+
+async def test_tokens_of_a_turn_go_into_one_generation_as_they_come():
+    tts, source = token_service()
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Hel"), LLMTextFrame("lo there."))
+        await talk.until(lambda: source.speeches and source.speeches[0].texts == ["Hel", "lo there."])
+        source.speeches[0].give(1, open=True)
+        await talk.until(lambda: talk.of(TTSAudioRawFrame))  # speech before the text is complete
+        assert not source.speeches[0].finished.is_set()
+        await talk.say(LLMTextFrame(" How are"), LLMTextFrame(" you?"), LLMFullResponseEndFrame())
+        await talk.until(source.speeches[0].finished.is_set)
+        source.speeches[0].give(9)
+    assert len(source.speeches) == 1
+    assert "".join(source.speeches[0].texts) == "Hello there. How are you?"
+    assert talk.heard() == "Hello there. How are you?"
+    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25]
+    assert len(metrics(talk, TTFBMetricsData)) == 1
+
+
+async def test_an_interrupted_token_turn_has_the_heard_words_in_the_context_alone():
+    tts, source = token_service()
+    async with Talk(tts) as talk:
+        await talk.say(*turn("Once upon a time", " there was a computer.", " It dreamed of the opera."))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(5, open=True)
+        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 5)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: source.speeches[0].cancelled)
+        source.speeches[0].give(5)
+        await talk.until(lambda: talk.of(InterruptionFrame))
+        heard = talk.heard()
+        await talk.say(*turn("Yes?"))
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(2)
+    assert heard
+    assert "Once upon a time there was".startswith(heard)
+    assert talk.samples() == 7 * SAMPLES_PER_FRAME
+    assert talk.heard() == f"{heard} Yes?"
+
+
+async def test_a_failed_engine_in_a_token_turn_keeps_the_unspoken_text_out_of_the_context():
+    tts, source = token_service(stop_frame_timeout_s=TOO_LATE_S)
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Once upon a time there was a computer. It"))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(3, RuntimeError("device lost"))
+        await talk.until(lambda: talk.up)
+        await talk.say(LLMTextFrame(" dreamed."), LLMFullResponseEndFrame())
+    assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
+    assert talk.heard()
+    assert "Once upon a time".startswith(talk.heard())
+    assert not tts.is_usable
+    assert len(talk.of(TTSStoppedFrame)) == 1
+
+
+async def test_two_token_turns_are_generated_one_after_another():
+    tts, source = token_service()
+    async with Talk(tts) as talk:
+        await talk.say(*turn("First one."), *turn("Second one."))
+        await talk.until(lambda: source.speeches)
+        await talk.until(lambda: len(tts._speaking) == 2)
+        assert len(source.speeches) == 1
+        source.speeches[0].give(2)
+        await talk.until(lambda: len(source.speeches) == 2)
+        source.speeches[1].give(2)
+    assert talk.heard() == "First one. Second one."
+    contexts = [frame.context_id for frame in talk.of(TTSAudioRawFrame)]
+    assert contexts == sorted(contexts, key=contexts.index)
+    assert len([pair for pair in pairwise(contexts) if pair[0] != pair[1]]) == 1
+
+
+async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():
+    tts, source = token_service(stop_frame_timeout_s=TOO_LATE_S)
+    async with Talk(tts) as talk:
+        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three four five six seven. "))
+        await talk.until(lambda: source.speeches)
+        source.speeches[0].give(3)
+        await talk.until(lambda: tts._speaking and next(iter(tts._speaking.values())).over)
+        await talk.say(LLMTextFrame("Never said."), LLMFullResponseEndFrame())
+    assert talk.heard()
+    assert "One two three four".startswith(talk.heard())
+
+
+# ---- the conversation's context: what was heard is in it
+
+SENTENCES = ("Once upon a time there was a computer. ", "It dreamed of singing in the opera.")
+
+
+class Loudspeaker(BaseOutputTransport):
+    """Takes audio as fast as it is heard, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
+        self.played_s = 0.0
+
+    async def start(self, frame: StartFrame) -> None:
+        await super().start(frame)
+        await self.set_transport_ready(frame)
+
+    async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
+        duration_s = len(frame.audio) / 2 / frame.sample_rate
+        await asyncio.sleep(duration_s)
+        self.played_s += duration_s
+        return True
+
+
+def conversation(mode: TextAggregationMode, speech_s: float) -> tuple[LLMContext, Loudspeaker, Talk]:
+    """`speech_s`: of each of two sentences."""
+    frames = round(speech_s * FRAME_RATE_HZ)
+    source = FakeSource(lambda text: FakeSpeech(frames if text else 2 * frames))
+    context = LLMContext()
+    loudspeaker, assistant = Loudspeaker(), LLMContextAggregatorPair(context).assistant()
+    tts = MkttsTTSService(source=source, text_aggregation_mode=mode)
+    return context, loudspeaker, Talk(tts, after=[loudspeaker, assistant])
+
+
+def said(context: LLMContext) -> str:
+    return " ".join(message["content"] for message in context.get_messages() if message["role"] == "assistant")
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_after_an_interruption_the_context_ends_where_the_listener_was(mode):
+    context, loudspeaker, talk = conversation(mode, 2.4)
+    async with talk:
+        await talk.say(*turn(*SENTENCES))
+        await talk.until(lambda: loudspeaker.played_s > 1.0)
+        await talk.say(InterruptionFrame())
+        await talk.until(lambda: said(context))
+    heard, text = said(context), "".join(SENTENCES)
+    assert text.startswith(heard)
+    assert "Once upon a" in heard  # all audio was made long before: what counts is what was played
+    assert "computer" not in heard
+    assert talk.of(BotStartedSpeakingFrame)
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_a_turn_that_is_heard_to_its_end_is_in_the_context_word_for_word(mode):
+    context, loudspeaker, talk = conversation(mode, 0.4)
+    async with talk:
+        await talk.say(*turn("One. ", "Two."))
+        await talk.until(lambda: said(context))
+    assert said(context) == "One. Two."
+    assert loudspeaker.played_s >= 0.8

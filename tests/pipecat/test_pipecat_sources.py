@@ -31,7 +31,7 @@ from mktts.synth import Synthesizer
 
 SHORT = Guard(frames_per_text_token=0.5, slack_frames=6)  # random weights never end by themselves
 OPTIONS = StreamOptions(guard=SHORT)
-LONG = "One two three four five six seven eight nine ten. " * 8
+LONG = "One two three four five six seven eight nine ten. " * 4
 Settings = MkttsTTSService.Settings
 
 

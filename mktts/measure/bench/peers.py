@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mktts.checkpoint import Checkpoint
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.bench.sections import (
     STEADY_FRAMES,
@@ -30,7 +31,7 @@ from mktts.measure.bench.sections import (
     steady_frame_ms,
 )
 from mktts.measure.environment import provided_by
-from mktts.model.prompt import Request
+from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 
@@ -43,7 +44,7 @@ PACKAGES = (
 class PeerRun:
     """One utterance of a peer, times in ms from the call.
 
-    frame_ms: (context positions, ms of that frame), codec left out. chunks: (frames, ms to its PCM on the host).
+    frame_ms: (frames so far, ms of that frame), codec left out. chunks: (frames, ms to its PCM on the host).
     """
 
     audio_s: float = 0.0
@@ -76,7 +77,6 @@ class FasterPeer:
             processor = self._model.model.processor
             # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.synth.upstream).
             processor.tokenizer = type(processor.tokenizer).from_pretrained(str(folder))
-        self._prompt_rows: dict[Request, int] = {}
 
     def stream(self, request: Request, sampling: Sampling, seed: int, max_frames: int, chunk_frames: int) -> PeerRun:
         """Chunks of `chunk_frames` frames; a frame's time is its chunk's generation, codec left out, by their clock."""
@@ -96,18 +96,8 @@ class FasterPeer:
                 run.first_pcm_ms = run.first_pcm_ms or run.total_ms
                 run.audio_s += len(pcm) / rate_hz
                 run.chunks.append((timing["chunk_steps"], run.total_ms))
-                context = self._context(request) + timing["total_steps_so_far"]
-                run.frame_ms.append((context, timing["decode_ms"] / timing["chunk_steps"]))
+                run.frame_ms.append((timing["total_steps_so_far"], timing["decode_ms"] / timing["chunk_steps"]))
         return run
-
-    def _context(self, request: Request) -> int:
-        """Prompt rows, computed once a request: role, tags, speaker and text."""
-        if request not in self._prompt_rows:
-            prepared = self._model._prepare_generation_custom(
-                request.text.strip(), request.language, request.speaker, None, request.layout != "streaming"
-            )
-            self._prompt_rows[request] = prepared[3].shape[1]
-        return self._prompt_rows[request]
 
 
 def _their_choice(sampling: Sampling) -> dict[str, Any]:
@@ -125,8 +115,11 @@ def _quiet() -> Iterator[None]:
 # ---- sections
 
 
-def _at_context(frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
-    near = [ms for position, ms in frame_ms if abs(position - settings.context) <= settings.around]
+def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
+    """The ms of those (frames so far, ms) that are around the context, prompt included."""
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    rows = len(builder.build(request_of(checkpoint, settings)).embeds)
+    near = [ms for made, ms in frame_ms if abs(rows + made - settings.context) <= settings.around]
     if not near:
         raise MetricsError(f"the peer's utterance ended before context {settings.context - settings.around}")
     return near
@@ -155,12 +148,12 @@ def faster(settings: BenchSettings) -> Measured:
             steady_ms = [ms for run in runs for ms in steady_frame_ms(run.chunks)]
             yield "faster_frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
     long = peer.stream(request, sampling, 0, settings.context + settings.around, 12)
-    yield "faster_frame_ms", _at_context(long.frame_ms, settings), "ms, mean of 12 frames, codec left out"
+    yield "faster_frame_ms", _at_context(checkpoint, long.frame_ms, settings), "ms, mean of 12 frames, codec left out"
 
 
 def upstream(settings: BenchSettings) -> Measured:
     """A frame at the context, and whole utterances: it does not stream, so its first PCM is its last."""
-    from mktts.synth.upstream import decode_codes, generate_codes, load_upstream, prompt_embeds
+    from mktts.synth.upstream import decode_codes, generate_codes, load_upstream
 
     checkpoint = settings.open()
     request, sampling = request_of(checkpoint, settings), checkpoint.sampling()
@@ -182,7 +175,6 @@ def upstream(settings: BenchSettings) -> Measured:
     marks_s: list[float] = []
     last = settings.context + settings.around
     generate_codes(model, request, sampling, 0, last, on_frame=lambda codes: marks_s.append(time.perf_counter()))
-    context = len(prompt_embeds(model, request)[0])
     # The first frame's interval holds the prompt's own pass.
-    frame_ms = [(context + i, 1e3 * (b - a)) for i, (a, b) in enumerate(zip(marks_s, marks_s[1:], strict=False), 1)]
-    yield "upstream_frame_ms", _at_context(frame_ms, settings), "ms"
+    frame_ms = [(i, 1e3 * (b - a)) for i, (a, b) in enumerate(zip(marks_s, marks_s[1:], strict=False), 1)]
+    yield "upstream_frame_ms", _at_context(checkpoint, frame_ms, settings), "ms"

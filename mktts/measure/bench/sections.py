@@ -6,6 +6,7 @@ the document as a dictionary. The names are defined in mktts.measure.metrics.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,8 +229,9 @@ def memory(settings: BenchSettings) -> Measured:
         for seed in range(settings.open_streams)
     ]
     for state, codec_state in opened:
-        made = [model.backend.step(state, prompt.row(index - 1) if index else None).codes for index in range(16)]
-        model.codec.submit(torch.stack([codes for codes in made if codes is not None]), codec_state).result()
+        made = (model.backend.step(state, row).codes for row in _rows(prompt, 0, 16))
+        codes = list(itertools.takewhile(lambda codes: codes is not None, made))  # random weights may end before
+        model.codec.submit(torch.stack(codes), codec_state).result()
     free, total = torch.cuda.mem_get_info()
     yield "peak_gpu_mb", [(total - free) / _MIB], "MiB in use on the device, driver and context included"
     yield "peak_gpu_torch_mb", [torch.cuda.max_memory_allocated() / _MIB], "MiB of tensors"

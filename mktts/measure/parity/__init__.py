@@ -1,10 +1,8 @@
-"""Prompt, codes, codec and kernel against independent truths.
+"""`python -m mktts parity`: what this package computes, against independent truths.
 
-* command: `python -m mktts parity`; sections: its parts; document: its file; budget: its minutes
-* upstream: prompts and codes against qwen-tts, on the CPU
-* codec: two decodings of the same codes; serving_codec: how far the codec of a CUDA device is from fp32
-* kernel: the megakernel against fp32, next to bf16 PyTorch; text: the same of the text decoder; probe: how both look
-  inside a frame; forced: the sums of their errors
-* batch: the same of the batched frame, on crowds of streams (crowd, crowd_errors) whose lanes show what they do
-  (lanes_probe); batch_codec: the codec of many streams
+* upstream: prompts and codes, bit for bit qwen-tts's, on the CPU
+* kernel: the megakernel's error to fp32, next to bf16 PyTorch's; batch: the same of the batched frame
+* codec: streamed, served and batched decodes, against one pass in fp32
+* text: the text decoder's error
+* ratio: the measure of all of them; probe: the inside of a frame; command: the sections and their document
 """

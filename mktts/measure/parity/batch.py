@@ -1,184 +1,226 @@
-"""The batched frame against an fp32 run of the same weights, next to bf16 PyTorch, as `parity.kernel` does it.
+"""The batched frame as parity compares it: many streams with prompts of their own, in ticks drawn at random.
 
-Crowds of streams with prompts of their own play in ticks of 8, 64 and 256 lanes: prompts are cut over ticks, some begin
-behind a kept prefix, lanes are at different positions. Of each crowd the last few streams are compared, once with sums
-of one order ("deterministic"), once by cuBLAS ("cublas"); where bf16 PyTorch stands in the kernels' place, "torch".
-
-* forced: the kernels choose the codes, and both oracles take them. `ratio` is the relative rms error to fp32 over the
-  bf16 oracle's, of logits and of the talker's residual stream: at most LIMIT passes.
-* free: of those streams that are greedy, the frames before the first choice that is not fp32's are counted; that choice
-  is explained as in `divergence` of `parity.kernel`.
-* exact: greedy codes of all lanes on wide-margin random weights equal fp32's.
-* codec: see `parity.batch_codec`.
+Prompts are cut over ticks, some begin behind a kept prefix, lanes are at different positions; the last few streams of a
+load are compared.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from mktts.batch.lanes import Lanes
+from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
-from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.measure.checkpoint_maker import CheckpointMaker
-from mktts.measure.parity.batch_codec import codec_errors
-from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.crowd import CrowdStream, pages_for
-from mktts.measure.parity.crowd_errors import (
-    BatchScope,
-    crowd_streams,
-    exact_codes,
-    exact_crowds,
-    exact_streams,
-    forced_crowds,
-)
-from mktts.measure.parity.kernel import MARGIN
-from mktts.measure.parity.lanes_probe import CudaProbe, LanesProbe, PlainProbe
-from mktts.measure.parity.probe import LIMIT
+from mktts.batch.tick import Piece, Tick
+from mktts.checkpoint import Checkpoint
+from mktts.measure.parity.probe import CudaProbe, LanesProbe, Observed, PlainProbe
+from mktts.measure.parity.ratio import GREEDY, RowStream, random_rows
 from mktts.model.oracle import TorchBackend
+from mktts.model.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS
 
-_WRONG = {
-    "forced": f"its error is more than {LIMIT} times bf16 PyTorch's",
-    "free": "a stream first differs from fp32 where rounding does not explain it",
-    "exact": "a greedy code of the wide-margin variant is not fp32's",
-}
 MODES = {"deterministic": True, "cublas": False}  # of CudaLanes
 _PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
 _PLAIN_BYTES = 1 << 30  # for keys and values of PyTorch's lanes
+_PREFIX_ROWS = 70  # one whole page and a part of the next
+_NEIGHBOUR_ROWS = 40  # of a prompt that is not compared, at most
+_IN_TICK = 0.8  # the part of the streams that speak already that is in a tick
+_CUT = 0.3  # of the prompts, at every tick, though there is room for the whole of them
 
 
-def probe_for(
-    checkpoint: Checkpoint, kernel: str, mode: str, device: str, sizes: Sequence[int], streams: Sequence[CrowdStream]
-) -> LanesProbe:
-    """Lanes in bf16 with room for `streams`, all open at once, that show what they do. kernel: "megakernel" for those
-    of a CUDA device, "torch" for PyTorch's."""
-    config, tensors = checkpoint.config, checkpoint.tensors()
-    positions = max(stream.rows for stream in streams)
-    if kernel == "torch":
-        from mktts.batch.plain.lanes import TorchLanes
-        from mktts.codec.decoder import CodecDecoder
-
-        decoder = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device)
-        dtype, slots = torch.bfloat16, max(sizes)
-        return PlainProbe(TorchLanes(config, tensors, decoder, slots, positions, _PLAIN_BYTES, dtype))
-    from mktts.batch.cuda.lanes import CudaLanes
-
-    return CudaProbe(
-        CudaLanes(
-            config,
-            tensors,
-            torch.device(device),
-            torch.bfloat16,
-            slots=max(sizes),
-            positions=positions,
-            pages=pages_for(streams),
-            settings=crowd_settings(sizes),
-            graphs=False,
-            deterministic=MODES[mode],
-        )
-    )
+# ---- ticks drawn at random
 
 
-def crowd_settings(sizes: Sequence[int], prompt_rows: Sequence[int] = _PROMPT_ROWS) -> TickSettings:
+@dataclass
+class _Playing:
+    index: int
+    entered: int  # rows of the prompt
+    made: list[Tensor | None] = field(default_factory=list)  # None: ended by itself
+
+
+class RandomTicks:
+    """Streams on lanes, in ticks drawn at random: they come one after the other, prompts are cut, some skip a tick.
+
+    cut, kept: pieces that did not end their prompt, and prefixes found kept.
+    """
+
+    def __init__(self, lanes: Lanes, streams: Sequence[RowStream], size: int, seed: int = 0) -> None:
+        """size: lanes of every tick's bucket, where lanes have buckets; at most so many streams are open at once.
+        seed: of the ticks, not of the streams."""
+        self._lanes, self._streams, self._size = lanes, streams, size
+        self._rng = np.random.default_rng(seed)
+        self._free = self._rng.permutation(lanes.slots).tolist()[:size]
+        self._open: dict[int, _Playing] = {}
+        self.cut = self.kept = 0
+
+    def play(self, each: Callable[[int, int, int, Tensor], None] | None = None) -> list[Tensor]:
+        """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself.
+
+        each: called behind every tick with the lane, the stream, the frame's number and its codes (16,).
+        """
+        waiting = deque(range(len(self._streams)))
+        made = [torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64) for _ in self._streams]
+        while waiting or self._open:
+            for _ in range(int(self._rng.integers(1, 2 + self._size // 4))):
+                if waiting and self._free:
+                    self._enter(waiting.popleft())
+            tick = self._tick()
+            if tick.empty:
+                continue
+            self._run(tick, each)
+            for slot in tick.lanes.tolist():
+                playing = self._open[slot]
+                if playing.made[-1] is None or len(playing.made) == len(self._streams[playing.index].text):
+                    codes = [codes for codes in playing.made if codes is not None]
+                    made[playing.index] = torch.stack(codes) if codes else made[playing.index]
+                    self._lanes.pages.close(slot)
+                    self._lanes.leave(slot)
+                    del self._open[slot]
+                    self._free.append(slot)
+        return made
+
+    def _enter(self, index: int) -> None:
+        stream, slot = self._streams[index], self._free.pop()
+        kept_rows, copies = self._lanes.pages.open(slot, stream.positions, stream.key)
+        self.kept += kept_rows > 0
+        self._lanes.enter(slot, None)
+        self._lanes.begin(slot, stream.embeds, stream.sampling, stream.seed, copies)
+        self._open[slot] = _Playing(index, kept_rows)
+
+    def _tick(self) -> Tick:
+        settings, pieces, old = self._lanes.settings, [], []
+        left = int(self._rng.integers(1, settings.max_rows + 1))
+        for slot in self._rng.permutation(sorted(self._open)).tolist():
+            playing = self._open[slot]
+            prompt = len(self._streams[playing.index].embeds)
+            missing = prompt - playing.entered
+            if not missing:
+                old += [slot] if self._rng.random() < _IN_TICK else []
+            elif settings.whole_prompts:
+                pieces.append(Piece(slot, 0, prompt, True))
+            elif left:
+                rows = min(missing, left)
+                if self._rng.random() < _CUT:
+                    rows = int(self._rng.integers(1, rows + 1))
+                pieces.append(Piece(slot, playing.entered, rows, rows == missing))
+                self.cut += rows < missing
+                left -= rows
+        new = [piece.slot for piece in pieces if piece.last]
+        lanes, rows = len(new) + len(old), sum(piece.rows for piece in pieces)
+        fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
+        bucket = min(fitting) if fitting else settings.bucket(self._lanes.model, lanes, rows)
+        return Tick(bucket, np.array([*new, *old], np.int32), len(new), pieces=tuple(pieces))
+
+    def _run(self, tick: Tick, each: Callable[[int, int, int, Tensor], None] | None) -> None:
+        slots = tick.lanes.tolist()
+        lanes = [self._open[slot] for slot in slots]
+        texts = [self._streams[playing.index].text for playing in lanes]
+        rows = [None if i < tick.new_lanes else texts[i][len(one.made)] for i, one in enumerate(lanes)]
+        launched = self._lanes.launch(tick, rows)
+        for piece in tick.pieces:
+            self._open[piece.slot].entered += piece.rows
+        for slot, playing in zip(slots[: tick.new_lanes], lanes, strict=False):
+            stream = self._streams[playing.index]
+            if stream.key is not None:
+                self._lanes.copy(self._lanes.pages.keep(slot, stream.key, stream.prefix) or ())
+        made = self._lanes.collect(launched)
+        for playing, codes, ended in zip(lanes, made.codes, made.ended, strict=True):
+            playing.made.append(None if ended or codes[0] < 0 else torch.from_numpy(codes.copy()))
+        for lane, playing in enumerate(lanes):
+            if each is not None and playing.made[-1] is not None:
+                each(lane, playing.index, len(playing.made) - 1, playing.made[-1])
+
+
+def pages_for(streams: Sequence[RowStream]) -> int:
+    """Pages with which all of them are open at once and every prefix stays kept, page 0 with them."""
+    prefixes = {stream.key: -(-stream.prefix // PAGE_ROWS) for stream in streams if stream.key is not None}
+    own = sum(-(-stream.positions // PAGE_ROWS) for stream in streams) + 1
+    return max(own + sum(prefixes.values()), 8 * sum(prefixes.values()))  # prefixes may have an eighth of all
+
+
+def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = _PROMPT_ROWS) -> TickSettings:
     """Ticks of exactly these numbers of lanes and prompt rows."""
     buckets = tuple((lanes, rows) for lanes in sizes for rows in prompt_rows)
     return TickSettings(buckets, max(sizes), max(prompt_rows), min_rows=1, few_lanes=1)
 
 
-def batch_parity_of(
-    source: str,
-    scope: BatchScope,
-    kernel: str,
-    device: str,
-    *,
-    revision: str | None = None,
-    maker: CheckpointMaker | None = None,
-    budget: Budget | None = None,
-) -> dict[str, Any]:
-    """All comparisons of one checkpoint by mode, and the codec's; arguments as of `kernel.parity_of`.
+class LanesUnderTest:
+    """The lanes under test. cut, kept: as of RandomTicks, over all loads that were observed."""
 
-    What fails is named under `errors`; `passed` says whether nothing did and all that ran passed.
-    """
-    modes = ["torch"] if kernel == "torch" else list(MODES)
-    result: dict[str, Any] = {**{mode: {} for mode in modes}, "seconds": {}, "errors": {}}
-    budget, margin = budget or Budget(), source.startswith("random:") and scope.exact > 0
+    def __init__(self, probe: LanesProbe, watched: int) -> None:
+        """watched: the last streams of a load, so many, are compared."""
+        self.probe, self._watched = probe, watched
+        self.cut = self.kept = 0
 
-    def part(name: str, measure: Callable[[], None]) -> None:
-        begun_s = time.perf_counter()
-        try:
-            measure()
-        except Exception as error:  # noqa: BLE001  the other parts still count
-            traceback.print_exc(file=sys.stderr)
-            result["errors"][name] = f"{type(error).__name__}: {error}"
-        result["seconds"][name] = time.perf_counter() - begun_s
-        _free(device)
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        mode: str,
+        device: str,
+        sizes: Sequence[int],
+        streams: Sequence[RowStream],
+        watched: int,
+    ) -> LanesUnderTest:
+        """Lanes in bf16 with room for `streams`, all open at once, that show what they do.
 
-    def opened(wanted: str) -> Checkpoint:
-        if maker is not None:
-            maker.wait(wanted)
-        return open_checkpoint(wanted, revision)
-
-    def forced_and_free(within: Budget) -> None:
-        checkpoint = opened(source)
+        mode: of MODES for those of a CUDA device, "torch" for PyTorch's.
+        """
         config, tensors = checkpoint.config, checkpoint.tensors()
-        bf16, fp32 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.bfloat16, torch.float32))
-        crowds = {size: crowd_streams(fp32, size, scope) for size in scope.lanes}
-        every = [stream for streams in crowds.values() for stream in streams]
-        for index, mode in enumerate(modes):
+        positions, slots = max(stream.positions for stream in streams), max(sizes)
+        if mode == "torch":
+            from mktts.batch.plain.lanes import TorchLanes
+            from mktts.codec.decoder import CodecDecoder
 
-            def compare(mode: str = mode, share: float = 1 / (len(modes) - index)) -> None:
-                probe = probe_for(checkpoint, kernel, mode, device, scope.lanes, every)
-                result[mode].update(forced_crowds(probe, bf16, fp32, crowds, scope, within.share(share)))
+            decoder = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device)
+            plain = TorchLanes(config, tensors, decoder, slots, positions, _PLAIN_BYTES, torch.bfloat16)
+            return cls(PlainProbe(plain), watched)
+        from mktts.batch.cuda.lanes import CudaLanes
 
-            part(f"{mode}: forced, free", compare)
+        room = {"slots": slots, "positions": positions, "pages": pages_for(streams), "settings": exact_buckets(sizes)}
+        given = (config, tensors, torch.device(device), torch.bfloat16)
+        return cls(CudaProbe(CudaLanes(*given, **room, graphs=False, deterministic=MODES[mode])), watched)
 
-    def exact(within: Budget) -> None:
-        checkpoint = opened(source + MARGIN)
-        fp32 = TorchBackend(checkpoint.config, checkpoint.tensors(), device, torch.float32)
-        streams = exact_streams(checkpoint, fp32, scope)
-        truths = exact_codes(fp32, streams, within)
-        del fp32
-        for mode in modes:
+    def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, list[Observed]]]:
+        """What every frame of the compared streams did, with their numbers."""
+        seen: dict[int, list[Observed]] = {number: [] for number in range(len(streams))[-self._watched :]}
 
-            def compare(mode: str = mode) -> None:
-                room = [streams[i % len(streams)] for i in range(max(scope.lanes))]
-                probe = probe_for(checkpoint, kernel, mode, device, scope.lanes, room)
-                result[mode]["exact"] = exact_crowds(probe, scope.lanes, streams, truths)
+        def watch(lane: int, number: int, frame: int, codes: Tensor) -> None:
+            if number in seen:
+                seen[number].append(self.probe.observed(lane, codes, frame == 0))
 
-            part(f"{mode}: exact", compare)
+        ticks = RandomTicks(self.probe.lanes, streams, size, seed=size)
+        ticks.play(watch)
+        self.cut, self.kept = self.cut + ticks.cut, self.kept + ticks.kept
+        return iter(seen.items())
 
-    part("load and compare", lambda: forced_and_free(budget.share(0.5 if margin else 0.8)))
-    if margin:
-        part("load and compare, wide margins", lambda: exact(budget.share(0.5)))
-    part("codec", lambda: result.update(codec=codec_errors(opened(source), kernel, device, scope.lanes, budget)))
-    found = [value for mode in modes for value in result[mode].values()] + [result.get("codec", {"passed": False})]
-    result["passed"] = not result["errors"] and all(value["passed"] for value in found)
-    return result
+    def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
+        """Codes (T, 16) of each stream."""
+        return RandomTicks(self.probe.lanes, streams, size, seed=size).play()
 
 
-def batch_outcome(found: dict[str, Any]) -> dict[str, Any]:
-    """The section of what `batch_parity_of` found; the comparisons themselves stand beside the sections."""
-    outcome: dict[str, Any] = {"batch": "see batch", "frames": 0, "ratio": {}}
-    reasons = [f"{name}: {reason}" for name, reason in found["errors"].items()]
-    for mode in (*MODES, "torch"):
-        compared = found.get(mode, {})
-        if "forced" in compared:
-            outcome["frames"] += sum(compared["forced"]["frames"].values())
-            outcome["ratio"] |= {f"{mode}, {n}": v["ratio"] for n, v in compared["forced"]["pooled"].items()}
-        reasons += [f"{mode}: {_WRONG[name]}" for name, value in compared.items() if not value["passed"]]
-    if "codec" in found:
-        outcome["codec_db"] = {n: v["snr_db"] for n, v in found["codec"].items() if isinstance(v, dict)}
-        reasons += [] if found["codec"]["passed"] else ["the codec in a batch is farther from fp32 than it may be"]
-    return outcome | ({"reason": reasons[0]} if reasons else {})
-
-
-def _free(device: str) -> None:
-    """What a part held goes before the next one asks for memory."""
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[int], frames: int) -> list[RowStream]:
+    """`size` streams of which the last `watched` are to be compared, every other greedy. Every fourth has a prefix in
+    common with its like. contexts: prompt rows of the compared ones, by turns."""
+    prefix = random_rows(fp32, _PREFIX_ROWS, size)
+    watched, streams = min(watched, size), []
+    for index in range(size):
+        seed, place = 1_000 * size + index, index - (size - watched)  # place: among those compared
+        context = contexts[place % len(contexts)]
+        prompt = random_rows(fp32, 2 + seed % _NEIGHBOUR_ROWS if place < 0 else context + place, seed)
+        shares = index % 4 == 3
+        if shares and place < 0:
+            prompt = torch.cat((prefix, prompt))
+        shares = shares and len(prompt) > _PREFIX_ROWS
+        if shares:
+            prompt[:_PREFIX_ROWS] = prefix
+        text, sampling = random_rows(fp32, frames, 500_000 + seed), Sampling() if index % 2 else GREEDY
+        kept = (f"prefix {size}", _PREFIX_ROWS) if shares else (None, 0)
+        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} lanes")))
+    return streams

@@ -1,20 +1,43 @@
-"""How far two decodings of the same codes are apart, and the ways of decoding that are compared."""
+"""The codec against one pass of plain fp32 operators on the CPU: streamed, as a device serves it, and of many streams.
+
+The committed figures of the codec that a GPU serves are made by COMMAND.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.graphs import GraphedCodec
-from mktts.errors import CodecError
+from mktts.codec.graphs import GraphedCodec, codec_for
+from mktts.common import write_json
+from mktts.errors import BackendUnavailable, CodecError
+from mktts.measure.environment import head
+from mktts.measure.parity.ratio import Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.speech.options import SCHEDULE
+from mktts.synth.upstream import decode_codes
 
+COMMAND = "python -c \"from mktts.measure.parity.codec import write; write('outputs/reference/h200/codec.json')\""
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
+FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up to 300 without approximation
+SEED = 7
+# Signal-to-noise ratio that a decode must have: fp32 operators in another order, the fused kernels of CUDA, whose
+# products of two fp16 halves gave 88 dB at full size, and those with fp16 in the waveform blocks, which gave 54.
+LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "plain": 100.0, "full": 80.0, "fast": 50.0}
+_LEAST_FRAMES = 8
+_BATCH_STREAMS = 4  # that are compared, spread over the lanes
+_BATCH_FRAMES = 80
+_MOST_LANES = 64
 
 
 def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> Tensor:
@@ -75,3 +98,117 @@ def snr_db(pcm: Tensor | np.ndarray, reference: Tensor | np.ndarray) -> float:
     found, expected = np.asarray(pcm, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     noise = float(((found - expected) ** 2).sum())
     return float("inf") if noise == 0 else 10 * float(np.log10((expected**2).sum() / noise))
+
+
+def distance(found: Tensor, reference: Tensor) -> dict[str, Any]:
+    """equal (sample for sample), snr_db (None where equal) and max_abs_error of full scale 1."""
+    equal = torch.equal(found, reference)
+    return {
+        "equal": equal,
+        "snr_db": None if equal else snr_db(found, reference),
+        "max_abs_error": float(frame_errors(found, reference).max()),
+    }
+
+
+def _affordable(decoder: CodecDecoder, codes: Tensor, decodes: int, budget: Budget) -> int:
+    """How many of the frames of `codes` (T, 16) can be decoded so many times within the budget."""
+    begun_s = time.perf_counter()
+    decoder.decode_all(codes[:_LEAST_FRAMES])
+    frame_s = (time.perf_counter() - begun_s) / _LEAST_FRAMES
+    return int(max(_LEAST_FRAMES, min(len(codes), budget.left_s / decodes / frame_s)))
+
+
+def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: str, budget: Budget) -> dict[str, Any]:
+    """Codes decoded in the default schedule of chunks, as the synthesizer on this device does it, against our decode in
+    one pass and against upstream's own. upstream: gives qwen-tts's model, or raises BackendUnavailable."""
+    config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
+    ours, whole = codec_for(config, tensors, device), CodecDecoder(config, tensors)
+    codes = random_codes(FRAMES, SEED, config.codebook_size)
+    codes = codes[: _affordable(whole, codes, 4, budget)]  # streamed, whole and upstream's, and one to spare
+    streamed, offline = decode_streamed(ours, codes, SCHEDULE).cpu(), whole.decode_all(codes)
+    least = LEAST_SNR_DB[torch.device(device).type]
+    found: dict[str, Any] = {"frames": len(codes), "asked": FRAMES, "schedule": list(SCHEDULE), "variant": ours.name}
+    found |= {"least_db": least, "streamed_to_whole": distance(streamed, offline)}
+    try:
+        theirs = torch.as_tensor(decode_codes(upstream(), codes))
+        found["streamed_to_upstream"], found["whole_to_upstream"] = (
+            distance(streamed, theirs),
+            distance(offline, theirs),
+        )
+    except BackendUnavailable as error:
+        found["upstream"] = f"skipped: {error}"
+    limits = {"streamed_to_whole": least, "streamed_to_upstream": least, "whole_to_upstream": LEAST_SNR_DB["cpu"]}
+    for name, limit in limits.items():
+        if name in found and not found[name]["equal"] and not found[name]["snr_db"] >= limit:
+            found["reason"] = f"{name}: {found[name]['snr_db']:.1f} dB, at least {limit:g} dB expected"
+            break
+    return found
+
+
+def batched_errors(
+    checkpoint: Checkpoint, kernel: str, device: str, sizes: Sequence[int], budget: Budget | None = None
+) -> dict[str, Any]:
+    """Many streams in one pass: lanes, frames, asked, passed, and for each precision snr_db, max_error and least_db.
+
+    kernel: "torch" measures PyTorch's lanes, as "plain", anything else both precisions of a CUDA device. sizes: a pass
+    has as many lanes as the largest, at most 64.
+    """
+    whole = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
+    lanes = min(max(sizes), _MOST_LANES)
+    codes = torch.stack([random_codes(_BATCH_FRAMES, seed, whole.config.codebook_size) for seed in range(lanes)])
+    compared = sorted({(lanes - 1) * i // (_BATCH_STREAMS - 1) for i in range(_BATCH_STREAMS)})
+    frames = _affordable(whole, codes[0], 2 * len(compared), budget or Budget())  # half of the time is the device's
+    truth = torch.cat([whole.decode_all(codes[lane, :frames]) for lane in compared])
+    found: dict[str, Any] = {"lanes": lanes, "frames": frames, "asked": _BATCH_FRAMES, "passed": True}
+    for precision in ("plain",) if kernel == "torch" else ("full", "fast"):
+        decode = _lanes_decode(checkpoint, device, lanes, precision)
+        pcm = torch.stack([decode(codes[:, frame])[compared].float().cpu() for frame in range(frames)], 1).flatten()
+        error, least = distance(pcm, truth), LEAST_SNR_DB[precision]
+        found[precision] = {**error, "max_error": error.pop("max_abs_error"), "least_db": least}
+        found["passed"] &= error["equal"] or error["snr_db"] >= least
+    return found
+
+
+def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: str) -> Callable[[Tensor], Tensor]:
+    """codes (lanes, 16) int64, the next frame of every lane -> pcm (lanes, 1920)."""
+    where = torch.device(device)
+    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
+    if precision == "plain":
+        from mktts.batch.plain.codec import CodecLanes
+
+        plain = CodecLanes(decoder(), lanes)
+        return partial(plain.decode, [plain.start() for _ in range(lanes)])
+    from mktts.batch.cuda.codec import CudaCodec
+
+    codec = CudaCodec(decoder, lanes + 1, precision)
+    codec.compile([lanes])
+    slots = torch.arange(lanes, dtype=torch.int32, device=where)
+    for slot in range(lanes):
+        codec.enter(slot, None)
+    return lambda codes: codec.decode(codes.to(where, torch.int32), slots)
+
+
+def serving_error(
+    source: str, frames: int = 80, seed: int = 0, schedule: Sequence[int] = SCHEDULE, device: str = "cuda"
+) -> dict[str, Any]:
+    """One row: `frames` seeded random codes, streamed by the codec that serves on `device`, against one pass."""
+    checkpoint = open_checkpoint(source)
+    config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
+    codes = random_codes(frames, seed, config.codebook_size)
+    expected = CodecDecoder(config, tensors).decode_all(codes)
+    found = decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu()
+    weights = "random" if checkpoint.is_random else "trained"
+    return {
+        "codec": source,
+        "weights": weights,
+        "served_on": device,
+        "frames": frames,
+        "max_error": float(frame_errors(found, expected).max()),
+        "snr_db": snr_db(found, expected),
+    }
+
+
+def write(path: Path | str, device: str = "cuda") -> None:
+    """Writes the machine and a row for the trained codec in the box and for the released size with random weights."""
+    rows = [serving_error(source, device=device) for source in ("small", "random:0.6b")]
+    write_json(Path(path), {**head(device), "rows": rows})

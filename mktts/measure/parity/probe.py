@@ -1,65 +1,53 @@
-"""Looks inside one frame: logits of all sixteen heads and the talker's residual stream, of the kernel or the oracle.
+"""Looks inside a frame: logits of all sixteen heads and the talker's residual stream.
 
-Teacher forcing goes from the model under test to the oracles: it chooses the codes, and they are made to take them, so
-that every logit of a frame has the same history on all sides. `Errors` and `compare` say how far two of them are from
-the third.
+The one place that knows where the megakernel, the oracle and the lanes of many streams hold them. Methods of lanes are
+wrapped from outside, so that serving does nothing for it; their ticks must not be recorded as graphs.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.checkpoint import Checkpoint
 from mktts.kernel.backend import MegakernelBackend
 from mktts.model.backend import Backend, PromptRows, StreamState
 from mktts.model.oracle import TorchBackend, TorchStream
-from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.model.sampling import Sampling, restrict
+from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-LIMIT = 1.1  # of the kernel's error over the bf16 oracle's
-_TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
+if TYPE_CHECKING:
+    from mktts.batch.cuda.lanes import CudaLanes
+    from mktts.batch.plain.lanes import TorchLanes
+
 _ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One frame. `hidden` is None for a stream's first: its talker state comes from the prompt."""
+    """One frame.
 
-    codes: Tensor  # (16,) int64 on the host
-    logits: list[Tensor]  # 16 of (vocabulary,) fp32, as the heads gave them
-    hidden: Tensor | None  # (layers, H) fp32: the residual stream after every talker layer
+    codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden: (layers, H) fp32,
+    the residual stream after every talker layer; None for a stream's first, whose talker state comes from the prompt.
+    """
 
-
-class Probe(Protocol):
-    """A backend that shows what it does."""
-
-    backend: Backend
-    rows_at_once: int | None  # of a prompt, at most; None: any number
-
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
-        """As `Backend.start`; rows beyond `rows_at_once` go through the model one by one."""
-
-    def step(self, state: StreamState, row: Tensor | None) -> Observed | None:
-        """As `Backend.step`; None at end-of-speech."""
+    codes: Tensor
+    logits: list[Tensor]
+    hidden: Tensor | None
 
 
 class KernelProbe:
-    """The megakernel. The one place that knows how it hands out its inside."""
+    """The megakernel. rows_at_once: of a prompt, at most; further ones go through the kernel one by one."""
 
     def __init__(self, backend: MegakernelBackend) -> None:
         self.backend = backend
-        self.rows_at_once = backend._prefill.capacity
+        self.rows_at_once: int | None = backend._prefill.capacity
         self._debug = backend.new_debug()
 
     @torch.inference_mode()
@@ -76,6 +64,7 @@ class KernelProbe:
         return state
 
     def step(self, state: StreamState, row: Tensor | None) -> Observed | None:
+        """The next frame; None at end-of-speech."""
         frame = self.backend.step(state, row, self._debug)
         if frame.codes is None:
             return None
@@ -85,24 +74,20 @@ class KernelProbe:
 
 
 class TorchProbe:
-    """The torch backend in the kernel's place: what runs where there is no GPU, and the bf16 oracle free-running."""
+    """The torch backend in the kernel's place: what runs where there is no GPU."""
 
     rows_at_once: int | None = None
 
     def __init__(self, backend: TorchBackend) -> None:
-        self.backend = backend
-
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
-        return self.backend.start(prompt, sampling, seed, max_frames)
+        self.backend, self.start = backend, backend.start
 
     def step(self, state: TorchStream, row: Tensor | None) -> Observed | None:
+        """The next frame; None at end-of-speech."""
         codes = self.backend.step(state.copy(), row).codes
-        if codes is None:
-            return None
-        return forced(self.backend, state, row, codes)
+        return None if codes is None else forced(self.backend, state, row, codes)
 
 
-def probe_of(backend: Backend) -> Probe:
+def probe_of(backend: Backend) -> KernelProbe | TorchProbe:
     return KernelProbe(backend) if isinstance(backend, MegakernelBackend) else TorchProbe(backend)
 
 
@@ -128,35 +113,6 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
     return Observed(codes, logits, hidden)
 
 
-def scores(logits: list[Tensor], history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:
-    """What the sixteen choices are made from; `history` (N,) is code 0 of the frames before."""
-    return [restrict(logits[0], history, sampling.repetition_penalty, config.codec_ids.eos), *logits[1:]]
-
-
-def vocabularies(config: ModelConfig) -> list[int]:
-    """Ids of each of the sixteen heads."""
-    return [config.talker.vocab_size] + [config.predictor.vocab_size] * (NUM_CODEBOOKS - 1)
-
-
-def spoken_rows(checkpoint: Checkpoint, backend: TorchBackend, frames: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A prompt (L, H) and `frames` text rows (frames, H) as the checkpoint itself makes them, of random text tokens.
-
-    Wide-margin weights keep their margins for such rows only.
-    """
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
-    prompt = builder.build(Request("Some words.", speaker=checkpoint.config.default_speaker, layout="streaming"))
-    ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(seed))
-    return prompt.embeds, builder.text_rows(ids.tolist())
-
-
-def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
-    """`rows` talker inputs (rows, H) that look like the checkpoint's own: normal, of its embeddings' size, in bf16."""
-    table = backend.code_tables[0]
-    size = table[:256].float().pow(2).mean().sqrt().cpu()
-    noise = torch.randn(rows, table.shape[1], generator=torch.Generator().manual_seed(seed))
-    return (size * noise).to(torch.bfloat16).to(backend.device)
-
-
 @contextmanager
 def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
     """Collects what every layer of a pass returns, (1, T, H) each."""
@@ -174,29 +130,93 @@ def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
         del stack.layer
 
 
-# ---- relative errors
+def vocabularies(config: ModelConfig) -> list[int]:
+    """Ids of each of the sixteen heads."""
+    return [config.talker.vocab_size] + [config.predictor.vocab_size] * (NUM_CODEBOOKS - 1)
 
 
-class Errors:
-    """Relative rms errors to a reference, pooled by name: sqrt(sum (found - reference)^2 / sum reference^2)."""
+class LanesProbe:
+    """Lanes that show what their newest tick did, once it was collected and before the next is launched.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0.0])
+    A subclass wraps the lanes so that they fill `_logits` (16 of (lanes, vocabulary)) and `_hidden` (a layer's
+    (lanes, H) each), and says which row of these a lane has.
+    """
 
-    def add(self, found: Tensor, reference: Tensor, *names: str) -> None:
-        error, size = (found - reference).double().pow(2).sum(), reference.double().pow(2).sum()
-        for name in names:
-            self._sums[name][0] += error
-            self._sums[name][1] += size
+    def __init__(self, lanes: Any) -> None:
+        self.lanes = lanes
+        self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS
+        self._hidden: list[Tensor] = []
+        self._rows: list[int] | None = None  # of the lanes, where their order is another
 
-    def relative(self) -> dict[str, float]:
-        return {name: math.sqrt(float(error) / float(size)) for name, (error, size) in self._sums.items()}
+    def observed(self, lane: int, codes: Tensor, first: bool) -> Observed:
+        """Of one lane of the tick. first: its frame came from the prompt, so it has no hidden states of its own."""
+        row = lane if self._rows is None else self._rows[lane]
+        inside = None if first else torch.stack([of_layer[row] for of_layer in self._hidden])
+        return Observed(codes, [of_head[row].clone() for of_head in self._logits], inside)
 
 
-def compare(kernel: Errors, bf16: Errors) -> dict[str, dict[str, float]]:
-    """name -> kernel, bf16, ratio."""
-    theirs = bf16.relative()
-    return {
-        name: {"kernel": ours, "bf16": theirs[name], "ratio": ours / theirs[name] if theirs[name] else float(ours > 0)}
-        for name, ours in kernel.relative().items()
-    }
+class CudaProbe(LanesProbe):
+    """The batched frame of a CUDA device, made with graphs=False. Kernels of the buckets are compiled first."""
+
+    def __init__(self, lanes: CudaLanes) -> None:
+        super().__init__(lanes)
+        self._hidden = [torch.empty(0)] * lanes.config.talker.num_hidden_layers
+        frames = [lanes._buckets[size].frame for size in sorted(lanes._buckets, reverse=True)]
+        if lanes.device.type == "cuda":
+            from mktts.batch.cuda.kernels.launching import compiling
+            from mktts.batch.cuda.lanes import _THREADS
+
+            with torch.cuda.stream(lanes._stream), compiling(_THREADS):
+                for frame in frames:
+                    frame.run()
+        for frame in frames:
+            self._watch(frame)
+
+    def _watch(self, frame: Any) -> None:
+        draw, layer = frame._draw, frame._layer
+
+        def watched_draw(logits: Tensor, book: int) -> None:
+            self._logits[book] = logits.to(torch.float32, copy=True)
+            draw(logits, book)
+
+        def watched_layer(stack: Any, index: int, x: Tensor, *more: Any) -> None:
+            layer(stack, index, x, *more)
+            if stack is frame._weights.talker:
+                self._hidden[index] = x[: frame.lane_count].to(torch.float32, copy=True)
+
+        frame._draw, frame._layer = watched_draw, watched_layer
+
+
+class PlainProbe(LanesProbe):
+    """Lanes of PyTorch operators: what runs where there is no GPU."""
+
+    def __init__(self, lanes: TorchLanes) -> None:
+        super().__init__(lanes)
+        talker = lanes._talker
+        tick, finish = talker.tick, talker._talker.finish
+        restrict, codes = talker._limits.restrict, talker._predictor.codes
+
+        def watched_tick(slots: list[int], rows: list[Tensor | None]) -> Any:
+            order = sorted(range(len(slots)), key=lambda i: rows[i] is None)  # those that speak already come first
+            self._rows = [order.index(i) for i in range(len(order))]
+            self._hidden = []
+            return tick(slots, rows)
+
+        def watched_restrict(logits: Tensor, *more: Any) -> Tensor:
+            self._logits[0] = logits.to(torch.float32, copy=True)
+            return restrict(logits, *more)
+
+        def watched_codes(hidden: Tensor, code0: Tensor, draw: Any) -> Tensor:
+            def watched_draw(book: int, logits: Tensor) -> Tensor:
+                self._logits[book] = logits.to(torch.float32, copy=True)
+                return draw(book, logits)
+
+            return codes(hidden, code0, watched_draw)
+
+        def watched_finish(*arguments: Any) -> Tensor:
+            x = finish(*arguments)
+            self._hidden.append(x.to(torch.float32, copy=True))
+            return x
+
+        talker.tick, talker._predictor.codes = watched_tick, watched_codes
+        talker._limits.restrict, talker._talker.finish = watched_restrict, watched_finish

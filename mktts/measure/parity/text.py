@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.probe import LIMIT, Errors, compare
+from mktts.measure.parity.ratio import LIMIT, Budget, ErrorRatio
 from mktts.model.sampling import Choice
-
-if TYPE_CHECKING:
-    from mktts.llm.backend import TorchTextBackend
-    from mktts.llm.kernel import TextKernelBackend
 
 CONTEXTS = (16, 200, 1_000, 1_900)
 _TOKENS = 50  # at each context
@@ -51,56 +44,45 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int, budget: Bu
     """
     from mktts.llm.backend import TorchTextBackend
     from mktts.llm.checkpoint import open_text_checkpoint
+    from mktts.llm.kernel import TextKernelBackend
 
     checkpoint = open_text_checkpoint(source)
     config, tensors = checkpoint.config, checkpoint.tensors()
     bf16, fp32 = (TorchTextBackend(config, tensors, device, dtype) for dtype in (torch.bfloat16, torch.float32))
     tested: Any = bf16
-    step: Callable[[Any], tuple[int, Tensor]] = partial(_torch_step, bf16)
     if kernel == "megakernel":
-        from mktts.llm.kernel import TextKernelBackend
-
         tested = TextKernelBackend(config, tensors, torch.device(device), torch.bfloat16)
-        step = partial(_kernel_step, tested)
-    errors = Errors(), Errors()
-    tokens = equal = explained = 0
-    largest_gap = largest_error = 0.0
+
+    def step(state: Any) -> tuple[int, Tensor]:
+        if tested is bf16:
+            logits = bf16.logits(state)
+            return bf16.step(state)[0], logits
+        logits = torch.zeros(1, config.stack.vocab_size, dtype=tested.dtype, device=tested.device)
+        (token,) = tested.step(state, 1, logits)
+        return token, logits[0].float()
+
+    errors, rows = ErrorRatio(), []  # of each token: whether it is fp32's choice, fp32's gap, bf16's largest error
     for index, context in enumerate(CONTEXTS):
-        within, begun = budget.share(1 / (len(CONTEXTS) - index)), tokens
+        within, begun = budget.share(1 / (len(CONTEXTS) - index)), len(rows)
         prompt = torch.randint(_IDS, (context,), generator=torch.Generator().manual_seed(context))
         states = [backend.start(prompt, Choice(do_sample=False), 0, tokens_each) for backend in (tested, bf16, fp32)]
-        while tokens - begun < tokens_each and (tokens == begun or not within.over):
+        while len(rows) - begun < tokens_each and (len(rows) == begun or not within.over):
             near, truth = bf16.logits(states[1]), fp32.logits(states[2])
             token, ours = step(states[0])
-            for found, sums in zip((ours, near), errors, strict=True):
-                sums.add(found, truth, "logits", f"logits at {context}")
+            errors.add(ours, near, truth, "logits", f"logits at {context}")
             best = int(truth.argmax())
-            gap, error = float(truth[best] - truth[token]), float((near - truth).abs().max())
-            tokens += 1
-            equal += token == best
-            explained += token == best or gap <= 2 * error
-            largest_gap, largest_error = max(largest_gap, gap), max(largest_error, error)
+            rows.append((token == best, float(truth[best] - truth[token]), float((near - truth).abs().max())))
             states[1].last = states[2].last = token
-    relative = compare(*errors)
+    relative = errors.found()
+    explained = sum(equal or gap <= 2 * error for equal, gap, error in rows)
     return {
         "contexts": list(CONTEXTS),
-        "tokens": tokens,
+        "tokens": len(rows),
         "asked": tokens_each * len(CONTEXTS),
-        "equal": equal,
+        "equal": sum(equal for equal, _, _ in rows),
         "explained": explained,
-        "largest_gap_of_a_difference": largest_gap,
-        "bf16_largest_error": largest_error,
+        "largest_gap_of_a_difference": max(gap for _, gap, _ in rows),
+        "bf16_largest_error": max(error for _, _, error in rows),
         "errors": relative,
-        "passed": explained == tokens and all(v["ratio"] <= LIMIT for n, v in relative.items() if n == "logits"),
+        "passed": explained == len(rows) and relative["logits"]["ratio"] <= LIMIT,
     }
-
-
-def _torch_step(backend: TorchTextBackend, state: Any) -> tuple[int, Tensor]:
-    logits = backend.logits(state)
-    return backend.step(state)[0], logits
-
-
-def _kernel_step(backend: TextKernelBackend, state: Any) -> tuple[int, Tensor]:
-    logits = torch.zeros(1, backend.config.stack.vocab_size, dtype=backend.dtype, device=backend.device)
-    (token,) = backend.step(state, 1, logits)
-    return token, logits[0].float()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity.budget import Budget
+from mktts.measure.parity.ratio import Budget, RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -113,16 +113,12 @@ def compare_prompts(
     return rows
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What upstream made of one request: codes (T, 16), how many frames were asked for, and whether time cut it."""
+class Expected(NamedTuple):
+    """What upstream made of one request: codes (T, 16), and how long that took."""
 
     request: Request
     sampling: Sampling
-    seed: int
     codes: Tensor
-    asked_frames: int
-    cut: bool
     seconds: float
 
 
@@ -142,7 +138,7 @@ def compare_codes(
     """
     sampling = sampling or checkpoint.sampling()
     expected = upstream_codes(upstream or load_upstream(checkpoint, dtype), requests, sampling, seed, max_frames)
-    return compare_expected(checkpoint, expected, dtype)
+    return compare_expected(checkpoint, expected, seed, max_frames, dtype)
 
 
 def upstream_codes(
@@ -153,64 +149,54 @@ def upstream_codes(
     max_frames: int,
     budget: Budget | None = None,
 ) -> list[Expected]:
-    """Upstream's codes of each request. A budget that is over cuts an utterance, and leaves out those that follow;
-    of the first request one frame is always made."""
-    sampling, budget = replace(sampling, rng="torch"), budget or Budget()
-    found: list[Expected] = []
-    for index, request in enumerate(requests):
-        if found and budget.over:
-            break
-        within = budget.share(1 / (len(requests) - index))
-        made: list[Tensor] = []
-        cut: list[bool] = []
-
-        def out_of_time(within: Budget = within, made: list[Tensor] = made, cut: list[bool] = cut) -> bool:
-            if made and within.over:
-                cut.append(True)
-            return bool(cut)
-
-        begun_s = time.perf_counter()
-        codes = generate_codes(model, request, sampling, seed, max_frames, out_of_time, made.append)
-        seconds = time.perf_counter() - begun_s
-        found.append(Expected(request, sampling, seed, codes, max_frames, bool(cut), seconds))
+    """Upstream's codes of each request; a budget that is over leaves out those that follow the first."""
+    sampling, found = replace(sampling, rng="torch"), []
+    for request in requests:
+        if not found or budget is None or not budget.over:
+            begun_s = time.perf_counter()
+            codes = generate_codes(model, request, sampling, seed, max_frames)
+            found.append(Expected(request, sampling, codes, time.perf_counter() - begun_s))
     return found
 
 
-def compare_expected(checkpoint: Checkpoint, expected: Sequence[Expected], dtype: torch.dtype) -> list[Row]:
-    """The rows of `compare_codes`: ours makes as many frames as upstream made, or was to make where it ended."""
+def compare_expected(
+    checkpoint: Checkpoint, expected: Sequence[Expected], seed: int, max_frames: int, dtype: torch.dtype
+) -> list[Row]:
+    """The rows of `compare_codes`."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
     rows = []
-    for given in expected:
-        most = len(given.codes) if given.cut else given.asked_frames
+    for request, sampling, codes, seconds in expected:
         begun_s = time.perf_counter()
-        found = our_codes(backend, builder.build(given.request), given.sampling, given.seed, most)
+        found = our_codes(backend, builder.build(request), sampling, seed, max_frames)
         torch_s = time.perf_counter() - begun_s
-        mismatch = first_mismatch(found, given.codes)
+        mismatch = first_mismatch(found, codes)
+        compared = {"sampled": sampling.talker.do_sample, "frames": len(codes), "equal": mismatch is None}
+        compared |= {"first_mismatch": mismatch, "upstream_ms_per_frame": 1e3 * seconds / max(1, len(codes))}
         rows.append(
-            _labels(checkpoint, given.request, dtype)
-            | {
-                "sampled": given.sampling.talker.do_sample,
-                "frames": len(given.codes),
-                "equal": mismatch is None,
-                "first_mismatch": mismatch,
-                "upstream_ms_per_frame": 1e3 * given.seconds / max(1, len(given.codes)),
-                "torch_ms_per_frame": 1e3 * torch_s / max(1, len(found)),
-            }
+            _labels(checkpoint, request, dtype) | compared | {"torch_ms_per_frame": 1e3 * torch_s / max(1, len(found))}
         )
     return rows
 
 
-def our_codes(backend: TorchBackend, prompt: Prompt, sampling: Sampling, seed: int, max_frames: int) -> Tensor:
-    """Codes (T, 16) int64 of one stream of the torch backend, T <= max_frames."""
+@torch.inference_mode()
+def our_codes(
+    backend: Any,
+    prompt: Prompt | RowStream,
+    sampling: Sampling,
+    seed: int,
+    max_frames: int,
+    budget: Budget | None = None,
+) -> Tensor:
+    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer where the budget is over."""
     state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
-    while len(frames) < max_frames:
+    while len(frames) < max_frames and not (frames and budget is not None and budget.over):
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes
         if codes is None:
             break
-        frames.append(codes)
-    return torch.stack(frames)
+        frames.append(torch.as_tensor(codes))
+    return torch.stack(frames) if frames else torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64)
 
 
 def first_mismatch(found: Tensor, expected: Tensor) -> tuple[int, int] | None:

@@ -1,35 +1,42 @@
-"""The kernel's parity check, with torch backends in the kernel's place: right ones pass, wrong ones are caught."""
+"""The kernels' parity check, with torch in the kernels' place: right ones pass, wrong ones are caught and located."""
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mktts.batch.plain.lanes import TorchLanes
 from mktts.checkpoint import Checkpoint
+from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CapacityError
 from mktts.kernel.backend import MegakernelBackend
 from mktts.kernel.launch import _TAG_LIMIT, Params
-from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.kernel import Scope, Sides, exact_frames, first_divergence, forced_errors, parity_of
-from mktts.measure.parity.probe import (
-    Errors,
-    KernelProbe,
-    TorchProbe,
-    compare,
-    forced,
-    random_rows,
-    scores,
-    vocabularies,
+from mktts.measure.parity import codec, kernel
+from mktts.measure.parity.batch import LanesUnderTest, RandomTicks, pages_for, random_load
+from mktts.measure.parity.kernel import (
+    KernelUnderTest,
+    Scope,
+    context_streams,
+    exact_codes,
+    forced_and_free,
+    oracles_of,
+    outcome,
+    parity_of,
 )
+from mktts.measure.parity.probe import KernelProbe, TorchProbe, forced, vocabularies
+from mktts.measure.parity.ratio import GREEDY, Budget, ErrorRatio, RowStream, random_rows, scores, spoken_streams
+from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
-GREEDY = Sampling().greedy()
+SCOPE = Scope(contexts=(16, 90), frames=8, exact=9, lanes=(2, 5), lane_frames=4, lane_exact=5, watched=3)
+gpu = pytest.mark.gpu
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None = None) -> TorchBackend:
@@ -39,20 +46,39 @@ def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None =
     return TorchBackend(checkpoint.config, tensors, "cpu", dtype)
 
 
-def sides_of(checkpoint: Checkpoint, tested: TorchBackend | None = None) -> Sides:
-    bf16, fp32 = backend_of(checkpoint, torch.bfloat16), backend_of(checkpoint, torch.float32)
-    return Sides(checkpoint, TorchProbe(tested or bf16), bf16, fp32)
+def one_stream(probe) -> KernelUnderTest:
+    tested = KernelUnderTest.__new__(KernelUnderTest)
+    tested.probe = probe
+    return tested
 
 
-def test_relative_errors_are_root_sums_of_squares_over_all_that_has_a_name():
-    ours, theirs = Errors(), Errors()
-    ours.add(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]), "a", "b")
-    ours.add(torch.tensor([3.0]), torch.tensor([1.0]), "a")
-    theirs.add(torch.tensor([1.5]), torch.tensor([1.0]), "a", "b")
-    found = compare(ours, theirs)
-    assert found["a"]["kernel"] == pytest.approx(math.sqrt(5 / 3))
-    assert found["a"]["ratio"] == pytest.approx(2 * math.sqrt(5 / 3))
-    assert found["b"] == pytest.approx({"kernel": math.sqrt(1 / 2), "bf16": 0.5, "ratio": math.sqrt(2)})
+def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,), frames: int = 8) -> dict:
+    """tested: stands in the kernel's place; the bf16 oracle where it is None."""
+    oracles = oracles_of(checkpoint, "cpu")
+    loads = {rows: context_streams(oracles[1], rows, frames) for rows in contexts}
+    return forced_and_free(one_stream(tested or TorchProbe(oracles[0])), oracles, loads)
+
+
+def lanes_of(checkpoint: Checkpoint, loads: dict[int, list[RowStream]]) -> LanesUnderTest:
+    every = [stream for load in loads.values() for stream in load]
+    return LanesUnderTest.of(checkpoint, "torch", "cpu", tuple(loads), every, SCOPE.watched)
+
+
+def loads_of(fp32: TorchBackend) -> dict[int, list[RowStream]]:
+    return {size: random_load(fp32, size, 3, SCOPE.contexts, SCOPE.lane_frames) for size in SCOPE.lanes}
+
+
+# ---- the measure
+
+
+def test_errors_are_relative_to_fp32_and_pooled_by_name():
+    errors = ErrorRatio()
+    fp32 = torch.tensor([3.0, 4.0])
+    errors.add(fp32 + torch.tensor([0.0, 1.0]), fp32 + torch.tensor([2.0, 0.0]), fp32, "a", "both")
+    errors.add(fp32, fp32, fp32, "both")
+    found = errors.found()
+    assert found["a"] == pytest.approx({"kernel": 0.2, "bf16": 0.4, "ratio": 0.5})
+    assert found["both"]["kernel"] == pytest.approx(0.2 / 2**0.5)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_projected"])
@@ -76,15 +102,20 @@ def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_t
     assert torch.equal(made.cache.keys[:, :, :, : made.cache.length], free.cache.keys[:, :, :, : free.cache.length])
 
 
-def test_the_bf16_oracle_against_itself_has_ratio_one_and_passes(tiny_projected):
-    found = forced_errors(sides_of(tiny_projected), (4, 12), 3, Sampling())
-    assert found["frames"] == {"4": 3, "12": 3} and found["passed"]
-    for value in (*found["pooled"].values(), *found["by_head"], *found["by_layer"], *found["by_context"].values()):
+def test_the_bf16_oracle_against_itself_has_ratio_one_and_rounding_explains_where_it_differs(tiny_projected):
+    found = forced_of(tiny_projected, contexts=(4, 12))
+    errors, free = found["forced"], found["free"]
+    assert errors["frames"] == {"4": 8, "12": 8} and errors["asked"] == 8 and errors["passed"] and free["passed"]
+    for value in (*errors["pooled"].values(), *errors["by_head"], *errors["by_layer"], *errors["by_label"].values()):
         assert value["ratio"] == 1 and 1e-4 < value["bf16"] < 0.1
-    assert len(found["by_head"]) == NUM_CODEBOOKS
-    assert len(found["by_layer"]) == tiny_projected.config.talker.num_hidden_layers
-    for sides in found["total_variation"].values():
+    assert len(errors["by_head"]) == NUM_CODEBOOKS
+    assert len(errors["by_layer"]) == tiny_projected.config.talker.num_hidden_layers
+    assert {name.split(" ", 1)[1] for name in errors["by_label"]} == {"at 4", "at 12"}
+    for sides in errors["total_variation"].values():
         assert sides["kernel"] == sides["bf16"] and 0 < sides["bf16"]["mean"] <= sides["bf16"]["max"] < 1
+    assert free["streams"] == 4 and free["frames"] == free["equal"] + len(free["differences"])
+    for first in free["differences"]:
+        assert 0 < first["fp32_gap"] <= first["kernel_error_of_the_two"] <= 2 * first["bf16_largest_error"]
 
 
 @pytest.mark.parametrize(
@@ -96,34 +127,32 @@ def test_the_bf16_oracle_against_itself_has_ratio_one_and_passes(tiny_projected)
     ],
 )
 def test_a_kernel_whose_weights_are_five_percent_off_somewhere_is_caught(tiny, changed, part):
-    wrong = backend_of(tiny, torch.bfloat16, changed)
-    found = forced_errors(sides_of(tiny, wrong), (6,), 4, Sampling())
+    found = forced_of(tiny, TorchProbe(backend_of(tiny, torch.bfloat16, changed)))["forced"]
     assert not found["passed"] and found["pooled"][part]["ratio"] > 1.1
 
 
-def test_fp32_against_itself_never_diverges_and_bf16_does_where_rounding_explains_it(tiny):
-    same = first_divergence(sides_of(tiny, backend_of(tiny, torch.float32)), 6)
-    assert same == {"frames": 6, "asked": 6, "diverged": False, "passed": True}
-    found = first_divergence(sides_of(tiny), 60)
-    assert found["diverged"] and found["explained"] and found["passed"]
-    assert 0 < found["fp32_gap"] <= found["kernel_error_of_the_two"] <= 2 * found["bf16_largest_error"]
-
-
-def test_a_divergence_beyond_rounding_is_not_explained(tiny):
+def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(tiny):
+    same = forced_of(tiny, TorchProbe(backend_of(tiny, torch.float32)))["free"]
+    assert same == {"streams": 2, "frames": 4, "equal": 4, "differences": [], "passed": True}
     wrong = backend_of(tiny, torch.bfloat16)
     wrong.heads[4] = wrong.heads[5]
-    found = first_divergence(sides_of(tiny, wrong), 4)
-    assert (found["frame"], found["codebook"]) <= (0, 5)
-    assert found["codebook"] < 5 or not found["passed"]
+    first = forced_of(tiny, TorchProbe(wrong))["free"]
+    assert not first["passed"] and any(d["codebook"] == 5 and not d["explained"] for d in first["differences"])
 
 
 def test_wide_margins_are_frame_exact_and_a_wrong_kernel_is_located(tiny_margin):
     fp32 = backend_of(tiny_margin, torch.float32)
-    assert exact_frames(tiny_margin, backend_of(tiny_margin, torch.bfloat16), fp32, 24)["equal"]
+    streams = spoken_streams(tiny_margin, fp32, 1, 12)
     wrong = backend_of(tiny_margin, torch.bfloat16)
+    right = exact_codes(one_stream(TorchProbe(wrong)), fp32, streams, (1,))
+    assert right == {"streams": 1, "frames": 12, "equal": 12, "asked": 12, "passed": True}
     wrong.heads[2] = wrong.heads[3]  # codebook 3
-    found = exact_frames(tiny_margin, wrong, fp32, 24)
-    assert found["equal"] is False and (found["frames"], found["codebook"]) == (0, 3) and not found["passed"]
+    found = exact_codes(one_stream(TorchProbe(wrong)), fp32, streams, (1,))
+    assert not found["passed"] and found["equal"] == 0
+    assert found["first_difference"] == {"lanes": 1, "stream": 0, "frame": 0, "codebook": 3}
+
+
+# ---- the megakernel's inside
 
 
 def test_the_kernels_inside_is_cut_to_each_heads_vocabulary(tiny):
@@ -191,24 +220,19 @@ class Limited:
 
 @pytest.mark.parametrize("context", [16, 17, 90])
 def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_oracles_rows(tiny_projected, context):
-    bf16, fp32 = (backend_of(tiny_projected, dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = Limited(fp32, 16)
-    sides = Sides(tiny_projected, KernelProbe(kernel), bf16, fp32)
-    found = forced_errors(sides, (context,), 5, Sampling())
-    assert found["frames"] == {str(context): 5} and found["passed"]
-    assert found["prompt_rows_one_by_one"] == {str(context): context - 16}
-    assert sum(kernel.put) == context - 16 and max(kernel.put, default=0) <= 32
+    limited = Limited(backend_of(tiny_projected, torch.float32), 16)
+    found = forced_of(tiny_projected, KernelProbe(limited), (context,))["forced"]
+    assert found["frames"] == {str(context): 8} and found["passed"]
+    assert sum(limited.put) == 4 * (context - 16) and max(limited.put, default=0) <= 32
     for value in (*found["by_head"], *found["by_layer"]):
         assert value["kernel"] < 1e-4 < value["bf16"]
 
 
 def test_rows_beyond_the_kernels_prefill_that_come_in_another_order_are_caught(tiny):
-    bf16, fp32 = (backend_of(tiny, dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = Limited(bf16, 16)
-    sides = Sides(tiny, KernelProbe(kernel), bf16, fp32)
-    assert forced_errors(sides, (40,), 3, Sampling())["passed"]
-    kernel.put_rows = lambda state, rows, position: Limited.put_rows(kernel, state, rows.flip(0), position)
-    assert not forced_errors(sides, (40,), 3, Sampling())["passed"]
+    limited = Limited(backend_of(tiny, torch.bfloat16), 16)
+    assert forced_of(tiny, KernelProbe(limited), (40,))["forced"]["passed"]
+    limited.put_rows = lambda state, rows, position: Limited.put_rows(limited, state, rows.flip(0), position)
+    assert not forced_of(tiny, KernelProbe(limited), (40,))["forced"]["passed"]
 
 
 def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
@@ -235,49 +259,158 @@ def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_t
     assert tags == 32 * 5 * tiny.config.talker.num_hidden_layers < _TAG_LIMIT
 
 
-def test_a_budget_that_is_over_makes_fewer_frames_of_everything_and_says_so(tiny, tiny_margin):
-    scope = Scope((4, 12), forced=9, exact=9, divergence=9)
-    found = parity_of("random:tiny", scope, "torch", "cpu", budget=Budget(0))
+# ---- many lanes
+
+
+def test_lanes_in_bf16_are_as_near_to_fp32_as_the_bf16_oracle_and_wrong_ones_are_caught(tiny):
+    oracles = oracles_of(tiny, "cpu")
+    loads = loads_of(oracles[1])
+    tested = lanes_of(tiny, loads)
+    found = forced_and_free(tested, oracles, loads)
+    errors, free = found["forced"], found["free"]
+    assert errors["passed"] and free["passed"] and errors["frames"] == {"2": 8, "5": 12}
+    assert set(errors["by_label"]) == {
+        f"{part} {label}" for part in ("logits", "hidden") for label in ("at 16", "at 90", "of 2 lanes", "of 5 lanes")
+    }
+    for value in (*errors["pooled"].values(), *errors["by_head"], *errors["by_layer"], *errors["by_label"].values()):
+        assert 0.8 < value["ratio"] < 1.3 and 1e-4 < value["kernel"] < 0.1
+    assert free["streams"] == 3 and free["frames"] == free["equal"] + len(free["differences"])
+    loads = {2: loads[2]}
+    tested.probe.lanes._talker._predictor._heads[6].mul_(1.05)
+    wrong = forced_and_free(tested, oracles, loads)["forced"]
+    assert not wrong["passed"] and wrong["pooled"]["logits of codes 1-15"]["ratio"] > 1.1
+    assert max(range(16), key=lambda i: wrong["by_head"][i]["ratio"]) == 7
+    tested.probe.lanes._talker._predictor._heads[6].div_(1.05)
+    tested.probe.lanes._talker._talker.layers[0].down.mul_(1.05)
+    wrong = forced_and_free(tested, oracles, loads)["forced"]
+    assert not wrong["passed"] and wrong["pooled"]["hidden"]["ratio"] > 1.1
+
+
+def test_what_the_probe_shows_is_what_the_codes_were_chosen_from(tiny):
+    _, fp32 = oracles_of(tiny, "cpu")
+    streams = random_load(fp32, 3, 3, SCOPE.contexts, SCOPE.lane_frames)
+    probe, frames = lanes_of(tiny, {3: streams}).probe, []
+
+    def look(lane, stream, frame, codes) -> None:
+        seen = probe.observed(lane, codes, frame == 0)
+        assert (seen.hidden is None) == (frame == 0)
+        if streams[stream].sampling == GREEDY:
+            assert [int(logits.argmax()) for logits in seen.logits[1:]] == codes[1:].tolist()
+            frames.append((stream, frame))
+
+    RandomTicks(probe.lanes, streams, 3).play(look)
+    assert sorted(frames) == [(stream, frame) for stream in (0, 2) for frame in range(SCOPE.lane_frames)]
+
+
+def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_is_located(tiny_margin):
+    _, fp32 = oracles_of(tiny_margin, "cpu")
+    streams = spoken_streams(tiny_margin, fp32, 3, 5)
+    assert len({len(stream.embeds) for stream in streams}) > 1
+    tested = lanes_of(tiny_margin, {2: streams, 5: [streams[i % 3] for i in range(5)]})
+    found = exact_codes(tested, fp32, streams, SCOPE.lanes)
+    assert found == {"streams": 7, "frames": 35, "equal": 35, "asked": 5, "passed": True}
+
+    launch, collect, ticks = tested.probe.lanes.launch, tested.probe.lanes.collect, deque()
+
+    def noted(tick, rows):
+        ticks.append(tick)
+        return launch(tick, rows)
+
+    def ends(launched):
+        made = collect(launched)
+        made.ended[ticks.popleft().new_lanes :] = True
+        return made
+
+    tested.probe.lanes.launch, tested.probe.lanes.collect = noted, ends
+    found = exact_codes(tested, fp32, streams, (2,))
+    assert not found["passed"] and found["equal"] == 2
+    assert found["first_difference"] == {"lanes": 2, "stream": 0, "frame": 1, "codebook": 0}
+
+    tested.probe.lanes.launch, tested.probe.lanes.collect = launch, collect
+    heads = tested.probe.lanes._talker._predictor._heads
+    heads[2] = heads[3]  # codebook 3
+    found = exact_codes(tested, fp32, streams, (2,))
+    assert not found["passed"] and found["equal"] == 0
+    assert found["first_difference"] == {"lanes": 2, "stream": 0, "frame": 0, "codebook": 3}
+
+
+def test_streams_in_random_ticks_have_the_oracles_codes_whatever_the_ticks(tiny):
+    _, fp32 = oracles_of(tiny, "cpu")
+    streams = [s for size in (6, 3) for s in random_load(fp32, size, 3, SCOPE.contexts, 4)]  # more than there are lanes
+    expected = [our_codes(fp32, stream, stream.sampling, stream.seed, 4) for stream in streams]
+    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+    lanes = TorchLanes(tiny.config, tiny.tensors(), decoder, 4, 200, 1 << 28)
+    free = lanes.pages.free
+    for seed in (0, 1):
+        made = RandomTicks(lanes, streams, 4, seed).play()
+        assert all(torch.equal(found, codes) for found, codes in zip(made, expected, strict=True))
+        assert lanes.pages.free == free
+
+
+def test_pages_are_enough_for_all_streams_and_all_prefixes():
+    def stream(rows: int, key: str | None = None, prefix: int = 0) -> RowStream:
+        return RowStream(torch.zeros(rows, 2), torch.zeros(4, 2), Sampling(), 0, key, prefix)
+
+    assert pages_for([stream(60), stream(61)]) == 1 + 1 + 2
+    assert pages_for([stream(60)] * 40 + [stream(100, "a", 70), stream(90, "a", 70)]) == 1 + 40 + 2 * 2 + 2
+    assert pages_for([stream(100, "a", 70)]) == 16  # of which prefixes may have an eighth
+
+
+# ---- all of a checkpoint
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["kernel", "batch"])
+def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin, batch):
+    found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch, budget=Budget(0))
     assert found["passed"] and not found["errors"]
-    assert found["forced"]["frames"] == {"4": 2, "12": 2} and found["forced"]["asked"] == 9
-    assert set(found["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
-    assert (found["divergence"]["frames"], found["divergence"]["asked"]) == (2, 9)
-    assert (found["exact"]["frames"], found["exact"]["asked"]) == (1, 9)
+    compared = found["torch"] if batch else found
+    assert set(compared["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
+    if batch:
+        assert compared["forced"]["frames"] == {"2": 2, "5": 2} and found["codec"]["frames"] == 8
+        assert (compared["exact"]["frames"], compared["exact"]["asked"]) == (7, 5)
+        assert outcome(found, batch)["codec_db"]["plain"] > 100
+    else:
+        assert found["forced"]["frames"] == {"16": 2, "90": 2} and found["forced"]["asked"] == 8
+        assert found["forced"]["prompt_rows_one_by_one"] == {"16": 0, "90": 0}
+        assert {"frames", "diverged", "passed"} <= set(found["divergence"])
+        assert found["exact"] == {"frames": 1, "asked": 9, "equal": True, "passed": True}
+    section = outcome(found, batch)
+    assert section["frames"] == 4 and "reason" not in section
 
 
-def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, monkeypatch):
+@pytest.mark.parametrize("batch", [False, True], ids=["kernel", "batch"])
+def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin, monkeypatch, batch):
     def broken(*arguments):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("mktts.measure.parity.kernel.forced_errors", broken)
-    found = parity_of("random:tiny", Scope((4,), 2, 0, 2), "torch", "cpu")
-    assert found["errors"] == {"forced": "RuntimeError: out of memory"} and not found["passed"]
-    assert found["divergence"]["frames"] == 2
+    monkeypatch.setattr(kernel, "forced_and_free", broken)
+    monkeypatch.setitem(codec.LEAST_SNR_DB, "plain", 200.0)
+    found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch)
+    assert found["errors"] == {"torch: forced": "RuntimeError: out of memory"} and not found["passed"]
+    assert (found["torch"] if batch else found)["exact"]["passed"]
+    assert outcome(found, batch)["reason"] == "torch: forced: RuntimeError: out of memory"
+    if batch:
+        found["errors"] = {}
+        assert not found["codec"]["passed"] and "codec" in outcome(found, batch)["reason"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["tiny", "tiny_projected"])
-def test_the_megakernels_errors_stay_upstreams_beyond_the_rows_its_prefill_takes(name, request):
-    sides = Sides.load(request.getfixturevalue(name), "megakernel", "cuda")
-    found = forced_errors(sides, (1_100,), 20, Sampling())
-    assert found["passed"] and found["prompt_rows_one_by_one"] == {"1100": 76}, found["pooled"]
+@gpu
+@cuda
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
+def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_too(source):
+    found = parity_of(source, Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
+    assert found["passed"], found
+    assert found["forced"]["prompt_rows_one_by_one"]["1100"] == 76 and found["exact"]["frames"] == 100
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["tiny", "tiny_projected"])
-def test_the_megakernels_errors_are_upstreams_and_rounding_explains_its_first_divergence(name, request):
-    sides = Sides.load(request.getfixturevalue(name), "megakernel", "cuda")
-    found = forced_errors(sides, (16, 200), 30, Sampling())
-    assert found["passed"], found["pooled"]
-    divergence = first_divergence(sides, 40)
-    assert divergence["passed"], divergence
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_megakernel_is_frame_exact_on_wide_margins(tiny_margin):
-    sides = Sides.load(tiny_margin, "megakernel", "cuda")
-    found = exact_frames(tiny_margin, sides.kernel.backend, sides.fp32, 100)
-    assert found["equal"], found
+@gpu
+@cuda
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
+def test_the_batched_frames_errors_are_upstreams_with_and_without_one_order_of_sums(source):
+    scope = Scope((16, 63, 700), lanes=(8, 64), lane_frames=5, lane_exact=12)
+    found = parity_of(source, scope, "megakernel", "cuda", batch=True)
+    assert found["passed"], {k: v for k, v in found.items() if k != "codec"}
+    for mode in ("deterministic", "cublas"):
+        assert found[mode]["exact"]["equal"] == 12 * 72
+        assert min(found[mode]["forced"]["prompts_cut"], found[mode]["forced"]["prefixes_kept"]) > 0
+    assert found["codec"]["full"]["snr_db"] > 80 and found["codec"]["fast"]["snr_db"] > 50

@@ -13,13 +13,12 @@ from upstream_models import loaded
 from mktts.checkpoint import Checkpoint
 from mktts.cli import main
 from mktts.errors import BackendUnavailable
-from mktts.measure.parity import command, sections
+from mktts.measure.parity import codec, command
 from mktts.measure.parity import text as text_parity
-from mktts.measure.parity.budget import Budget
-from mktts.measure.parity.document import name_of, without_paths
+from mktts.measure.parity.command import name_of, without_paths
+from mktts.measure.parity.kernel import Scope
+from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
-from mktts.notebook.parity_tables import parity_rows
-from mktts.synth.upstream import load_upstream
 
 CPU = ["--device", "cpu"]
 
@@ -28,15 +27,11 @@ CPU = ["--device", "cpu"]
 def quick(monkeypatch, tiny) -> None:
     """Less of everything, and one load of upstream's model: what is tested is what the command makes of it."""
 
-    def load(checkpoint: Checkpoint, dtype: torch.dtype) -> object:
-        shared = checkpoint.folder == tiny.folder
-        return loaded("random:tiny", dtype)[1] if shared else load_upstream(checkpoint, dtype)
-
-    monkeypatch.setattr(sections, "load_upstream", load)
-    monkeypatch.setattr(sections, "CODES_FRAMES", 3)
-    monkeypatch.setattr(sections, "CODES_REQUESTS", 1)
-    monkeypatch.setattr(sections, "CODEC_FRAMES", 20)
-    monkeypatch.setattr("mktts.measure.checkpoint_maker._make", lambda kind, source: None)  # made where it is opened
+    monkeypatch.setattr(command, "load_upstream", lambda checkpoint, dtype: loaded("random:tiny", dtype)[1])
+    monkeypatch.setattr(command, "CODES_FRAMES", 3)
+    monkeypatch.setattr(command, "CODES_REQUESTS", 1)
+    monkeypatch.setattr(command, "SCOPE", Scope(frames=4, exact=4, lane_frames=2, lane_exact=3))
+    monkeypatch.setattr(codec, "FRAMES", 20)
 
 
 def run(capsys, folder: Path, *words: str) -> tuple[int, dict]:
@@ -81,12 +76,12 @@ def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(tiny, quick, tmp_pat
     assert {row["dtype"] for row in found["codes"]["rows"] if not row["equal"]} == {"bf16"}  # in fp32 it rounds nothing
 
 
-def test_a_prompt_and_a_codec_that_are_off_are_found_too(tiny, quick, tmp_path, capsys, monkeypatch):
-    whole = sections.decode_streamed
-    monkeypatch.setattr(sections, "decode_streamed", lambda *given: whole(*given) * 0.999)
-    build = sections.compare_prompts
+def test_a_prompt_and_a_codec_that_are_off_or_broken_are_found_too(tiny, quick, tmp_path, capsys, monkeypatch):
+    whole = codec.decode_streamed
+    monkeypatch.setattr(codec, "decode_streamed", lambda *given: whole(*given) * 0.999)
+    build = command.compare_prompts
     monkeypatch.setattr(
-        sections,
+        command,
         "compare_prompts",
         lambda *given: [row | {"equal": False, "max_abs_error": 0.5} for row in build(*given)],
     )
@@ -96,23 +91,22 @@ def test_a_prompt_and_a_codec_that_are_off_are_found_too(tiny, quick, tmp_path, 
     assert "60.0 dB, at least 100 dB" in found["codec"]["reason"] and found["codec"]["status"] == "failed"
     assert "prompts are not upstream's" in found["prompt"]["reason"]
 
-
-def test_an_error_within_a_section_fails_it_and_leaves_the_others(tiny, quick, tmp_path, capsys, monkeypatch):
     def broken(*given):
         raise RuntimeError(f"no room in {tmp_path}/somewhere/file.bin")
 
-    monkeypatch.setattr(sections, "codec_for", broken)
+    monkeypatch.setattr(codec, "codec_for", broken)
+    monkeypatch.setattr(command, "compare_prompts", build)
     status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codec", *CPU)
     found = document["checkpoints"]["random:tiny"]["sections"]
     assert status == 1 and found["codec"]["reason"] == "RuntimeError: no room in file.bin"
-    assert found["prompt"]["status"] == "passed"
+    assert found["prompt"]["status"] == "passed"  # an error within a section leaves the others
 
 
 def test_without_upstream_the_codec_is_compared_with_ours_alone(tiny, quick, tmp_path, capsys, monkeypatch):
     def absent(*given):
         raise BackendUnavailable("the upstream package qwen-tts is needed")
 
-    monkeypatch.setattr(sections, "load_upstream", absent)
+    monkeypatch.setattr(command, "load_upstream", absent)
     status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes,codec", *CPU)
     found = document["checkpoints"]["random:tiny"]["sections"]
     assert status == 0
@@ -129,23 +123,25 @@ def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys
     }  # fmt: skip
 
 
-def test_kernel_and_text_give_the_document_that_the_notebooks_tables_read(
+def test_kernel_batch_and_text_give_the_document_that_the_notebook_reads(
     tiny, tiny_margin, tiny_projected, quick, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
     monkeypatch.setattr(text_parity, "_TOKENS", 6)
     monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
-    few = ["--contexts", "5", "--forced-frames", "2", "--exact-frames", "4", "--kernel", "torch"]
-    words = ["random:tiny", "random:tiny-projected", "--parts", "kernel,text", "--text-model", "random:tiny"]
+    words = ["random:tiny", "--parts", "kernel,batch,text", "--text-model", "random:tiny"]
+    few = ["--contexts", "5", "--lanes", "3", "--kernel", "torch"]
     status, document = run(capsys, tmp_path, *words, *few, *CPU)
     assert status == 0 and document["passed"]
     assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
     assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
-    first, second, text = parity_rows(document, "")
-    assert first["frames forced"] == 2 and first["hidden: ratio"] == 1
-    assert first["frames equal (wide margins)"] == second["frames equal (wide margins)"] == "4 of 4"
-    assert text["passed"] and text["tokens equal (wide margins)"] == "12 of 12"
-    assert document["checkpoints"]["random:tiny"]["sections"]["kernel"]["ratio"]["hidden"] == 1
+    found = document["checkpoints"]["random:tiny"]
+    assert found["sections"]["kernel"]["ratio"]["hidden"] == 1 and found["sections"]["batch"]["status"] == "passed"
+    assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "batch", "errors", "passed"}
+    assert found["forced"]["frames"] == {"5": 4} and found["forced"]["pooled"]["hidden"]["ratio"] == 1
+    assert {"kernel", "bf16"} == set(found["forced"]["total_variation"]["code 0"])
+    assert found["exact"] == {"frames": 4, "asked": 4, "equal": True, "passed": True}
+    assert found["batch"]["torch"]["exact"]["equal"] == 9 and found["batch"]["torch"]["free"]["passed"]
 
 
 def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
@@ -159,21 +155,19 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
 
 
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
-    upstream = sections.Upstream(tiny)
-    prompts = sections.prompt_section(tiny, upstream, Budget(0))
+    upstream = command.upstream_of(tiny)
+    prompts = command.prompt_section(tiny, upstream, Budget(0))
     assert prompts["prompts"] == 1 < prompts["asked"]
-    codes = sections.codes_section(tiny, upstream, Budget(0))
-    assert codes["frames"] == {"bf16": 2, "fp32": 0} and codes["asked"] == 6  # one frame greedy, one drawn
+    codes = command.codes_section(tiny, upstream, Budget(0))
+    assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 6  # one utterance greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
-    assert sections.codec_section(tiny, upstream, "cpu", Budget(0))["frames"] == 16
+    assert codec.codec_section(tiny, lambda: upstream(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
 
 
 def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, quick, capsys):
     folder = tmp_path / "somebody" / "my voice"
     shutil.copytree(tiny.folder, folder)
-    cached = tmp_path / "hub" / "models--Qwen--Some-Voice" / "snapshots" / "0123abc"
-    cached.mkdir(parents=True)
-    assert name_of(str(folder)) == "my voice" and name_of(str(cached)) == "Qwen/Some-Voice"
+    assert name_of(str(folder)) == "my voice"
     assert [name_of(source) for source in ("small", "random:tiny", "Qwen/X")] == ["small", "random:tiny", "Qwen/X"]
     _, document = run(capsys, tmp_path, str(folder), "--parts", "prompt", *CPU)
     assert list(document["checkpoints"]) == ["my voice"]
@@ -185,7 +179,3 @@ def test_paths_go_and_other_words_with_strokes_stay():
     assert cleaned == {"a": ["read config.json: expected", "a.bin", "b.bin"]}
     for text in ("Qwen/Qwen3-TTS", "https://example.org/a/b", "and/or 16/32/64", "speech_tokenizer/config.json"):
         assert without_paths(text) == text
-
-
-def test_the_defaults_leave_out_text_only():
-    assert set(command.PARTS) - set(command.DEFAULT_PARTS) == {"text"}

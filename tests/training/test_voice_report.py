@@ -14,10 +14,9 @@ from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import main, parse
 from mktts.errors import CheckpointError
-from mktts.notebook import voice_report
-from mktts.notebook.voice_report import Evidence, evidence, quality, reported
 from mktts.training import ship as ship_module
 from mktts.training.card import card
+from mktts.training.voice_report import Evidence, evidence, quality, reported
 
 
 def line(value, limit, met):
@@ -206,20 +205,6 @@ def test_the_shipped_card_is_the_one_that_shipping_writes():
     assert (SMALL_FOLDER / "README.md").read_text(encoding="utf-8") == written
 
 
-def test_figures_are_saved(tmp_path):
-    judged = [
-        {"step": i, "mel": 2.0, "fixed_mel": 1.9, "seconds": 1.0, **({"judges": 1.0} if i >= 6 else {})}
-        for i in range(9)
-    ]
-    figure = voice_report.draw_curves({**CURVES, "codec": judged}, tmp_path)
-    lines = {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].get_lines()}
-    assert lines.keys() == {"training crops", "the same crops every time", "discriminators join"}
-    assert lines["discriminators join"] == [6, 6] and len(lines["the same crops every time"]) == 9
-    voice_report.draw_durations(EVALUATION, tmp_path)
-    for name in ("training.png", "durations.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
 def test_absent_evidence_is_named_and_broken_evidence_refused(tmp_path):
     found = evidence(tmp_path)
     assert found == Evidence(missing=found.missing) and len(found.missing) == 3
@@ -227,10 +212,3 @@ def test_absent_evidence_is_named_and_broken_evidence_refused(tmp_path):
     (tmp_path / "curves.json").write_text("{")
     with pytest.raises(CheckpointError, match="curves.json"):
         evidence(tmp_path)
-
-
-def test_the_fall_from_untrained_weights_does_not_flatten_the_curves(tmp_path):
-    lines = [{"step": step, "mel": 50.0 if step < 20 else 1.0 + 1 / step} for step in range(1_000)]
-    (axes,) = voice_report.draw_curves({"codec": lines}, tmp_path).axes
-    low, high = axes.get_ylim()
-    assert 0.9 < low < 1.001 and 1.01 < high < 1.2

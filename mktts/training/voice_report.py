@@ -11,19 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from mktts.common import read_json
-from mktts.notebook.figure import COLOURS, SERIES, legend_below, new, save, styled
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
-START_SHARE = 0.03  # of the steps: the fall from untrained weights, which a figure leaves out
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 # Of evaluation.json's "lines": what it is, how its limit reads.
@@ -182,75 +174,6 @@ def reported(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     for speaker, pitch in who["median_f0_hz"].items():
         rows.append({"figure": f"median pitch of {speaker} (Hz)", **_both(pitch)})
     return rows
-
-
-@styled
-def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path, name: str = "training") -> Figure:
-    """Losses over steps, a panel for each stage that has lines; saves `folder`/<name>.png.
-
-    Codec: log-mel distance of the step's crops and of a fixed set, and where discriminators join. Talker: cross
-    entropy of code 0 and of codes 1 to 15, in training and on held-out texts.
-    """
-    shown = {
-        "codec": {"mel": "training crops", "fixed_mel": "the same crops every time"},
-        "talker": {
-            "code0": "code 0, training",
-            "held_out_code0": "code 0, held out",
-            "codes": "codes 1-15, training",
-            "held_out_codes": "codes 1-15, held out",
-        },
-    }
-    labels = {"codec": "log-mel distance", "talker": "cross entropy (nats)"}
-    stages = [stage for stage in shown if curves.get(stage)] or ["codec"]
-    figure, panels = new(2.9 * len(stages), rows=len(stages))
-    for axes, stage in zip(panels, stages, strict=True):
-        families = list(dict.fromkeys(key.removeprefix("held_out_") for key in shown[stage]))
-        for key, label in shown[stage].items():
-            colour = SERIES[families.index(key.removeprefix("held_out_"))]
-            points = [(line["step"], line[key]) for line in curves.get(stage, ()) if key in line]
-            if points:
-                style = {"marker": ".", "linestyle": "--"} if key.startswith("held_out") else {}
-                axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1.2, **style)
-        joined = [line["step"] for line in curves.get(stage, ()) if "judges" in line]
-        if joined:
-            axes.axvline(joined[0], color=COLOURS["other"], linestyle=":", label="discriminators join")
-        axes.set(xlabel="step", ylabel=labels[stage])
-        _leave_out_the_start(axes)
-        axes.set_title(f"Stage {1 + list(shown).index(stage)}: {stage}")
-        if axes.get_legend_handles_labels()[0]:
-            beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2, "ncols": 4}
-            axes.legend(**beside_title, columnspacing=1.0, handlelength=1.2, handletextpad=0.4)
-    return save(figure, folder, name)
-
-
-def _leave_out_the_start(axes: Axes) -> None:
-    """Scales the y axis to what comes after the first steps, whose losses would flatten all the rest."""
-    curves = [np.asarray(line.get_xydata()) for line in axes.lines if len(line.get_xydata()) > 2]
-    if not curves:
-        return
-    last = max(curve[:, 0].max() for curve in curves)
-    later = [curve[curve[:, 0] >= START_SHARE * last, 1] for curve in curves]
-    values = np.concatenate([found if len(found) else curve[:, 1] for found, curve in zip(later, curves, strict=True)])
-    margin = 0.06 * (values.max() - values.min() or 1.0)
-    axes.set_ylim(values.min() - margin, values.max() + margin)
-
-
-@styled
-def draw_durations(evaluation: Mapping[str, Any], folder: Path, name: str = "durations") -> Figure:
-    """Length of each judged sentence, student over teacher, by speaker, within the required band."""
-    figure, (axes,) = new(5.4)
-    rows = evaluation["utterances"]
-    longest = max(row["audio_s"]["teacher"] for row in rows)
-    low, high = evaluation["duration_ratio"]["between"]
-    ends = np.array([0.0, longest])
-    axes.fill_between(ends, low * ends, high * ends, color=COLOURS["limit"], alpha=0.12, label=f"{low:g} to {high:g}")
-    for colour, speaker in zip(SERIES, dict.fromkeys(row["speaker"] for row in rows), strict=False):
-        points = [(r["audio_s"]["teacher"], r["audio_s"]["student"]) for r in rows if r["speaker"] == speaker]
-        axes.plot(*zip(*points, strict=True), ".", color=colour, label=speaker)
-    axes.set(xlim=(0, None), ylim=(0, None), xlabel="teacher (s)", ylabel="student (s)", aspect="equal")
-    axes.set_title(f"Length of {len(rows)} held-out sentences, a dot each")
-    legend_below(axes)
-    return save(figure, folder, name)
 
 
 def _both(figures: Mapping[str, Any]) -> dict[str, Any]:

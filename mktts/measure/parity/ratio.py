@@ -1,0 +1,212 @@
+"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel, batch and text.
+
+Teacher forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take
+them, so that every logit of a frame has the same history on all sides.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mktts.checkpoint import Checkpoint
+from mktts.measure.parity.probe import Observed, forced
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling, distribution, restrict
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+
+LIMIT = 1.1  # of the error over bf16 PyTorch's
+GREEDY = Sampling().greedy()
+_POOLED = ("logits of code 0", "logits of codes 1-15", "hidden")
+_TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
+
+Sides = tuple[Observed, Observed, Observed, Tensor]  # under test, bf16, fp32, code 0 of the frames before
+
+
+class Budget:
+    """Seconds from now on. A comparison asks `over` between frames and makes fewer where it is; the first is made."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._end_s = time.perf_counter() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end_s - time.perf_counter())
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
+
+    def share(self, part: float) -> Budget:
+        """A budget of `part` (0 to 1) of what is left, from now on."""
+        return Budget(self.left_s * part)
+
+
+@dataclass(frozen=True, eq=False)
+class RowStream:
+    """A stream of rows instead of words: a prompt for any backend.
+
+    embeds: of the prompt, (L, H). text: (F, H), F the frames it may have; its first row is not used, the prompt makes
+    that frame. key: of the prompt's first `prefix` rows, which all streams with that key have; lanes keep them.
+    labels: what its errors are also summed under, as "at 200".
+    """
+
+    embeds: Tensor
+    text: Tensor
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    key: str | None = None
+    prefix: int = 0
+    labels: tuple[str, ...] = ()
+    prefix_rows: ClassVar[int] = 0  # a backend of one stream keeps nothing
+    prefix_key: ClassVar[None] = None
+
+    @property
+    def positions(self) -> int:
+        """Of keys and values."""
+        return len(self.embeds) + len(self.text)
+
+    def row(self, t: int) -> Tensor:
+        """The text row of frame t + 1."""
+        return self.text[t + 1]
+
+
+def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
+    """`rows` talker inputs (rows, H) that look like the checkpoint's own: normal, of its embeddings' size, in bf16."""
+    table = backend.code_tables[0]
+    size = table[:256].float().pow(2).mean().sqrt().cpu()
+    noise = torch.randn(rows, table.shape[1], generator=torch.Generator().manual_seed(seed))
+    return (size * noise).to(torch.bfloat16).to(backend.device)
+
+
+@torch.inference_mode()
+def spoken_streams(checkpoint: Checkpoint, backend: TorchBackend, count: int, frames: int) -> list[RowStream]:
+    """Greedy streams of rows that the checkpoint itself makes: wide-margin weights keep their margins for such only."""
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
+    streams = []
+    for index in range(count):
+        text, layout = "Some words." + " And more." * (index // 2), "whole" if index % 2 else "streaming"
+        prompt = builder.build(Request(text, speaker=checkpoint.config.default_speaker, layout=layout))
+        ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(index))
+        streams.append(RowStream(prompt.embeds, builder.text_rows(ids.tolist()), GREEDY, index))
+    return streams
+
+
+def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, fp32: TorchBackend) -> Iterator[Sides]:
+    """Frame by frame what the model under test did, and both oracles that are made to take its codes."""
+    oracles = [(backend, backend.start(stream, stream.sampling, 0, len(stream.text))) for backend in (bf16, fp32)]
+    truth = oracles[1][1]
+    for index, ours in enumerate(frames):
+        row, history = stream.row(index - 1) if index else None, truth.history[: truth.frames].clone()
+        near, exact = (forced(backend, state, row, ours.codes) for backend, state in oracles)
+        yield ours, near, exact, history
+
+
+class ErrorRatio:
+    """Relative rms errors to fp32, pooled by name: sqrt(sum (found - fp32)^2 / sum fp32^2) of ours and of bf16."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = defaultdict(float)
+
+    def add(self, ours: Tensor, bf16: Tensor, fp32: Tensor, *names: str) -> None:
+        """Adds one tensor of all three under each name."""
+        parts = torch.stack([part.double().pow(2).sum() for part in (ours - fp32, bf16 - fp32, fp32)])
+        for name in names:
+            self._sums[name] = self._sums[name] + parts
+
+    def found(self) -> dict[str, dict[str, float]]:
+        """Name -> kernel (ours), bf16, and the ratio of the two errors."""
+        found = {}
+        for name, sums in self._sums.items():
+            ours, bf16, size = sums.tolist()
+            kernel, near = math.sqrt(ours / size), math.sqrt(bf16 / size)
+            found[name] = {"kernel": kernel, "bf16": near, "ratio": kernel / near if near else float(kernel > 0)}
+        return found
+
+
+class FrameErrors:
+    """Errors of whole frames: `add` each, then `found`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config, self._errors = config, ErrorRatio()
+        self._distances: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: {"kernel": [], "bf16": []})
+
+    def add(self, sides: Sides, sampling: Sampling, labels: Sequence[str]) -> None:
+        """labels: what a frame's errors are also summed under, as "at 200"."""
+        *observed, history = sides
+        for group, logits in enumerate(zip(*(side.logits for side in observed), strict=True)):
+            self._errors.add(*logits, _POOLED[min(group, 1)], f"head {group}", *(f"logits {label}" for label in labels))
+        if observed[2].hidden is not None:
+            for layer, hidden in enumerate(zip(*(side.hidden for side in observed), strict=True)):
+                self._errors.add(*hidden, "hidden", f"layer {layer}", *(f"hidden {label}" for label in labels))
+        choices = [sampling.talker] + [sampling.predictor] * (NUM_CODEBOOKS - 1)
+        drawn = [
+            [distribution(logits, choice) for logits, choice in zip(made, choices, strict=True)]
+            for made in (scores(side.logits, history, sampling, self._config) for side in observed)
+        ]
+        for group, (ours, bf16, fp32) in enumerate(zip(*drawn, strict=True)):
+            distances = self._distances["code 0" if group == 0 else "codes 1-15"]
+            for side, probabilities in (("kernel", ours), ("bf16", bf16)):
+                distances[side].append((probabilities - fp32).abs().sum() / 2)
+
+    def found(self) -> dict[str, Any]:
+        """pooled, by_head, by_layer, by_label (each as of `ErrorRatio.found`), total_variation (distance to fp32's
+        sampling distributions), and passed: whether no pooled ratio is above LIMIT. Nothing passes without a frame."""
+        errors = self._errors.found()
+        pooled = {name: errors.pop(name) for name in _POOLED if name in errors}
+        heads, layers = ([errors.pop(n) for n in list(errors) if n.startswith(kind)] for kind in ("head ", "layer "))
+        return {
+            "pooled": pooled,
+            "by_head": heads,
+            "by_layer": layers,
+            "by_label": errors,
+            "largest_ratio_of_a_head_or_layer": max((value["ratio"] for value in heads + layers), default=0.0),
+            "total_variation": {
+                name: {
+                    side: {"mean": float(torch.stack(values).mean()), "max": float(torch.stack(values).max())}
+                    for side, values in sides.items()
+                }
+                for name, sides in self._distances.items()
+            },
+            "passed": bool(pooled) and all(value["ratio"] <= LIMIT for value in pooled.values()),
+        }
+
+
+def scores(logits: Sequence[Tensor], history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:
+    """What the sixteen choices are made from; `history` (N,) is code 0 of the frames before."""
+    return [restrict(logits[0], history, sampling.repetition_penalty, config.codec_ids.eos), *logits[1:]]
+
+
+def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None:
+    """The first codebook of a greedy frame in which the code is not fp32's choice, and why; None where there is none.
+
+    explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head
+    and frame.
+    """
+    *observed, history = sides
+    made_from = [scores(side.logits, history, GREEDY, config) for side in observed]
+    for group, (kernel, near, truth) in enumerate(zip(*made_from, strict=True)):
+        best, chosen = int(truth.argmax()), int(observed[0].codes[group])
+        if best == chosen:
+            continue
+        kept = truth.isfinite()
+        gap, bf16_error = float(truth[best] - truth[chosen]), float((near - truth)[kept].abs().max())
+        return {
+            "codebook": group,
+            "ids": [best, chosen],
+            "fp32_gap": gap,
+            "kernel_error_of_the_two": float((kernel - truth)[[best, chosen]].abs().sum()),
+            "kernel_largest_error": float((kernel - truth)[kept].abs().max()),
+            "bf16_largest_error": bf16_error,
+            "explained": gap <= 2 * bf16_error,
+        }
+    return None

@@ -1,0 +1,152 @@
+"""Measurements on record: the committed documents of an H200, and the runs of notebooks that a report reads.
+
+The committed files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
+`provenance` puts that into words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mktts.common import read_object
+from mktts.errors import MetricsError
+from mktts.notebook.nb import MANUAL
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
+COMMANDS = {
+    "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
+    "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
+    "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
+    "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
+    "--parts kernel,text --output outputs/reference/h200/parity.json",
+    "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
+    "--output outputs/reference/h200/parity_batch.json",
+    "trace": "python -m mktts trace --output outputs/reference/h200/trace.json",
+}
+SHOWN_IN = {
+    "agent": "README: the agent's times",
+    "bench": "01_weights, 03_streaming, 04_metrics, README",
+    "codec": "02_parity",
+    "gpu_tests": "LOG.md: which GPU tests passed, and when",
+    "ladder": "04_metrics",
+    "load": "08_many_voices",
+    "parity": "02_parity",
+    "parity_batch": "README: the batch engine's promise",
+    "serve_load": "README: listeners over sockets",
+    "speak_all": "LOG.md: sentences by the thousand",
+    "trace": "09_megakernel",
+}
+# One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
+H200_READ_GB_S = 4240.0
+TABLE = "metrics.parquet"  # of all runs, beside their folders
+
+
+def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """The committed document `name`.json, None where none is committed."""
+    path = folder / f"{name}.json"
+    return read_object(path, MetricsError) if path.is_file() else None
+
+
+def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    """As `stored`. Raises MetricsError naming the command that makes the document where there is none."""
+    found = stored(name, folder)
+    if found is None:
+        raise MetricsError(f"expected the measurement {folder / name}.json, found none: {absent(name)}")
+    return found
+
+
+def absent(name: str) -> str:
+    """What to say where a document is not committed."""
+    how = f"; on a machine with a GPU: {COMMANDS[name]}" if name in COMMANDS else ""
+    return f"outputs/reference/h200/{name}.json is not committed yet{how}"
+
+
+def median(bench: Mapping[str, Any], name: str) -> float | None:
+    """The median of a figure of a document of `python -m mktts bench`, None where it has none of that name."""
+    figure = bench["figures"].get(name)
+    return None if figure is None else float(figure["median"])
+
+
+def committed(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """One row per committed document: its name, where it comes from, and where it is shown."""
+    return [
+        {
+            "document": path.name,
+            "provenance": provenance(read_object(path, MetricsError)),
+            "shown in": SHOWN_IN.get(path.stem, ""),
+        }
+        for path in sorted(folder.glob("*.json"))
+    ]
+
+
+def provenance(found: Mapping[str, Any] | None) -> str:
+    """Where a document comes from, on one line; "" for None. Of one that several runs were merged into, all of them."""
+    if found is None:
+        return ""
+    merged = "points" in found and "revision" not in found
+    facts = found.get("environment", found)
+    runs = [*found["points"], *found["figures"].values()] if merged else [found | facts]
+    if not runs:
+        return "nothing measured yet"
+    days = sorted({str(run.get("date") or run.get("date_utc") or "")[:10] for run in runs})
+    revisions = [run.get("revision") or run.get("git_revision") or "" for run in runs]
+    commits = list(dict.fromkeys(revision.partition("+")[0][:8] for revision in revisions))
+    named = ", ".join(commits) if len(commits) <= 3 else f"{commits[0]} to {commits[-1]} ({len(commits)})"
+    changes = "+changes" if any("+" in revision for revision in revisions) else ""
+    random = found.get("settings", {}).get("random_weights") or any(run.get("random_weights") for run in runs)
+    parts = [
+        f"measured on {found.get('device') or facts.get('gpu') or facts.get('cpu')}",
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+        f"at revision{'s'[: len(commits) > 1]} {named}{changes}" if any(commits) else "",
+        "random weights" if random else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+# ---- runs of notebooks
+
+
+def runs(run_dir: Path) -> DataFrame:
+    """A row a run beside `run_dir`: of TABLE in their folder or next to it, and of runs by hand. A table further up is
+    another grid's.
+
+    Columns: run, notebook, status, ename, the recorded metrics, `param.NAME` and `env.NAME`. A run by hand
+    (outputs/runs/<notebook>-manual) has what its notebook recorded only. Raises MetricsError for a torn table.
+    """
+    import pandas
+
+    folder = run_dir.resolve().parent
+    table = next((f / TABLE for f in (folder, folder.parent) if (f / TABLE).is_file()), None)
+    frame = pandas.DataFrame(columns=["run", "notebook", "status"])
+    if table is not None:
+        try:
+            frame = pandas.read_parquet(table)
+        except Exception as error:  # pyarrow raises half a dozen types on a torn file
+            raise MetricsError(f"{table}: expected the table of `mktts run`, could not read it: {error}") from error
+    rows = []
+    for path in sorted(folder.glob(f"*{MANUAL}*/metrics.json")):
+        found = re.fullmatch(rf"(.+){MANUAL}(-\d+)?", path.parent.name)
+        if found and path.parent.name not in set(frame["run"]):
+            by_hand = {"run": path.parent.name, "notebook": found[1], "status": "ok"}
+            rows.append({**by_hand, **read_object(path, MetricsError)})
+    return pandas.concat([frame, pandas.DataFrame(rows)], ignore_index=True) if rows else frame
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """What a figure calls a run: checkpoint, backend, device, threads, schedule; equal labels are repeats of one
+    configuration. A run by hand has what it recorded."""
+    known = {name: value for name, value in row.items() if value is not None and value == value}  # not NaN
+    checkpoint = known.get("param.CHECKPOINT") or known.get("checkpoint") or "checkpoint not recorded"
+    dtype = "bfloat16" if known.get("param.BF16") else str(known.get("dtype", "")).removeprefix("torch.")
+    lines = [", ".join(filter(None, [checkpoint, known.get("backend"), known.get("device"), dtype]))]
+    if schedule := known.get("param.SCHEDULE") or known.get("schedule"):
+        threads = known.get("threads")
+        wide = f", {threads:.0f} thread{'s'[: threads > 1]}" if threads else ""
+        lines.append(f"chunks of {schedule}{wide}")
+    return "\n".join(lines)

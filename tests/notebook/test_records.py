@@ -1,0 +1,88 @@
+"""Measurements on record: where a document comes from, and the table of runs."""
+
+from __future__ import annotations
+
+import json
+
+import pandas
+import pytest
+from load_document import load_file
+
+from mktts.errors import MetricsError
+from mktts.measure import metrics
+from mktts.notebook import records
+
+
+def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_a_document_keeps_them(tmp_path):
+    about = {"device": "Some GPU", "date": "2026-01-02T03:04:05+00:00", "revision": "0123456789abcdef+changes"}
+    line = "measured on Some GPU, 2026-01-02, at revision 01234567+changes, random weights"
+    assert records.provenance({**about, "settings": {"random_weights": True}}) == line
+    nested = {"environment": {"gpu": "G", "date_utc": "2026-05-06T00", "git_revision": "f" * 40}}
+    assert records.provenance(nested) == "measured on G, 2026-05-06, at revision ffffffff"
+    assert records.provenance(None) == ""
+    merged = json.loads(load_file(tmp_path).read_text())  # of several runs
+    assert records.provenance(merged) == "measured on NVIDIA H200, 2026-11-22, at revision abc"
+    merged["points"][0] |= {"revision": "def+changes", "date": "2026-11-20T10", "random_weights": True}
+    line = "measured on NVIDIA H200, 2026-11-20 to 2026-11-22, at revisions def, abc+changes, random weights"
+    assert records.provenance(merged) == line
+    assert records.provenance({"points": [], "figures": {}}) == "nothing measured yet"
+
+
+def test_every_committed_document_says_where_it_comes_from():
+    rows = records.committed()
+    assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
+    for row in rows:
+        assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
+        assert row["shown in"], f"{row['document']}: nothing shows it"
+
+
+def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
+    assert records.stored("parity", tmp_path) is None
+    with pytest.raises(MetricsError, match=r"parity\.json.*python -m mktts parity .* --output"):
+        records.reference("parity", tmp_path)
+    (tmp_path / "bench.json").write_text("{torn")
+    with pytest.raises(MetricsError, match="could not read"):
+        records.reference("bench", tmp_path)
+    for name, command in records.COMMANDS.items():
+        assert command.split()[-1] == "/".join([*records.FOLDER.parts[-3:], f"{name}.json"])
+
+
+def test_the_ladder_is_the_logs_table():
+    log = (records.FOLDER.parents[2] / "LOG.md").read_text()
+    steps = records.reference("ladder")["steps"]
+    assert sum(f"| {step['what']} | {step['ms']:.2f} |" in log for step in steps) >= 7
+    assert [step["ms"] for step in steps] == sorted((step["ms"] for step in steps), reverse=True)
+
+
+def test_runs_are_those_of_the_nearest_table_and_runs_by_hand(tmp_path):
+    report = tmp_path / "runs" / "06_report"
+    report.mkdir(parents=True)
+    assert len(records.runs(report)) == 0
+    rows = [
+        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
+        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / records.TABLE)
+    for name in ("03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
+        (tmp_path / "runs" / name).mkdir()
+        metrics.record(tmp_path / "runs" / name, rtf=0.25)
+    found = records.runs(report)
+    names = ["04_metrics-1", "02_parity-1", "03_streaming-manual", "03_streaming-manual-2"]
+    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["03_streaming"] * 2
+    assert found["status"].tolist() == ["ok", "error", "ok", "ok"] and found["rtf"].tolist()[2:] == [0.25] * 2
+    (tmp_path / records.TABLE).write_bytes(b"PAR1torn")
+    with pytest.raises(MetricsError, match=records.TABLE):
+        records.runs(report)
+    further = tmp_path / "runs" / "more" / "06_report"  # whose table is another grid's
+    further.mkdir(parents=True)
+    (tmp_path / "runs" / "deeper").mkdir()
+    assert len(records.runs(further)) == 0
+
+
+def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_down():
+    recorded = {"backend": "torch", "device": "cpu", "dtype": "torch.float32", "threads": 2.0}
+    by_hand = {**recorded, "checkpoint": "small", "schedule": "1,2", "param.SCHEDULE": float("nan")}
+    swept = {**recorded, "param.CHECKPOINT": "small", "param.SCHEDULE": "1,2", "param.BF16": None}
+    expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
+    assert records.label(by_hand) == records.label(swept) == expected
+    assert records.label({}) == "checkpoint not recorded"
