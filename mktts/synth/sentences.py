@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,9 @@ class Sentence:
     max_frames: int | None = None
 
 
-@dataclass
-class Table:
-    """bad: why, by the number of each line that is no sentence. unused: columns that nothing here knows."""
-
-    sentences: list[Sentence] = field(default_factory=list)
-    bad: dict[int, str] = field(default_factory=dict)
-    unused: set[str] = field(default_factory=set)
-
-
-def read_table(path: Path) -> Table:
-    """Every line that is not blank. An id that stands twice makes the later line a bad one.
+def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
+    """Every line that is not blank: sentences, and why, by its number, of each line that is none. An id that stands
+    twice makes the later line a bad one. Columns that are not in `COLUMNS` are left alone.
 
     Raises SentencesError where there is no such file, its name does not end in one of KINDS, or no line is a sentence.
     """
@@ -62,29 +54,28 @@ def read_table(path: Path) -> Table:
     if not path.is_file():
         raise SentencesError(f"{path}: expected a file of sentences, found no file of that name")
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    table, columns, seen = Table(), [], {}
+    sentences, bad, columns, seen = [], {}, [], {}
     for number, data in enumerate(lines, 1):
         try:
             line = data.decode("utf-8").rstrip("\r")
             if kind == "tsv" and number == 1:
                 columns = _columns(line)
-                table.unused.update(set(columns) - set(COLUMNS))
             elif line.strip():
-                sentence = _sentence(number, _cells(kind, number, line, columns, table.unused))
+                sentence = _sentence(number, _cells(kind, number, line, columns))
                 key = unicodedata.normalize("NFC", sentence.id).casefold()  # file systems that see no difference
                 if (earlier := seen.setdefault(key, number)) != number:
                     raise SentencesError(
                         f"id {sentence.id!r} stands in line {earlier} already, perhaps in other case: give each its own"
                     )
-                table.sentences.append(sentence)
+                sentences.append(sentence)
         except UnicodeDecodeError as error:
-            table.bad[number] = f"expected UTF-8, found other bytes at place {error.start}"
+            bad[number] = f"expected UTF-8, found other bytes at place {error.start}"
         except MkttsError as error:
-            table.bad[number] = str(error)
-    if not table.sentences:
-        why = "".join(f"; line {number}: {error}" for number, error in [*table.bad.items()][:1])
+            bad[number] = str(error)
+    if not sentences:
+        why = "".join(f"; line {number}: {error}" for number, error in [*bad.items()][:1])
         raise SentencesError(f"{path}: expected sentences with the columns {', '.join(COLUMNS)}, found none{why}")
-    return table
+    return sentences, bad
 
 
 def _columns(line: str) -> list[str]:
@@ -94,7 +85,7 @@ def _columns(line: str) -> list[str]:
     return columns
 
 
-def _cells(kind: str, number: int, line: str, columns: list[str], unused: set[str]) -> dict[str, Any]:
+def _cells(kind: str, number: int, line: str, columns: list[str]) -> dict[str, Any]:
     if kind == "txt":
         return {"id": f"{number:06d}", "text": line}
     if kind == "tsv":
@@ -108,7 +99,6 @@ def _cells(kind: str, number: int, line: str, columns: list[str], unused: set[st
         raise SentencesError(f"expected a JSON object, could not read it: {error}") from None
     if not isinstance(found, dict):
         raise SentencesError(f"expected a JSON object, found {type(found).__name__}")
-    unused.update(found.keys() - set(COLUMNS))
     return {name: value for name, value in found.items() if value is not None}
 
 

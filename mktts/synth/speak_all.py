@@ -238,9 +238,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, default=0, help="that those of lines follow from (default: %(default)s)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument(
-        "--deterministic", action=argparse.BooleanOptionalAction, help="codes that no neighbour changes, on a GPU too"
-    )
-    how.add_argument(
         "--codec-precision", choices=("full", "fast"), default="full", help="on a GPU: fast decodes in half precision"
     )
     many = parser.add_argument_group("many GPUs, by Ray Data ($RAY_ADDRESS, or this machine's); all must see DIR")
@@ -256,26 +253,19 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.checkpoint import open_checkpoint
 
     _check(arguments)
-    table = read_table(arguments.sentences)
+    sentences, bad = read_table(arguments.sentences)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    if checkpoint.config.type.clones and not any(one.voice or arguments.voice for one in table.sentences):
+    if checkpoint.config.type.clones and not any(one.voice or arguments.voice for one in sentences):
         raise PromptError("a base checkpoint has no speakers: expected a column voice, or --voice FILE")
     folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     done = {path.name for path in folder.iterdir()}
-    left = [
-        _completed(sentence, arguments)
-        for sentence in table.sentences
-        if f"{sentence.id}.{arguments.format}" not in done
-    ]
-    for number, error in table.bad.items():
+    left = [_completed(one, arguments) for one in sentences if f"{one.id}.{arguments.format}" not in done]
+    for number, error in bad.items():
         print(f"line {number}: {error}", file=sys.stderr)
-    if table.unused:
-        unused = ", ".join(repr(name) for name in sorted(table.unused))
-        print(f"{arguments.sentences}: nothing here uses {unused[:300]}", file=sys.stderr)
-    there = len(table.sentences) - len(left)
+    there = len(sentences) - len(left)
     begun_s, audio_s, spoken, retried = time.monotonic(), 0.0, 0, 0
-    with tqdm(total=len(table.sentences), initial=there, unit="sentence", dynamic_ncols=True) as bar:
+    with tqdm(total=len(sentences), initial=there, unit="sentence", dynamic_ncols=True) as bar:
         for outcome in _outcomes(arguments, checkpoint, folder, left) if left else ():
             audio_s, retried = audio_s + outcome.audio_s, retried + (outcome.attempts > 0)
             if outcome.error is None:
@@ -285,7 +275,7 @@ def main(arguments: argparse.Namespace) -> int:
             bar.update()
     if checkpoint.is_random:
         print(RANDOM_WEIGHTS, file=sys.stderr)
-    wall_s, lines = time.monotonic() - begun_s, len(table.sentences) + len(table.bad)
+    wall_s, lines = time.monotonic() - begun_s, len(sentences) + len(bad)
     report = {"lines": lines, "there": there, "spoken": spoken, "failed": lines - there - spoken, "retried": retried}
     print(json.dumps({**report, "audio_s": round(audio_s, 3), "wall_s": round(wall_s, 3)}))
     return 1 if report["failed"] else 0
@@ -297,9 +287,8 @@ def _outcomes(
     """Many together wherever the backend allows it: nobody listens."""
     from mktts.synth.synthesizer import Synthesizer
 
-    model = {**loading(arguments), "deterministic": arguments.deterministic}
-    model["engine"] = "batch" if arguments.backend in ("auto", "torch") else "auto"
-    model["batch"] = BatchSettings(codec=arguments.codec_precision)
+    engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
+    model = {**loading(arguments), "engine": engine, "batch": BatchSettings(codec=arguments.codec_precision)}
     retries = 0 if checkpoint.is_random or arguments.greedy else RETRIES  # random weights never end
     how = (folder, arguments.format, retries, arguments.greedy)
     if arguments.ray:

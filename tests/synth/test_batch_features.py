@@ -1,7 +1,6 @@
 """All that one stream can be asked for, of many at once on the batch engine of a CPU: what each gives, and how it ends.
 
-The truth is the oracle's: one stream after the other, by plain operators.
-"""
+The truth is the oracle's: one stream after the other, by plain operators."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from served import until
 
 from mktts.errors import EngineError, PromptError
 from mktts.model.sampling import Choice, Sampling
@@ -128,3 +128,39 @@ def test_deterministic_is_the_batch_engine_from_one_stream_on_and_neighbours_cha
         assert alone["codes"] == beside["codes"] and np.array_equal(alone["pcm"], beside["pcm"])
         for other in others:
             other.read()
+
+
+HOW = {"seed": 1, "max_frames": 6}
+
+
+@pytest.fixture(params=["single", "batch"])
+def synthesizer(request, tiny_base):
+    with Synthesizer.load(tiny_base, device="cpu", engine=request.param) as made:
+        yield made
+
+
+def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
+    """Which caches hold something of the voice."""
+    found = set()
+    for model, engine in synthesizer._models.each():
+        primed = model.primed if engine == "single" else model.lanes._primed
+        found |= {"codec"} if id(of.codes) in primed._states else set()
+        found |= {"rows"} if any(of.digest in key for key in model.prompts._heads) else set()
+        if engine == "batch":
+            found |= {"pages"} if model.lanes.pages.known(lambda key: of.digest in key) else set()
+    return found
+
+
+def test_caches_let_one_voice_go_and_keep_the_others(synthesizer):
+    anna, ben = voice(1, 5), voice(2, 5)
+    said = synthesizer.say("Hello.", voice=anna, **HOW)
+    synthesizer.say("Hello.", voice=ben, **HOW)
+    assert held(synthesizer, anna) >= {"codec", "rows"} and held(synthesizer, anna) == held(synthesizer, ben)
+    kept = held(synthesizer, ben)
+    with synthesizer.stream("Hello.", voice=anna, **HOW) as stream:
+        synthesizer.forget(anna)
+        assert np.array_equal(stream.read(), said)
+    synthesizer.forget(anna)
+    until(lambda: not held(synthesizer, anna), "the voice to be let go")
+    assert held(synthesizer, ben) == kept
+    assert np.array_equal(synthesizer.say("Hello.", voice=anna, **HOW), said)

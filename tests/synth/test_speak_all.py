@@ -53,11 +53,12 @@ def test_the_three_kinds_say_the_same():
     jsonl += "  \n" + lines({"id": "b", "text": '"Go\\n," he said.', "language": "english"})
     for name, content in (("t.tsv", tsv), ("t.jsonl", jsonl)):
         for variant in (content, "\ufeff" + content, content.replace("\n", "\r\n"), content[:-1]):
-            assert table(name, variant).sentences == wanted
-    plain = table("t.TXT", "Hello.\n\nGood\tday.\n").sentences
+            assert table(name, variant) == (wanted, {})
+    plain, _ = table("t.TXT", "Hello.\n\nGood\tday.\n")
     assert plain == [Sentence(1, "000001", "Hello."), Sentence(3, "000003", "Good\tday.")]
-    assert table("t.tsv", "id\ttext\tmood\nx\ty\tz\n").unused == {"mood"}
-    assert table("t.jsonl", lines({**dict.fromkeys(COLUMNS), "id": 1, "text": "y", "pace": 2})).unused == {"pace"}
+    others = lines({**dict.fromkeys(COLUMNS), "id": 1, "text": "y", "pace": 2})
+    assert table("t.jsonl", others) == ([Sentence(1, "1", "y")], {})
+    assert table("t.tsv", "id\ttext\tmood\nx\ty\tz\n") == ([Sentence(2, "x", "y")], {})
 
 
 @pytest.mark.parametrize(
@@ -80,18 +81,18 @@ def test_the_three_kinds_say_the_same():
 def test_a_bad_line_is_one_line_and_the_others_go_on(line, message):
     first, last = (lines({"id": name, "text": "x"}).encode() for name in ("first", "last"))
     line = line if isinstance(line, bytes) else line.encode()
-    found = table("t.jsonl", first + line + b"\n" + last)
-    assert [(one.id, one.line) for one in found.sentences] == [("first", 1), ("last", 3)]
-    assert list(found.bad) == [2] and message in found.bad[2] and "\n" not in found.bad[2]
+    found, bad = table("t.jsonl", first + line + b"\n" + last)
+    assert [(one.id, one.line) for one in found] == [("first", 1), ("last", 3)]
+    assert list(bad) == [2] and message in bad[2] and "\n" not in bad[2]
 
 
 def test_an_id_is_the_name_of_a_file_and_of_nothing_else():
     bad = ["", " ", ".", "..", ".hidden", "../up", "/etc/passwd", "a/b", "a\\b", "a\0b", "a\nb", "-rf", " a", "a "]
     bad += ["x" * 201, "\ud800", "a\u2028b", "é" * 101, "\x7f"]
     good = ["a", "a.b", "Größe 3", "你好", "x" * 200, "con%2F", "manifest", "a:b"]
-    found = table("t.jsonl", lines(*({"id": name, "text": "x"} for name in (*bad, *good))))
-    assert [one.id for one in found.sentences] == good and len(found.bad) == len(bad)
-    assert all(error.startswith("id ") and len(error) < 300 for error in found.bad.values())
+    found, errors = table("t.jsonl", lines(*({"id": name, "text": "x"} for name in (*bad, *good))))
+    assert [one.id for one in found] == good and len(errors) == len(bad)
+    assert all(error.startswith("id ") and len(error) < 300 for error in errors.values())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import ENGINES, pcm_limit
 from fakes import FakeBackend, fake_synthesizer
 
+from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import BackendUnavailable, CheckpointError, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
@@ -24,6 +24,18 @@ from mktts.speech.text import MAX_TEXT_CHARS, clean_text
 from mktts.synth import Synthesizer
 from mktts.synth.loading import step_backend
 
+_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
+_CUDA = {"device": "cuda", "engine": "batch", "batch": _SMALL}
+ENGINES = [
+    pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
+    pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
+    pytest.param({"backend": "megakernel", "device": "cuda"}, id="megakernel", marks=_GPU),
+    pytest.param(
+        {"device": "cuda", "engine": "batch", "deterministic": False, "batch": _SMALL}, id="batch-cuda", marks=_GPU
+    ),
+    pytest.param({"device": "cuda", "engine": "batch", "batch": _SMALL}, id="batch-cuda-same", marks=_GPU),
+]
 OFF = StreamOptions(guard=Guard.off(), schedule=SCHEDULE)
 TEXT = "The quick brown fox jumps over the lazy dog."
 WHO = {"speaker": "vivian"}
@@ -36,7 +48,8 @@ def loading(request):
 
 @pytest.fixture(scope="module")
 def limit(loading):
-    return pcm_limit(loading)
+    """How far a sample may lie from the plain decoder's in fp32: rounding, or 80 dB of a device's fused decoder."""
+    return 1e-5 if loading["device"] == "cpu" else 1e-4
 
 
 @pytest.fixture(scope="module")
