@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 
 from mktts.errors import BackendUnavailable, OptionsError, TextError
+from mktts.speech.front.letters import GREEK
 
-# Tables of words that the rules read and write, of English and of signs in any language.
-WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="utf-8"))
 _LATIN = frozenset({"LATIN"})
 _JAPANESE = frozenset({"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"})
 # Of the model's languages, those that are not written in Latin letters alone.
@@ -23,8 +20,6 @@ _SCRIPTS = {
     "korean": _LATIN | {"HANGUL", "CJK"},
     "russian": _LATIN | {"CYRILLIC"},
 }
-# Greek letters that stand in texts of any language as signs; a Greek word has others beside them.
-GREEK = WORDS["greek"]
 
 
 def scripts_of(languages: Iterable[str]) -> frozenset[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+
+# Tables of words that the rules read and write, of English and of signs in any language.
+WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="utf-8"))
+# Greek letters that stand in texts of any language as signs; a Greek word has others beside them.
+GREEK = WORDS["greek"]
 
 # Read as words although they are written in capitals.
 _AS_WORDS = frozenset(

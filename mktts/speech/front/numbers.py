@@ -6,7 +6,7 @@ import re
 
 from num2words import num2words
 
-from mktts.speech.front.front_end import WORDS
+from mktts.speech.front.letters import WORDS
 
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"  # 7, 1,234.56, .5
 _ONES = "oh one two three four five six seven eight nine".split()
