@@ -3,7 +3,7 @@
 `mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted` decodes what anyone may have sent.
 """
 
-from mktts.audio.files import FORMATS, encoded, format_of, read_audio, require_format, write_audio
+from mktts.audio.encoding import FORMATS, encoded, format_of, read_audio, require_format, write_audio
 from mktts.audio.pcm import (
     first_audible_sample,
     from_pcm16,

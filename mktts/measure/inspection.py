@@ -109,8 +109,7 @@ def text_bytes_per_token(size: str) -> int:
 
     Raises CheckpointError for an unknown size.
     """
-    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, expected_text_tensors
-    from mktts.llm.random import config_json
+    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_json(size)), encoding="utf-8")

@@ -22,10 +22,12 @@ from mktts.llm.checkpoint import (
     HEAD,
     TextCheckpoint,
     TextConfig,
+    config_json,
+    ensure_named,
     expected_text_tensors,
+    make_text_checkpoint,
     open_text_checkpoint,
 )
-from mktts.llm.random import config_json, ensure_named, make
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 
 TEXTS = (
@@ -83,7 +85,7 @@ def test_layout_gives_the_released_file_to_the_byte(tmp_path):
     ids=["head-stored", "untied-sharded", "margin-fp32"],
 )
 def test_transformers_finds_every_tensor_in_its_place(tmp_path, size, options):
-    folder = make(tmp_path / "made", size, **options)
+    folder = make_text_checkpoint(tmp_path / "made", size, **options)
     ours = open_text_checkpoint(folder)
     model, info = Qwen3ForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
@@ -245,15 +247,15 @@ def test_a_random_checkpoint_is_made_once_and_follows_its_seed(tmp_path):
     stamp = (first / "model.safetensors").stat().st_mtime_ns
     assert ensure_named("random:tiny", tmp_path) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
-    again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
+    again, other = make_text_checkpoint(tmp_path / "again"), make_text_checkpoint(tmp_path / "other", seed=1)
     weights = [load_file(folder / "model.safetensors")[EMBEDDING] for folder in (first, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     with pytest.raises(CheckpointError, match="found content"):
-        make(first)
+        make_text_checkpoint(first)
 
 
 def test_an_unknown_size_or_dtype_leaves_nothing_behind(tmp_path):
     for options in ({"size": "huge"}, {"dtype": torch.float16}, {"shards": 10_000}):
         with pytest.raises(CheckpointError):
-            make(tmp_path / "made", **options)
+            make_text_checkpoint(tmp_path / "made", **options)
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,7 @@ import re
 import unicodedata
 
 from mktts.speech.front.dates import spell_dates, spell_times
-from mktts.speech.front.letters import GREEK
-from mktts.speech.front.letters import all_capitals, is_known, spell_dotted, spell_letters, split_mixed
+from mktts.speech.front.letters import GREEK, all_capitals, is_known, spell_dotted, spell_letters, split_mixed
 from mktts.speech.front.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_labels, spell_names
 from mktts.speech.front.numbers import NUMBER, bare, ordinal, spell_measures, spell_money
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mktts.speech.front.letters import WORDS
-from mktts.speech.front.letters import spell_unknown
+from mktts.speech.front.letters import WORDS, spell_unknown
 from mktts.speech.front.numbers import bare, cardinal, in_pairs, number, ordinal, singly
 
 _TITLES = WORDS["titles"]  # before a name
