@@ -82,7 +82,6 @@ def test_layout_gives_the_released_file_to_the_byte(tmp_path):
         ("tiny-untied", {"shards": 3}),
         ("tiny", {"margin": True, "dtype": torch.float32}),
     ],
-    ids=["head-stored", "untied-sharded", "margin-fp32"],
 )
 def test_transformers_finds_every_tensor_in_its_place(tmp_path, size, options):
     folder = make_text_checkpoint(tmp_path / "made", size, **options)

@@ -270,7 +270,6 @@ def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
         ([1], {"seed": -1}, OptionsError, "seed"),
         ([1], {"seed": 1.5}, OptionsError, "seed"),
     ],
-    ids=range(14),
 )
 def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, error, message):
     decoder, backend = faked(tiny, [10])
