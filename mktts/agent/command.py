@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mktts.agent.settings import AgentSettings, from_environment
+from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
 from mktts.server import add_address_arguments, checked_hosts, checked_origins, read_keys, url_of
@@ -36,11 +38,6 @@ environment:
   MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
   MKTTS_API_KEY                  asked of whoever uses the page; needed where other machines reach it"""
 
-_SETTINGS = (  # of AgentSettings, as the arguments have them
-    "checkpoint", "revision", "voice", "language", "instruct", "tokens", "layout", "stt", "stt_model", "llm",
-    "llm_checkpoint", "openai_url", "openai_model",
-)  # fmt: skip
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
@@ -54,40 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     talk.add_argument(
         "--scripted", type=Path, metavar="WAV", help="no person: recorded user speech, latencies, a stereo recording"
     )
-    talk.add_argument("--voice", help="a speaker's name, or a saved voice's file")
-    talk.add_argument("--language", default="auto", help="default: %(default)s")
-    talk.add_argument("--instruct", help="how to speak, in words, for checkpoints that take instructions")
-    talk.add_argument(
-        "--tokens",
-        action=argparse.BooleanOptionalAction,
-        help="speak words as they are written, not sentence by sentence (default: with --llm qwen3)",
-    )
-    talk.add_argument(
-        "--layout",
-        choices=("streaming", "whole"),
-        help="of a sentence's prompt: beside the speech, which begins sooner (default), or before it",
-    )
-    talk.add_argument(
-        "--stt",
-        choices=("pocketsphinx", "whisper", "deepgram"),
-        help="speech to text (default: what the environment has a key for)",
-    )
-    talk.add_argument(
-        "--stt-model", metavar="NAME_OR_FOLDER", help="of --stt whisper: tiny, base, ..., a Hub id, or a folder"
-    )
-    talk.add_argument(
-        "--llm",
-        choices=("scripted", "qwen3", "openai"),
-        help="language model (default: what the environment has a key for)",
-    )
-    talk.add_argument(
-        "--llm-checkpoint", metavar="NAME", help="of --llm qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE"
-    )
-    talk.add_argument("--openai-url", metavar="URL", help="default: $OPENAI_BASE_URL")
-    talk.add_argument("--openai-model", metavar="NAME", help="default: $OPENAI_MODEL")
-    talk.add_argument(
-        "--turn-end", choices=("smart", "timeout"), help="what ends your turn: Pipecat's model (default), or 0.2 s"
-    )
+    add_options(talk, AgentSettings, unset=True)
     add_address_arguments(parser)
     parser.add_argument(
         "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"
@@ -103,12 +67,12 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         if value and part[1] != part[2]:
             raise AgentError(f"{name} {value}: it belongs to {part[0]} {part[1]}, which was not asked for")
-    from mktts.agent.settings import from_environment
-
     settings = from_environment(
-        **{name: getattr(arguments, name) for name in _SETTINGS},
-        turn_end=arguments.turn_end or ("timeout" if arguments.scripted else "smart"),
+        checkpoint=arguments.checkpoint,
+        revision=arguments.revision,
         **loading(arguments),
+        **given(AgentSettings, arguments)
+        | {"turn_end": arguments.turn_end or ("timeout" if arguments.scripted else None)},
     )
     _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
     if arguments.scripted is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+from mktts.arguments import option
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.errors import AgentError
 from mktts.model.prompt import Layout
@@ -43,22 +44,30 @@ class AgentSettings:
     backend: str = "auto"
     device: str = "auto"
     dtype: Any = None
-    voice: str | None = None
-    language: str = "auto"
-    instruct: str | None = None
+    voice: str | None = option(None, "a speaker's name, or a saved voice's file")
+    language: str = option("auto", "that is spoken (default: auto)")
+    instruct: str | None = option(None, "how to speak, in words, for checkpoints that take instructions")
     seed: int | None = None
-    tokens: bool = False
-    layout: Layout | None = "streaming"
-    stt: SttName = "pocketsphinx"
-    stt_model: str = "base"
-    llm: LlmName = "scripted"
-    llm_checkpoint: str = "Qwen/Qwen3-0.6B"
+    tokens: bool = option(
+        False, "speak words as they are written, not sentence by sentence (default: with --llm qwen3)"
+    )
+    layout: Layout | None = option(
+        "streaming", "of a sentence's prompt: beside the speech, which begins sooner (default), or before it"
+    )
+    stt: SttName = option("pocketsphinx", "speech to text (default: what the environment has a key for)")
+    stt_model: str = option(
+        "base", "of --stt whisper: tiny, base, ..., a Hub id, or a folder", metavar="NAME_OR_FOLDER"
+    )
+    llm: LlmName = option("scripted", "language model (default: what the environment has a key for)")
+    llm_checkpoint: str = option(
+        "Qwen/Qwen3-0.6B", "of --llm qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE", metavar="NAME"
+    )
     deepgram_key: str | None = None
     openai_key: str | None = None
-    openai_url: str | None = None
-    openai_model: str = "gpt-4.1"
+    openai_url: str | None = option(None, "default: $OPENAI_BASE_URL", metavar="URL")
+    openai_model: str = option("gpt-4.1", "default: $OPENAI_MODEL", metavar="NAME")
     instructions: str = _INSTRUCTIONS
-    turn_end: TurnEnd = "smart"
+    turn_end: TurnEnd = option("smart", "what ends your turn: Pipecat's model (default), or 0.2 s")
     turn_end_s: float = 0.2
     greeting: str = "Hello, I am listening."
 

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
@@ -27,18 +28,6 @@ from mktts.server.limits import Limits
 from mktts.server.loading import open_service, reference_sources
 
 _DAY_S = 24 * 3_600
-_LIMITS = (  # argument, field of Limits, type, unit, help
-    ("--max-streams", "max_streams", int, "N", "listened to at once"),
-    ("--max-waiting", "max_waiting", int, "N", "streams that wait for a place"),
-    ("--wait", "wait_s", float, "S", "for which they wait; then they are refused with 429"),
-    ("--max-chars", "max_chars", int, "N", "of one text"),
-    ("--max-duration", "max_duration_s", float, "S", "of one stream's audio"),
-    ("--head", "head_s", float, "S", "for a request's head"),
-    ("--body", "body_s", float, "S", "for its body, and more for a long one"),
-    ("--stall", "stall_s", float, "S", "until a client that reads nothing is dropped"),
-    ("--idle", "idle_s", float, "S", "until an utterance without text is ended"),
-    ("--grace", "grace_s", float, "S", "for open streams after the signal to stop"),
-)
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -105,12 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("full", "fast"),
         help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
     )
-    limits = parser.add_argument_group("limits")
-    for name, field, kind, metavar, text in _LIMITS:
-        default = getattr(Limits(), field)
-        shown = "as many as the machine carries" if default is None else f"{default:g}"
-        text = f"{text} (default: {shown})"
-        limits.add_argument(name, dest=field, type=kind, default=default, metavar=metavar, help=text)
+    add_options(parser.add_argument_group("limits"), Limits)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -122,8 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
     keys = read_keys(arguments.api_key_file)
     refuse_open_address(arguments.host, keys)
-    given = {field: getattr(arguments, field) for _, field, *_ in _LIMITS}
-    limits = Limits(**given, voice_s=arguments.voice_days * _DAY_S)
+    limits = Limits(**given(Limits, arguments), voice_s=arguments.voice_days * _DAY_S)
     access = {
         "api_key": keys,
         "origins": checked_origins(arguments.allow_origin),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from mktts.arguments import option
 from mktts.errors import ServerError
 from mktts.spec import FRAME_RATE_HZ
 
@@ -36,19 +37,19 @@ class Limits:
     kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
-    max_streams: int | None = None
-    max_waiting: int = 64
-    wait_s: float = 0.5
+    max_streams: int | None = option(None, "listened to at once (default: as many as the machine carries)", metavar="N")
+    max_waiting: int = option(64, "streams that wait for a place", metavar="N")
+    wait_s: float = option(0.5, "for which they wait; then they are refused with 429", name="--wait", metavar="S")
     max_body_bytes: int = 128 * 1024
-    max_chars: int = 5_000
-    max_duration_s: float = 600.0
+    max_chars: int = option(5_000, "of one text", metavar="N")
+    max_duration_s: float = option(600.0, "of one stream's audio", name="--max-duration", metavar="S")
     buffer_frames: int = 64
     socket_bytes: int = 128 * 1024
-    stall_s: float = 60.0
-    idle_s: float = 60.0
-    head_s: float = 10.0
-    body_s: float = 20.0
-    grace_s: float = 5.0
+    stall_s: float = option(60.0, "until a client that reads nothing is dropped", name="--stall", metavar="S")
+    idle_s: float = option(60.0, "until an utterance without text is ended", name="--idle", metavar="S")
+    head_s: float = option(10.0, "for a request's head", name="--head", metavar="S")
+    body_s: float = option(20.0, "for its body, and more for a long one", name="--body", metavar="S")
+    grace_s: float = option(5.0, "for open streams after the signal to stop", name="--grace", metavar="S")
     kept_states: int = 1_024
     max_reference_bytes: int = 10 * 2**20
     max_reference_s: float = 60.0

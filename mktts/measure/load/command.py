@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import EngineError, MetricsError
@@ -27,7 +28,7 @@ from mktts.measure.environment import head
 from mktts.measure.load import record
 from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured, ticked
 from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
-from mktts.measure.load.settings import HELD_S, Loaded, LoadSettings, LoadTexts, load, spoken, texts_for
+from mktts.measure.load.settings import Loaded, LoadSettings, LoadTexts, load, spoken, texts_for
 from mktts.measure.tables import cell
 
 _GPU_CHECKPOINT = "random:0.6b"
@@ -48,16 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--listeners", metavar="N,...", help=f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
     )
-    group.add_argument(
-        "--seconds", type=float, default=HELD_S, help="that a load is held (default: %(default)s; less cannot be kept)"
-    )
-    group.add_argument("--warm-seconds", type=float, default=8.0, help="before, to build it up (default: %(default)s)")
-    group.add_argument("--context", type=int, metavar="ROWS", help="of every prompt (default: 32 with random weights)")
-    group.add_argument("--engine", choices=("auto", "single", "batch"), help="of the synthesizer (default: its own)")
-    group.add_argument("--codec-precision", choices=("full", "fast"), help="of the batch engine")
-    group.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="codes that no neighbour changes")
-    group.add_argument("--max-streams", type=int, metavar="N", help="of the batch engine")
-    group.add_argument("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
+    add_options(group, LoadSettings)
     group.add_argument("--into", type=Path, metavar="FILE", help="merge loads and figures into this file")
     server = parser.add_argument_group("a server, with --url")
     server.add_argument("--model", metavar="NAME", help="of the request (default: the first of /v1/models)")
@@ -101,14 +93,13 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
     from mktts.model.backend import device_named
 
     device = device_named(arguments.device)
-    names = ("revision", "backend", "dtype", "engine", "deterministic", "max_streams", "seconds", "seed")
     return LoadSettings(
         checkpoint=arguments.checkpoint or (_GPU_CHECKPOINT if device.type == "cuda" else DEFAULT_CHECKPOINT),
         device=str(device),
-        codec=arguments.codec_precision,
-        context_rows=arguments.context,
-        warm_s=arguments.warm_seconds,
-        **{name: getattr(arguments, name) for name in names},
+        revision=arguments.revision,
+        backend=arguments.backend,
+        dtype=arguments.dtype,
+        **given(LoadSettings, arguments),
     )
 
 

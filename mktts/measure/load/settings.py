@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
 from mktts.errors import MetricsError, OptionsError
 from mktts.measure.bench.sections import WORDS, text_of
@@ -53,16 +54,18 @@ class LoadSettings:
     backend: str = "auto"
     device: str = "auto"
     dtype: str | None = None
-    engine: Literal["auto", "single", "batch"] | None = None
-    codec: Literal["full", "fast"] | None = None
-    deterministic: bool | None = None
-    max_streams: int | None = None
-    context_rows: int | None = None
-    seconds: float = HELD_S
-    warm_s: float = 8.0
+    engine: Literal["auto", "single", "batch"] | None = option(None, "of the synthesizer (default: its own)")
+    codec: Literal["full", "fast"] | None = option(None, "of the batch engine", name="--codec-precision")
+    deterministic: bool | None = option(None, "codes that no neighbour changes")
+    max_streams: int | None = option(None, "of the batch engine", metavar="N")
+    context_rows: int | None = option(
+        None, "of every prompt (default: 32 with random weights)", name="--context", metavar="ROWS"
+    )
+    seconds: float = option(HELD_S, "that a load is held; less cannot be kept")
+    warm_s: float = option(8.0, "before, to build it up", name="--warm-seconds")
     tail_s: float = 2.0
     frames: tuple[int, int] = (round(2 * FRAME_RATE_HZ), round(12 * FRAME_RATE_HZ))
-    seed: int = 0
+    seed: int = option(0, "of the arrivals")
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:

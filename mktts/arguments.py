@@ -1,0 +1,54 @@
+"""Command-line options that are made of a settings dataclass: one field, one option."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def option(default: Any, text: str, *, name: str | None = None, metavar: str | None = None) -> Any:
+    """A field of a settings dataclass that is a command-line option too.
+
+    default: the field's. text: its help, to which a default that says something is added. name: of the option, where
+    it is not the field's with dashes. metavar: what the help calls the value, where not its type's.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "name": name, "metavar": metavar})
+
+
+def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
+    """Adds an option for every field of `settings` that `option` made.
+
+    parser: a parser or a group of one. unset: what is not given is None, and the help says what happens then.
+    A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it.
+    """
+    hints = get_type_hints(settings)
+    for field in _options(settings):
+        parser.add_argument(_flag(field), **_keywords(field, hints[field.name], unset))
+
+
+def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `settings` that the parsed options stand for."""
+    return {field.name: getattr(arguments, _flag(field)[2:].replace("-", "_")) for field in _options(settings)}
+
+
+def _options(settings: type) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(settings) if "help" in field.metadata]
+
+
+def _flag(field: dataclasses.Field) -> str:
+    return field.metadata["name"] or f"--{field.name.replace('_', '-')}"
+
+
+def _keywords(field: dataclasses.Field, hint: Any, unset: bool) -> dict[str, Any]:
+    """What argparse is told of one field. hint: its type."""
+    text, default = field.metadata["help"], None if unset else field.default
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if default is not None and "default" not in text:
+        text = f"{text} (default: %(default)s)"
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
+    kind = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
+    return {**kind, "default": default, "help": text, "metavar": field.metadata["metavar"]}
