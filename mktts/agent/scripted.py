@@ -15,6 +15,7 @@ import time
 import wave
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,7 @@ def between(user: np.ndarray, bot: np.ndarray) -> list[np.ndarray]:
     user, bot: (S,) float32 at 24 kHz, recorded side by side. Returns (S_i,) float32 each.
     """
     ends = [round(end_s * SAMPLE_RATE_HZ) for end_s in _speech_ends(user)]
-    return [bot[begin:end] for begin, end in zip(ends, [*ends[1:], len(bot)], strict=True)]
+    return [bot[begin:end] for begin, end in pairwise([*ends, len(bot)])]
 
 
 def _speech_ends(pcm: np.ndarray) -> list[float]:
