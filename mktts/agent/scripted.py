@@ -344,16 +344,15 @@ def between(user: np.ndarray, bot: np.ndarray) -> list[np.ndarray]:
 
     user, bot: (S,) float32 at 24 kHz, recorded side by side. Returns (S_i,) float32 each.
     """
-    ends = [round(end_s * SAMPLE_RATE_HZ) for end_s in _speech_ends(user)]
-    return [bot[begin:end] for begin, end in pairwise([*ends, len(bot)])]
+    return [bot[begin:end] for begin, end in pairwise([*_speech_ends(user), len(bot)])]
 
 
-def _speech_ends(pcm: np.ndarray) -> list[float]:
-    """Seconds at which each stretch of speech without a pause ends."""
+def _speech_ends(pcm: np.ndarray) -> list[int]:
+    """The samples at which each stretch of speech without a pause ends."""
     step = round(_STEP_S * SAMPLE_RATE_HZ)
     peaks = np.abs(pcm[: len(pcm) // step * step]).reshape(-1, step).max(axis=1)
     steps = np.flatnonzero(peaks > _SOUNDS * max(peaks.max(initial=0.0), 1e-9))
     if not steps.size:
         return []
     last = np.append(np.flatnonzero(np.diff(steps) > _WORD_GAP_S / _STEP_S), steps.size - 1)
-    return [float((at + 1) * _STEP_S) for at in steps[last]]
+    return [int(at + 1) * step for at in steps[last]]
