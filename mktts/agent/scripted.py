@@ -15,7 +15,6 @@ import time
 import wave
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,13 @@ from mktts.audio import from_pcm16, to_pcm16
 from mktts.common import write_whole
 from mktts.errors import AgentError, BackendUnavailable
 from mktts.measure.recogniser import Recogniser, vocabulary_of
+from mktts.measure.tracks import between
 from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 
 RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
 
 _PAUSE_S = 0.3  # before the user speaks
-_STEP_S = 0.01  # of the levels of a recording
-_WORD_GAP_S = 0.3  # shorter silences lie within speech
-_SOUNDS = 0.05  # of a side's own peak; noise is far below, the first consonant above
 _START_LIMIT_S = 60.0
 _REPLY_LIMIT_S = 30.0  # until the bot begins to answer
 _SPEAKING_LIMIT_S = 120.0
@@ -337,22 +334,3 @@ def _at_output_rate(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
         return pcm
     at = np.arange(len(pcm) * SAMPLE_RATE_HZ // rate_hz) * (rate_hz / SAMPLE_RATE_HZ)
     return np.interp(at, np.arange(len(pcm)), pcm)
-
-
-def between(user: np.ndarray, bot: np.ndarray) -> list[np.ndarray]:
-    """What the bot says after each stretch of the user's speech, to the end of the next one.
-
-    user, bot: (S,) float32 at 24 kHz, recorded side by side. Returns (S_i,) float32 each.
-    """
-    return [bot[begin:end] for begin, end in pairwise([*_speech_ends(user), len(bot)])]
-
-
-def _speech_ends(pcm: np.ndarray) -> list[int]:
-    """The samples at which each stretch of speech without a pause ends."""
-    step = round(_STEP_S * SAMPLE_RATE_HZ)
-    peaks = np.abs(pcm[: len(pcm) // step * step]).reshape(-1, step).max(axis=1)
-    steps = np.flatnonzero(peaks > _SOUNDS * max(peaks.max(initial=0.0), 1e-9))
-    if not steps.size:
-        return []
-    last = np.append(np.flatnonzero(np.diff(steps) > _WORD_GAP_S / _STEP_S), steps.size - 1)
-    return [int(at + 1) * step for at in steps[last]]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import TextError
+from mktts.spec import FRAME_MS
 
 BACKENDS = ("auto", "torch", "megakernel", "upstream")
 PIPE = "-"  # in place of a text or a file: standard input or output
@@ -40,6 +42,17 @@ def add_checkpoint_arguments(
     ending = "" if default is None else " (default: %(default)s)"
     parser.add_argument("--checkpoint", default=default, required=required, help=f"{sources}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
+
+
+def add_voice_arguments(parser: Any) -> None:
+    """What one utterance is spoken with."""
+    parser.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
+    parser.add_argument(
+        "--language", default="auto", help="that is spoken (`inspect` lists them; default: %(default)s)"
+    )
+    parser.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
+    parser.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
+    parser.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
 
 
 def text_of(word: str) -> str:

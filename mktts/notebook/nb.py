@@ -20,7 +20,7 @@ import numpy as np
 from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
-from mktts.measure.tables import cell
+from mktts.measure.metrics import cell
 from mktts.notebook.player import live_player
 from mktts.spec import SAMPLE_RATE_HZ
 

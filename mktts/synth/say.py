@@ -13,11 +13,11 @@ import numpy as np
 
 from mktts.audio import format_of, require_format, to_pcm16, write_audio
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
-from mktts.checkpoint.arguments import PIPE, add_model_arguments, loading, text_of
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
-from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.metrics import StreamMetrics, summarise
 from mktts.synth.cloning import recorded_voice
 
@@ -89,17 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("-o", "--output", metavar="FILE", help="an audio file, or - for raw PCM on standard output")
     where.add_argument("--play", action="store_true", help="through the loudspeaker, while it is made")
     who = parser.add_argument_group("voice and manner")
-    who.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
-    who.add_argument("--language", default="auto", help="that is spoken (`inspect` lists them; default: %(default)s)")
-    who.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
-    who.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
+    add_voice_arguments(who)
     who.add_argument("--ref-audio", type=Path, metavar="FILE", help="clone this recording, for a base checkpoint")
     who.add_argument("--ref-text", metavar="TEXT", help="what is said in it")
     how = parser.add_argument_group("generation")
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
-    how.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
     how.add_argument(
         "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"
     )

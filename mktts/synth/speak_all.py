@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mktts.audio import encoded, require_format
 from mktts.batch.settings import BatchSettings
-from mktts.checkpoint.arguments import add_model_arguments, loading
+from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, whole_number
 from mktts.errors import (
@@ -36,7 +36,7 @@ from mktts.errors import (
 )
 from mktts.model.sampling import MAX_SEED
 from mktts.model.voice import Voice
-from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ
 from mktts.speech.options import StreamOptions
 from mktts.synth.many import Asked, Said
 from mktts.synth.sentences import COLUMNS, NEEDED, Sentence, read_table
@@ -229,11 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder that they go to")
     parser.add_argument("--format", choices=OUTPUTS, default="wav", help="of the files (default: %(default)s)")
     line = parser.add_argument_group("for lines that do not say")
-    line.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
-    line.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
-    line.add_argument("--language", default="auto", help="that is spoken (default: %(default)s)")
-    line.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
-    line.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")
+    add_voice_arguments(line)
     how = parser.add_argument_group("generation")
     how.add_argument("--seed", type=int, default=0, help="that those of lines follow from (default: %(default)s)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mktts.checkpoint import Checkpoint
 from mktts.checkpoint.files import WeightFiles
-from mktts.measure.tables import cell
+from mktts.measure.metrics import cell
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ, StackConfig
 from mktts.training.codec.model import noise_books
 from mktts.training.voice_report import quality, reported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mktts.measure.tables import cell
+from mktts.measure.metrics import cell
 
 
 @pytest.mark.parametrize(

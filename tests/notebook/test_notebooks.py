@@ -205,13 +205,7 @@ def widths_chars(shown):
         yield sum(2 + max(map(len, column), default=0) for column in words)
 
 
-def stems():
-    """The conversation of 05 takes its time, and the agent's tests hold others."""
-    slow = {"05_pipecat_live": pytest.mark.slow}
-    return [pytest.param(path.stem, marks=slow.get(path.stem, ())) for path in NOTEBOOKS]
-
-
-@pytest.mark.parametrize("stem", stems())
+@pytest.mark.parametrize("stem", [path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, tiny, tiny_margin):
     (tmp_path / "trace.json").write_text(json.dumps(document_of((2, 1), 16)))
     files = {"load": os.fspath(load_file(tmp_path)), "trace": os.fspath(tmp_path / "trace.json")}

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mktts.arguments import add_options, given
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -80,12 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=_positive, default=_REPEATS, help="whole streams of a figure (default: %(default)s)"
     )
-    parser.add_argument(
-        "--codec",
-        choices=("checkpoint", "full"),
-        default="checkpoint",
-        help="codec timed by itself: the checkpoint's, or one of released size with random weights",
-    )
+    add_options(parser, BenchSettings)
     parser.add_argument(
         "--section-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
     )
@@ -116,10 +112,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
     settings = BenchSettings(
         checkpoint=arguments.checkpoint or (BenchSettings.checkpoint if arguments.peers else CHECKPOINT),
         revision=arguments.revision,
-        codec=arguments.codec,
         backend=arguments.backend,
         device=str(device_named(arguments.device)),
         dtype=arguments.dtype,
+        **given(BenchSettings, arguments),
     )
     if not arguments.peers:
         settings = replace(settings, frames=50, samples=4 * arguments.repeats, utterances=arguments.repeats)

@@ -10,10 +10,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mktts.arguments import option
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import MetricsError
 from mktts.model.backend import Backend, Frame, default_dtype
@@ -46,7 +47,7 @@ class BenchSettings:
 
     checkpoint, revision, backend, device, dtype: as for Synthesizer.load
     large, text_model: checkpoints of the sections `large` and `text`
-    codec: timed by itself: "checkpoint", or "full", one of the released size with random weights
+    codec: that is timed by itself: the checkpoint's, or one of the released size with random weights
     prompt_tokens: of the short text
     frames: of one utterance
     context, around: frames are timed at positions [context - around, context + around)
@@ -59,7 +60,7 @@ class BenchSettings:
     revision: str | None = None
     large: str = "random:1.7b"
     text_model: str = "random:0.6b"
-    codec: str = "checkpoint"
+    codec: Literal["checkpoint", "full"] = option("checkpoint", "timed by itself; full: of the released size, random")
     backend: str = "auto"
     device: str = "cuda"
     dtype: str | None = None

@@ -29,7 +29,7 @@ from mktts.measure.load import record
 from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured, ticked
 from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
 from mktts.measure.load.settings import Loaded, LoadSettings, LoadTexts, load, spoken, texts_for
-from mktts.measure.tables import cell
+from mktts.measure.metrics import cell
 
 _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
