@@ -30,7 +30,7 @@ COMMANDS = {
     "trace": "python -m mktts trace --output outputs/reference/h200/trace.json",
 }
 SHOWN_IN = {
-    "agent": "README: the agent's times",
+    "agent": "LOG.md: the agent's times",
     "bench": "01_weights, 03_streaming, 04_metrics, README",
     "codec": "02_parity",
     "gpu_tests": "LOG.md: which GPU tests passed, and when",
