@@ -10,16 +10,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
 from mktts.server import add_address_arguments, checked_hosts, checked_origins, read_keys, url_of
-
-if TYPE_CHECKING:
-    from mktts.agent.settings import AgentSettings
 
 EXAMPLES = """examples:
   python -m mktts agent

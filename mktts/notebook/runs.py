@@ -310,10 +310,7 @@ def collect(out: Path, table: Path) -> None:
         kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in frame[column].dropna()}
         if len(kinds) > 1 or any(isinstance(value, (list, dict, tuple)) for value in frame[column]):
             frame[column] = [None if value is None or value != value else str(value) for value in frame[column]]
-    table.parent.mkdir(parents=True, exist_ok=True)
-    temporary = table.with_name(f".{table.name}.{os.getpid()}")
-    frame.convert_dtypes().to_parquet(temporary, index=False)
-    os.replace(temporary, table)
+    write_whole(table, frame.convert_dtypes().to_parquet(index=False))
 
 
 def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from mktts.audio import first_audible_sample, peak_dbfs, read_audio
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
@@ -25,13 +25,7 @@ from mktts.errors import VoiceError
 from mktts.model.voice import Voice
 from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-if TYPE_CHECKING:
-    from mktts.checkpoint import Checkpoint
-    from mktts.model.voice import Voice
-
-
 _MAX_CHANNELS = 8
-
 _LOUDEST = 2.0  # decoders overshoot full scale a little; far beyond it, samples were never scaled to [-1, 1]
 
 
@@ -160,8 +154,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Writes a voice file."""
-    from mktts.checkpoint import open_checkpoint
-
     require_writable(arguments.output)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     recorded_voice(checkpoint, arguments.audio, arguments.ref_text).save(Path(arguments.output))
@@ -172,8 +164,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def recorded_voice(checkpoint: Checkpoint, audio: Path, ref_text: str | None) -> Voice:
     """The voice of a recording, as the options --ref-audio and --ref-text name it. Raises as `clone_voice`."""
-    from mktts.synth.cloning import clone_voice
-
     if ref_text is not None and not ref_text.strip():
         raise VoiceError("--ref-text must be what the recording says, found nothing but blanks: or leave it out")
     return clone_voice(checkpoint, audio, None, ref_text)

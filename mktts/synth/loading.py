@@ -19,7 +19,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, SamplingError
-from mktts.model.backend import default_dtype, device_named
+from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, SpokenRows
 from mktts.model.sampling import Sampling
@@ -28,8 +28,6 @@ from mktts.synth.one_by_one import StepModel
 
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
-    from mktts.batch.model import LaneModel
-    from mktts.model.backend import Backend
     from mktts.synth.upstream import UpstreamModel
 
 

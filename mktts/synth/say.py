@@ -105,7 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
     from mktts.checkpoint import open_checkpoint
-    from mktts.synth.say import Loudspeaker
     from mktts.synth.synthesizer import Synthesizer
 
     _check(arguments)

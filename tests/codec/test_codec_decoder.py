@@ -15,16 +15,11 @@ from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import CodecError
-from mktts.measure.parity.codec import decode_chunked
+from mktts.measure.parity.codec import decode_chunked, random_codes
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.synth.upstream import import_upstream
 
 TOLERANCE = 1e-5  # of full scale, fp32
-
-
-def random_codes(frames: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, CODEBOOK_SIZE, (frames, NUM_CODEBOOKS), generator=generator)
 
 
 def stream(decoder: CodecDecoder, codes: torch.Tensor, schedule, state: CodecState | None = None) -> torch.Tensor:
@@ -80,7 +75,7 @@ def upstream_tiny(tiny) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def codes(tiny) -> torch.Tensor:
     """More frames than the attention window holds."""
-    return random_codes(2 * tiny.codec_config.sliding_window + 9)
+    return random_codes(2 * tiny.codec_config.sliding_window + 9, 0)
 
 
 def test_one_pass_and_the_first_frame_equal_upstreams_decoder(codec, upstream_tiny, codes):
@@ -142,7 +137,7 @@ def test_a_state_copied_mid_stream_continues_identically_and_apart(codec, codes)
 
 def test_upstreams_chunked_decoding_is_reproduced(codec, upstream_tiny):
     for frames, sizes in ((330, ()), (130, (40, 10)), (130, (50, 50)), (130, (60, 0))):  # (): the default
-        codes = random_codes(frames)
+        codes = random_codes(frames, 0)
         with torch.inference_mode():
             expected = upstream_tiny.chunked_decode(codes.t()[None], *sizes)[0, 0]
         torch.testing.assert_close(decode_chunked(codec, codes, *sizes), expected, atol=TOLERANCE, rtol=0)
@@ -209,7 +204,7 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
     (tmp_path / "speech_tokenizer" / "config.json").write_text(json.dumps(raw))
     layout = {name: spec for name, spec in expected_codec_tensors(raw).items() if name.startswith("decoder.")}
     tensors = {n.removeprefix("decoder."): t for n, t in random_tensors(layout, 0, torch.float32).items()}
-    codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20)
+    codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20, 0)
     assert codec.start().bytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
     expected = upstream_pcm(upstream_decoder(raw, tensors), codes)
     whole = codec.decode_all(codes)

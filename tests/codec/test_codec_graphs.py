@@ -15,13 +15,9 @@ from mktts.codec import graphs as codec_graph
 from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm
 from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, full_products, pieces
 from mktts.errors import BackendUnavailable, CodecError
+from mktts.measure.parity.codec import random_codes
 from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
-
-
-def random_codes(frames: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, CODEBOOK_SIZE, (frames, NUM_CODEBOOKS), generator=generator)
 
 
 def tensors(state: CodecState) -> list[torch.Tensor]:
@@ -140,7 +136,7 @@ def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
 
 
 def test_samples_belong_to_the_caller_and_whole_utterances_are_one_pass(codec, graphed):
-    state, codes = graphed.start(), random_codes(30)
+    state, codes = graphed.start(), random_codes(30, 0)
     first = graphed.decode(codes[:2], state)
     kept = first.clone()
     graphed.decode(random_codes(2, seed=1), state)
@@ -151,8 +147,9 @@ def test_samples_belong_to_the_caller_and_whole_utterances_are_one_pass(codec, g
 def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graphed):
     other = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64).start()
     state = graphed.start()
-    wrong = [random_codes(0), random_codes(2)[0], random_codes(2).float(), random_codes(2) - CODEBOOK_SIZE, [[0]]]
-    for codes, target in [*((codes, state) for codes in wrong), (random_codes(1), other)]:
+    pair = random_codes(2, 0)
+    wrong = [random_codes(0, 0), pair[0], pair.float(), pair - CODEBOOK_SIZE, [[0]]]
+    for codes, target in [*((codes, state) for codes in wrong), (random_codes(1, 0), other)]:
         with pytest.raises(CodecError) as ours:
             graphed.decode(codes, target)
         for refuse in (codec.decode, codec.submit, graphed.submit):
@@ -186,7 +183,7 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
 
 def test_a_copied_state_has_a_buffer_of_its_own(codec):
     state = codec.start()
-    codec.decode(random_codes(5), state)
+    codec.decode(random_codes(5, 0), state)
     copy = state.copy()
     assert copy.frames == 5 and torch.equal(copy.flat, state.flat)
     before = [t.clone() for t in tensors(copy)]
