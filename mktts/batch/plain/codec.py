@@ -26,7 +26,7 @@ from mktts.codec.layers import (
     SnakeBeta,
     Upsampling,
 )
-from mktts.errors import CapacityError, CodecError
+from mktts.errors import CodecError
 from mktts.model.qwen3 import rms_norm, rotate
 from mktts.spec import NUM_CODEBOOKS
 
@@ -348,53 +348,45 @@ class CodecLanes:
     A slot's row has the bytes of a `CodecState` of the decoder, so that a primed state is copied in as it is.
     """
 
-    def __init__(self, decoder: CodecDecoder, max_slots: int) -> None:
-        """The weights stay the decoder's. Memory is taken for a few slots at a time, up to `max_slots`."""
-        self.device = decoder.device
-        self.max_slots = max_slots
+    def __init__(self, decoder: CodecDecoder, slots: int) -> None:
+        """The weights stay the decoder's. Memory is taken for a few slots at a time, up to `slots`."""
+        self.device, self.slots = decoder.device, slots
         self._decoder = decoder
         self._silence = _words(decoder.start())
         self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
         self._memory = self._rows  # of those that a tick decodes
         self._states: dict[int, _State] = {}  # by lanes
-        self._free: list[int] = []  # slots of `_rows` that nobody has; the last one goes first
         work = CodecBuffers()
         self._pre_conv = Conv(decoder.pre_conv, work)
         self._transformer = LaneTransformer(decoder.transformer)
         self._layers = list(lane_layers(decoder, work))
 
-    @property
-    def open_slots(self) -> int:
-        return len(self._rows) - len(self._free)
-
     @torch.inference_mode()
-    def start(self, primed: CodecState | None = None) -> int:
-        """A slot for a stream that begins with silence, or goes on from `primed`, which is copied.
+    def enter(self, slot: int, primed: CodecState | None) -> None:
+        """`slot` begins with silence, or goes on from `primed`, which is copied.
 
-        Raises CapacityError where every slot is taken, CodecError for a state of another decoder.
+        Raises CodecError for a slot that does not exist, and for a state of another decoder.
         """
+        if not 0 <= slot < self.slots:
+            raise CodecError(f"slots are 0 to {self.slots - 1}, got {slot}")
         if primed is not None and (primed.layout != self._decoder.layout or primed.flat.device != self.device):
             raise CodecError("the state belongs to another decoder: use one that start() of this decoder returned")
-        if not self._free:
-            self._grow()
-        slot = self._free.pop()
+        more = min(-(-(slot + 1) // _SLOTS_AT_A_TIME) * _SLOTS_AT_A_TIME, self.slots) - len(self._rows)
+        if more > 0:
+            self._rows = torch.cat((self._rows, self._rows.new_empty(more, self._rows.shape[1])))
         self._rows[slot] = self._silence if primed is None else _words(primed)
-        return slot
-
-    def free(self, slot: int) -> None:
-        """Gives the slot back; it must not be used again. Raises CodecError where it is not open."""
-        self._check_open([slot])
-        self._free.append(slot)
 
     @torch.inference_mode()
-    def decode(self, slots: Sequence[int], codes: Tensor) -> Tensor:
-        """The next frame of each slot: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1] on the device.
+    def decode(self, codes: Tensor, slots: Sequence[int]) -> Tensor:
+        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1] on the
+        device.
 
         Codes may lie on the host or on the device. Raises CodecError, before anything is changed, for codes of another
-        shape, dtype or range, and for a slot that is not open or comes twice.
+        shape, dtype or range.
         """
-        self._check_open(slots)
-        self._check_codes(codes, len(slots))
+        shape, size = (len(slots), NUM_CODEBOOKS), self._decoder.config.codebook_size
+        if codes.shape != shape or codes.is_floating_point() or codes.min() < 0 or codes.max() >= size:
+            raise CodecError(f"codes must be {shape} whole numbers in 0..{size - 1}, got {codes}")
         lanes = torch.tensor(list(slots), device=self.device)
         codes = codes.to(self.device, torch.int64)
         pcm = []
@@ -435,32 +427,6 @@ class CodecLanes:
             for (start, count, dtype), shape in zip(layout.places, shapes, strict=True)
         )
         return keys, values, history, position
-
-    def _grow(self) -> None:
-        slots = len(self._rows)
-        more = min(_SLOTS_AT_A_TIME, self.max_slots - slots)
-        if more <= 0:
-            raise CapacityError(f"all {self.max_slots} codec slots are taken: free one first, or ask for more")
-        self._rows = torch.cat((self._rows, self._rows.new_empty(more, self._rows.shape[1])))
-        self._free = list(range(slots + more - 1, slots - 1, -1))
-
-    def _check_open(self, slots: Sequence[int]) -> None:
-        wrong = [slot for slot in slots if not 0 <= slot < len(self._rows) or slot in self._free]
-        if wrong:
-            raise CodecError(f"slots {wrong} are not open: use those that start() returned and that were not freed")
-        if len(set(slots)) < len(slots):
-            raise CodecError(f"a slot decodes one frame a call, got {list(slots)}")
-
-    def _check_codes(self, codes: Tensor, lanes: int) -> None:
-        if not isinstance(codes, Tensor) or codes.is_floating_point() or codes.is_complex():
-            found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-            raise CodecError(f"codes must be an integer tensor (B, {NUM_CODEBOOKS}), got {found}")
-        if codes.shape != (lanes, NUM_CODEBOOKS) or not lanes:
-            raise CodecError(f"codes must be ({lanes} slots >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
-        low, high = torch.stack(codes.aminmax()).tolist()
-        size = self._decoder.config.codebook_size
-        if low < 0 or high >= size:
-            raise CodecError(f"codes must be in 0..{size - 1}, found {low}..{high}: control ids are not audio")
 
 
 def _words(state: CodecState) -> Tensor:

@@ -23,7 +23,7 @@ from mktts.batch.plain.codec import CodecLanes
 from mktts.batch.plain.talker import TorchTalker
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick, TickModel
-from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
+from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.model.backend import no_number
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
@@ -108,13 +108,12 @@ class TorchLanes:
         self._talking = InOrder("mktts-talker" if threads else None)
         self._decoding = InOrder("mktts-codec" if threads else None)
         self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
-        self._talker = TorchTalker(config, tensors, decoder.device, dtype, slots, positions)
+        self._talker = TorchTalker(config, tensors, decoder.device, dtype, slots)
         self._codec = CodecLanes(decoder, slots)
         self._primed = PrimedStates(decoder)
+        positions = min(positions, config.talker.max_position_embeddings)
         pages = min(memory_bytes // (PAGE_ROWS * self._talker.position_bytes), slots * -(-positions // PAGE_ROWS))
-        self.pages = Pages(int(pages) + 1, slots, self._talker.positions, max_kept=0)
-        self._talker_slot: dict[int, int] = {}
-        self._codec_slot: dict[int, int] = {}  # of the codec's thread
+        self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
 
     @property
     def embeddings(self) -> Mapping[str, Tensor]:
@@ -123,7 +122,7 @@ class TorchLanes:
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         primed = None if reference is None else self._primed.of(reference)
-        self._errands.append(self._talking.do(self._decoding.do, self._enter, slot, primed))
+        self._errands.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
 
     def forget(self, reference: Tensor) -> None:
         self._primed.forget(reference)
@@ -132,21 +131,18 @@ class TorchLanes:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         if not prompt.isfinite().all():
             raise no_number()
-        most = self._talker.positions - len(prompt)
-        before = self._talker_slot.pop(slot, None)
-        self._talker_slot[slot] = self._talking.do(self._begin, before, prompt, sampling, seed, most).result()
+        self._talking.do(self._talker.begin, slot, prompt, sampling, seed).result()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See Lanes."""
 
     def leave(self, slot: int) -> None:
-        self._errands.append(self._talking.do(self._leave, self._talker_slot.pop(slot, None), slot))
+        self._talking.do(self._talker.leave, slot)
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
-        lanes = [self._talker_slot[slot] for slot in slots]
-        return _Launched(self._talking.do(self._talk, slots, lanes, list(rows)), self.overlaps)
+        return _Launched(self._talking.do(self._talk, slots, list(rows)), self.overlaps)
 
     def collect(self, launched: _Launched) -> Made:
         codes, ended, speaking, took_s, decoded = launched.said.result()
@@ -160,7 +156,7 @@ class TorchLanes:
         return Made(codes, ended, pcm, took_s)
 
     def _check_errands(self) -> None:
-        """Raises the first error of streams that entered or left; all of them are then told."""
+        """Raises the first error of streams that entered; all of them are then told."""
         over = []
         while self._errands and _over(self._errands[0]):
             over.append(self._errands.popleft())
@@ -169,25 +165,15 @@ class TorchLanes:
 
     # ---- on the talker's thread
 
-    def _begin(self, before: int | None, prompt: Tensor, sampling: Sampling, seed: int, most: int) -> int:
-        if before is not None:
-            self._talker.free(before)
-        return self._talker.start(prompt, sampling, seed, most)
-
-    def _leave(self, lane: int | None, slot: int) -> Future:
-        if lane is not None:
-            self._talker.free(lane)
-        return self._decoding.do(self._go, slot)
-
-    def _talk(self, slots: Sequence[int], lanes: Sequence[int], rows: Sequence[Tensor | None]) -> _Said:
+    def _talk(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> _Said:
         """Codes of a tick; its decoding is asked for."""
         begun_s = time.perf_counter()
         codes = np.zeros((len(rows), NUM_CODEBOOKS), np.int64)
-        ended = np.array([self._talker.ended(lane) for lane in lanes], bool)
+        ended = np.array([self._talker.ended(slot) for slot in slots], bool)
         sound = np.array([row is None or bool(row.isfinite().all()) for row in rows], bool)
         codes[~sound, 0] = _FAILED
         talking = np.flatnonzero(sound & ~ended).tolist()
-        made = self._talker.tick([lanes[i] for i in talking], [rows[i] for i in talking])
+        made = self._talker.tick([slots[i] for i in talking], [rows[i] for i in talking])
         speaking = []
         for i, frame in zip(talking, made, strict=True):
             ended[i] = frame is None
@@ -201,14 +187,7 @@ class TorchLanes:
 
     # ---- on the codec's thread
 
-    def _enter(self, slot: int, primed: CodecState | None) -> None:
-        self._codec_slot[slot] = self._codec.start(primed)
-
-    def _go(self, slot: int) -> None:
-        if slot in self._codec_slot:
-            self._codec.free(self._codec_slot.pop(slot))
-
     def _decode(self, slots: Sequence[int], codes: Tensor) -> tuple[np.ndarray, float]:
         begun_s = time.perf_counter()
-        pcm = self._codec.decode([self._codec_slot[slot] for slot in slots], codes)
+        pcm = self._codec.decode(codes, slots)
         return pcm.cpu().numpy(), time.perf_counter() - begun_s

@@ -11,7 +11,6 @@ do not depend on its neighbours; see `stack` for how long sums may be.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from mktts.batch.plain.stack import KeysValues, LanePredictor, LaneStack, advance
 from mktts.codec.layers import LEAST_ROWS, filled_up
-from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.errors import PromptError, SamplingError
 from mktts.model.backend import check_start
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import (
@@ -101,7 +100,6 @@ class _TalkerSlot:
 
     sampling: Sampling
     seed: int
-    max_frames: int
     prompt: Tensor | None  # (L, H), until its first tick
     cache: KeysValues
     frames: int = 0
@@ -118,20 +116,12 @@ class TorchTalker:
         self,
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        max_slots: int = 32,
-        positions: int | None = None,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
     ) -> None:
-        """positions: of one stream, prompt and frames together; None: as many as the model has.
-
-        Memory for a stream's positions is taken as it gets there, `keys_values.CHUNK_POSITIONS` at a time.
-        """
-        self.config = config
-        self.device, self.dtype = torch.device(device), dtype
-        self.max_slots = max_slots
-        most = config.talker.max_position_embeddings
-        self.positions = most if positions is None else min(positions, most)
+        """Memory for a stream's positions is taken as it gets there, `stack.CHUNK_POSITIONS` at a time."""
+        self.config, self.device, self.dtype = config, device, dtype
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
@@ -162,14 +152,9 @@ class TorchTalker:
         )
         self._noise = LaneNoise(config)
         self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
-        self._slots: list[_TalkerSlot | None] = [None] * max_slots
-        self._free = list(range(max_slots))  # a heap: the lowest first
-        self._codes = torch.zeros(max_slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
-        self._seen = torch.zeros(max_slots, config.talker.vocab_size, dtype=torch.bool, device=self.device)
-
-    @property
-    def open_slots(self) -> int:
-        return self.max_slots - len(self._free)
+        self._slots: dict[int, _TalkerSlot] = {}
+        self._codes = torch.zeros(slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
+        self._seen = torch.zeros(slots, config.talker.vocab_size, dtype=torch.bool, device=self.device)
 
     @property
     def position_bytes(self) -> int:
@@ -178,55 +163,43 @@ class TorchTalker:
         return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.dtype.itemsize
 
     @torch.inference_mode()
-    def start(self, prompt_embeds: Tensor, sampling: Sampling, seed: int | None, max_frames: int) -> int:
-        """A slot for a stream of up to `max_frames` frames behind `prompt_embeds` (L, H), which its first tick reads.
+    def begin(self, slot: int, prompt_embeds: Tensor, sampling: Sampling, seed: int | None) -> None:
+        """A stream in `slot` behind `prompt_embeds` (L, H), which its first tick reads, in place of what was there.
 
-        Raises PromptError for a prompt of another shape; CapacityError for more positions than a stream may have, or
-        where every slot is taken; SamplingError for a seed out of range, and for rng="torch".
+        Raises PromptError for a prompt of another shape; SamplingError for a seed out of range, and for rng="torch".
         """
-        check_start(prompt_embeds, self.config.talker.hidden_size, max_frames)
+        check_start(prompt_embeds, self.config.talker.hidden_size, 1)
         if sampling.rng != "philox":
             raise SamplingError(
                 f"the batch engine draws by counters, rng='philox'; rng={sampling.rng!r} needs backend='torch' with "
                 "engine='single'"
             )
-        seed, needed = checked_seed(seed), len(prompt_embeds) + max_frames
-        if needed > self.positions:
-            raise CapacityError(
-                f"{needed} positions asked for, a stream has {self.positions}: shorten the text or lower max_frames"
-            )
-        if not self._free:
-            raise CapacityError(f"all {self.max_slots} slots are taken: free one first, or make more at the start")
-        slot = heapq.heappop(self._free)
         prompt = prompt_embeds.to(self.device, self.dtype, copy=True)
-        self._slots[slot] = _TalkerSlot(sampling, seed, max_frames, prompt, KeysValues(self._talker))
+        self._slots[slot] = _TalkerSlot(sampling, checked_seed(seed), prompt, KeysValues(self._talker))
         self._seen[slot] = False
-        return slot
 
-    def free(self, slot: int) -> None:
-        """Ends a stream at any time and gives its memory back. Raises CapacityError where the slot is not open."""
-        self._open(slot)
-        self._slots[slot] = None
-        heapq.heappush(self._free, slot)
+    def leave(self, slot: int) -> None:
+        """Ends what is in the slot, if anything, and gives its memory back."""
+        self._slots.pop(slot, None)
 
     def ended(self, slot: int) -> bool:
-        """Whether the speech has ended. Raises CapacityError where the slot is not open."""
-        return self._open(slot).ended
+        """Whether the speech has ended."""
+        return self._slots[slot].ended
 
     @torch.inference_mode()
     def tick(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One frame of every given slot, in any order -> its codes (16,) int64 on the host, or None: end of speech.
 
         rows: the text embedding (H,) added to the newest codes' embeddings; None exactly at a slot's first tick, whose
-        talker input is the prompt. Raises CapacityError for a slot that is not open, comes twice, ended, or made its
-        `max_frames`, and PromptError for a row too many, too few or of another shape, all before anything is changed.
+        talker input is the prompt: otherwise raises PromptError, before anything is changed.
         """
         if not slots:
             return []
-        self._check(slots, rows)
+        if [row is None for row in rows] != [self._slots[slot].prompt is not None for slot in slots]:
+            raise PromptError(f"slots {slots}: expected no row at a slot's first tick and one at every later tick")
         order = sorted(range(len(slots)), key=lambda i: rows[i] is None)  # those that speak already, then new ones
         slots = [slots[i] for i in order]
-        open_slots = [self._open(slot) for slot in slots]
+        open_slots = [self._slots[slot] for slot in slots]
         text = [rows[i] for i in order if rows[i] is not None]
         lanes = torch.tensor(slots, device=self.device)
         codes = self._draw_codes(self._hidden(lanes[: len(text)], open_slots, text), lanes, open_slots)
@@ -277,22 +250,3 @@ class TorchTalker:
         for slot in new:
             slot.prompt = None
         return hidden
-
-    def _open(self, slot: int) -> _TalkerSlot:
-        found = self._slots[slot] if 0 <= slot < self.max_slots else None
-        if found is None:
-            raise CapacityError(f"slot {slot} is not open: use one that start() returned and that was not freed")
-        return found
-
-    def _check(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> None:
-        if len(set(slots)) < len(slots) or len(rows) != len(slots):
-            raise CapacityError(f"expected each slot once and a row for each, got slots {slots} and {len(rows)} rows")
-        for index, row in zip(slots, rows, strict=True):
-            slot = self._open(index)
-            if slot.ended or slot.frames >= slot.max_frames:
-                raise CapacityError(f"slot {index} ended after {slot.frames} of at most {slot.max_frames} frames")
-            if (row is None) != (slot.prompt is not None):
-                raise PromptError(f"slot {index}: expected no row at the first tick and one at every later tick")
-            if row is not None and row.shape != (self.config.talker.hidden_size,):
-                expected = (self.config.talker.hidden_size,)
-                raise PromptError(f"slot {index}: a text row must be {expected}, got {tuple(row.shape)}")

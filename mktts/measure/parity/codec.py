@@ -177,7 +177,9 @@ def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: st
         from mktts.batch.plain.codec import CodecLanes
 
         plain = CodecLanes(decoder(), lanes)
-        return partial(plain.decode, [plain.start() for _ in range(lanes)])
+        for slot in range(lanes):
+            plain.enter(slot, None)
+        return lambda codes: plain.decode(codes, range(lanes))
     from mktts.batch.cuda.codec import CudaCodec
 
     codec = CudaCodec(decoder, lanes + 1, precision)
