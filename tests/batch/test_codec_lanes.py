@@ -1,126 +1,242 @@
-"""Many codec streams in lanes give what the decoder gives each of them frame by frame."""
+"""Codecs of many streams: each stream against the plain decoder, and against itself in other company.
+
+On a CPU the pass of the CUDA codec runs with plain operators in place of its kernels.
+"""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 
+import codec_kernel_stand_ins
 import pytest
 import torch
 from torch import Tensor
 
+from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.plain.codec import CodecLanes
-from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import CapacityError, CodecError
+from mktts.errors import BackendUnavailable, CodecError
+from mktts.measure.parity.codec import snr_db
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-CLOSE = 1e-5
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LEAST_SNR_DB = {
+    ("cuda", "full"): 80.0,
+    ("cuda", "fast"): 50.0,
+    ("cpu", "full"): 100.0,
+    ("cpu", "fast"): 50.0,
+    ("cpu", "plain"): 100.0,
+}
+SLOTS = 300
+STAND_INS = (codec_kernel_stand_ins.PRODUCTS, codec_kernel_stand_ins.ROWS)
+TINY, FULL_CODEC = "random:tiny", "random:tiny:custom_voice:full-codec"
+LANES = 8
+END = 2_150  # of speech: no entry of a book
 
 
-def decoder_of(checkpoint) -> CodecDecoder:
-    return CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
+def codecs(cpu: bool) -> list:
+    cases = [(name, "cuda", precision) for name in (TINY, FULL_CODEC) for precision in ("full", "fast")]
+    here = [(TINY, "cpu", precision) for precision in ("full", "fast", "plain")] + [("small", "cpu", "plain")]
+    return [*(here if cpu else []), *(pytest.param(case, marks=GPU) for case in cases)]
+
+
+def plain_of(checkpoint: Checkpoint, device: str) -> partial[CodecDecoder]:
+    return partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(device))
 
 
 @pytest.fixture(scope="module")
-def decoder(tiny) -> CodecDecoder:
-    return decoder_of(tiny)
+def codec(request) -> CudaCodec | CodecLanes:
+    name, device, precision = request.param
+    plain = plain_of(open_checkpoint(name), device)
+    if precision == "plain":
+        made = CodecLanes(plain(), SLOTS)
+    else:
+        made = CudaCodec(plain, SLOTS, precision, STAND_INS if device == "cpu" else None)
+    if device == "cuda":
+        made.compile((1, LANES, 64, 256, 512))
+    made.plain, made.least_db, made.nobody = plain, LEAST_SNR_DB[device, precision], SLOTS - 1
+    return made
 
 
-def codes_of(decoder: CodecDecoder, streams: int, frames: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    size = decoder.config.codebook_size
-    return torch.randint(0, size, (streams, frames, NUM_CODEBOOKS), generator=generator)
+anywhere = pytest.mark.parametrize("codec", codecs(cpu=True), indirect=True, ids="-".join)
+on_a_gpu = pytest.mark.parametrize("codec", codecs(cpu=False), indirect=True, ids="-".join)
 
 
-def alone(decoder: CodecDecoder, codes: Tensor) -> Tensor:
-    """(T, 16) -> (T, 1920), a frame a call."""
-    state = decoder.start()
-    return torch.stack([decoder.decode(frame[None], state) for frame in codes])
+def codes_of(codec: CudaCodec, streams: int, frames: int, seed: int = 0) -> Tensor:
+    shape, generator = (streams, frames, NUM_CODEBOOKS), torch.Generator().manual_seed(seed)
+    size = codec.config.codebook_size
+    return torch.randint(0, size, shape, generator=generator, dtype=torch.int32).to(codec.device)
 
 
-@pytest.mark.parametrize("name", ["random:tiny", "small"])
-def test_streams_that_come_and_go_sound_as_alone(name):
+def int32(codec: CudaCodec, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=codec.device)
+
+
+def decoded(codec: CudaCodec, codes: Tensor, slots: list[int], lanes: int = LANES) -> Tensor:
+    """The next frame of `slots`, codes (n, 16), in a pass of `lanes` lanes whose padded ones hold the end of speech."""
+    if isinstance(codec, CodecLanes):
+        return codec.decode(codes, slots)
+    frame = torch.full((lanes, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
+    frame[: len(slots)] = codes
+    return codec.decode(frame, int32(codec, slots + [codec.nobody] * (lanes - len(slots))))[: len(slots)]
+
+
+@anywhere
+def test_streams_that_come_and_go_sound_as_alone(codec):
     """Past the attention window, at different positions, in slots that others had before."""
-    decoder, chance = decoder_of(open_checkpoint(name)), random.Random(0)
+    decoder, chance = codec.plain(), random.Random(0)
     frames = decoder.config.sliding_window + 3
-    codes = codes_of(decoder, 5, frames)
-    expected = [alone(decoder, one) for one in codes]
-    assert min(float(pcm.abs().max()) for pcm in expected) > 0.02
-    lanes, waiting = CodecLanes(decoder, max_slots=3), list(range(len(codes)))
-    slots: dict[int, int] = {}
+    codes = codes_of(codec, 5, frames)
+    waiting, free, slots = list(range(len(codes))), [7, 0, 298], {}
     made: dict[int, list[Tensor]] = {i: [] for i in waiting}
     while waiting or slots:
-        while waiting and len(slots) < 3:
-            slots[waiting[0]] = lanes.start()
-            waiting.pop(0)
+        while waiting and free:
+            slots[waiting[0]] = free.pop()
+            codec.enter(slots[waiting.pop(0)], None)
         going = [i for i in slots if chance.random() < 0.7]
         chance.shuffle(going)
         if not going:
             continue
-        pcm = lanes.decode([slots[i] for i in going], torch.stack([codes[i, len(made[i])] for i in going]))
-        assert pcm.shape == (len(going), SAMPLES_PER_FRAME) and pcm.dtype == torch.float32
-        for i, frame in zip(going, pcm, strict=True):
-            made[i].append(frame)
-            if len(made[i]) == (9 if i == 1 else frames):  # one is cancelled
-                lanes.free(slots.pop(i))
-    assert lanes.open_slots == 0
+        frame = torch.stack([codes[i, len(made[i])] for i in going])
+        for i, pcm in zip(going, decoded(codec, frame, [slots[i] for i in going]), strict=True):
+            made[i].append(pcm)
+            if len(made[i]) == frames:
+                free.append(slots.pop(i))
     for i, pcm in made.items():
-        assert (torch.stack(pcm) - expected[i][: len(pcm)]).abs().max() < CLOSE, i
+        expected = decoder.decode_all(codes[i])
+        assert float(expected.abs().max()) > 0.02
+        assert snr_db(torch.cat(pcm).cpu(), expected.cpu()) > codec.least_db, i
 
 
-def test_a_primed_state_goes_on_and_stays_as_it_was(decoder):
-    codes = codes_of(decoder, 1, 20)[0]
+@anywhere
+@pytest.mark.parametrize("heard", [5, 90])
+def test_a_primed_state_goes_on_and_stays_as_it_was(codec, heard):
+    decoder, codes = codec.plain(), codes_of(codec, 1, heard + 6, seed=1)[0]
     state = decoder.start()
-    decoder.decode(codes[:15], state)
+    decoder.decode(codes[:heard], state)
     kept = state.copy()
-    lanes = CodecLanes(decoder, 2)
-    slots = [lanes.start(state), lanes.start()]
-    expected, fresh = alone(decoder, codes), alone(decoder, codes[15:])
-    for frame in range(5):
-        pcm = lanes.decode(slots, codes[15 + frame].expand(2, -1))
-        assert (pcm[0] - expected[15 + frame]).abs().max() < CLOSE
-        assert (pcm[1] - fresh[frame]).abs().max() < CLOSE
+    codec.enter(3, state)
+    made = torch.cat([decoded(codec, codes[heard + t][None], [3])[0] for t in range(6)])
     assert torch.equal(state.flat, kept.flat)
+    assert snr_db(made.cpu(), decoder.decode(codes[heard:], state).cpu()) > codec.least_db
+
+
+@on_a_gpu
+@pytest.mark.parametrize("lanes", [1, 64, 256, 1024])
+def test_neighbours_change_no_bit_of_samples_or_state(codec, lanes):
+    """Eight streams alone, eight lanes a pass, against the same ones spread over `lanes` lanes, some of them padded."""
+    codes, others = codes_of(codec, 8, 3, seed=2), codes_of(codec, lanes, 3, seed=3)
+    count, chance = min(lanes, 8), random.Random(lanes)
+    first, then = [10 + i for i in range(8)], [280 - 3 * i for i in range(count)]
+    for slot in (*first, *then):
+        codec.enter(slot, None)
+    at = chance.sample(range(lanes), count)
+    slots = [codec.nobody] * lanes
+    used = iter([slot for slot in range(codec.nobody) if slot not in {*first, *then}])
+    for lane in range(0, lanes, 2):
+        slots[lane] = next(used, codec.nobody)
+    for lane, slot in zip(at, then, strict=True):
+        slots[lane] = slot
+    for t in range(3):
+        expected = decoded(codec, codes[:, t], first)
+        frame = others[:, t].clone()
+        frame[at] = codes[:count, t]
+        assert torch.equal(codec.decode(frame, int32(codec, slots))[at], expected[:count]), t
+    states = codec._states
+    rings = (ring[..., :3, :] for ring in (states.keys, states.values))  # places behind may hold older streams
+    for tensor in (states.histories, states.positions, *rings):
+        assert torch.equal(tensor[then], tensor[first[:count]])
+
+
+@on_a_gpu
+def test_a_recorded_pass_gives_the_same_bits(codec):
+    codes, lanes = codes_of(codec, LANES, 4, seed=4), int32(codec, list(range(LANES)))
+    passes = []
+    for recorded in (False, True):
+        frame = codes[:, 0].clone()
+        codec.decode(frame, lanes)
+        graph = torch.cuda.CUDAGraph()
+        if recorded:
+            with torch.cuda.graph(graph):
+                pcm = codec.decode(frame, lanes)
+        for slot in range(LANES):
+            codec.enter(slot, None)
+        made = []
+        for t in range(4):
+            frame.copy_(codes[:, t])
+            if recorded:
+                graph.replay()
+            else:
+                pcm = codec.decode(frame, lanes)
+            made.append(pcm.clone())
+        passes.append(torch.stack(made))
+    assert torch.equal(*passes)
+    assert passes[0].shape == (4, LANES, SAMPLES_PER_FRAME) and passes[0].dtype == torch.float32
+
+
+@on_a_gpu
+def test_padded_lanes_stay_finite_and_never_move_on(codec):
+    frame = torch.full((LANES, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
+    frame[1] = -1
+    for _ in range(5):
+        assert codec.decode(frame, int32(codec, [codec.nobody] * LANES)).abs().max() <= 1
+    assert int(codec._states.positions[codec.nobody]) == 0
+
+
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("name", [TINY, FULL_CODEC])
+def test_kernels_can_be_compiled_before_the_first_pass(name):
+    plain = plain_of(open_checkpoint(name), "cuda")
+    codec = CudaCodec(plain, 9, "fast")
+    codec.compile([8])
+    codec.nobody, codes = 8, codes_of(codec, 1, 1, seed=5)[0]
+    assert not bool(codec._states.histories.any())
+    expected = plain().decode_all(codes).cpu()
+    assert snr_db(decoded(codec, codes, [0])[0].cpu(), expected) > LEAST_SNR_DB["cuda", "fast"]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="how other libraries order sums is not known")
-def test_neighbours_change_no_bit(decoder):
+def test_neighbours_change_no_bit_on_a_cpu(tiny):
     """Alone, and among more than one group of lanes takes."""
-    codes = codes_of(decoder, 20, 4)
-    company, single = CodecLanes(decoder, 20), CodecLanes(decoder, 1)
-    slots, slot = [company.start() for _ in range(20)], single.start()
+    company, single = (CodecLanes(plain_of(tiny, "cpu")(), slots) for slots in (20, 1))
+    codes = codes_of(single, 20, 4)
+    single.enter(0, None)
+    for slot in range(20):
+        company.enter(slot, None)
     for frame in range(4):
         going = list(range(20)) if frame % 2 else [19, 3, 0]
-        pcm = company.decode([slots[i] for i in going], codes[going, frame])
-        assert torch.equal(pcm[going.index(19)], single.decode([slot], codes[19:, frame])[0])
+        pcm = company.decode(codes[going, frame], going)
+        assert torch.equal(pcm[going.index(19)], single.decode(codes[19:, frame], [0])[0])
 
 
-def test_what_cannot_be_decoded_is_named_and_changes_nothing(decoder):
-    codes = codes_of(decoder, 2, 3)
-    lanes = CodecLanes(decoder, 2)
-    slots = [lanes.start(), lanes.start()]
-    with pytest.raises(CapacityError, match="all 2 codec slots"):
-        lanes.start()
-    for wrong, bad in (
-        ([slots[0], 9], codes[:, 0]),
-        ([slots[0], slots[0]], codes[:, 0]),
-        (slots, codes[:, 0].float()),
-        (slots, codes[0, :1]),
-        (slots, codes[:, 0] + 2_048),
-        ([], codes[:0, 0]),
-    ):
-        with pytest.raises(CodecError):
-            lanes.decode(wrong, bad)
-    pcm = lanes.decode(slots, codes[:, 0].to(torch.int32))
-    assert (pcm[1] - alone(decoder, codes[1])[0]).abs().max() < CLOSE
-    lanes.free(slots[0])
-    with pytest.raises(CodecError, match="not open"):
-        lanes.decode(slots, codes[:, 1])
-    with pytest.raises(CodecError, match="not open"):
-        lanes.free(slots[0])
-
-
-def test_a_state_of_another_decoder_is_refused(decoder):
-    other = decoder_of(open_checkpoint("small"))
+def test_what_cannot_be_decoded_on_a_cpu_is_named_and_changes_nothing(tiny):
+    plain = plain_of(tiny, "cpu")
+    lanes, codes = CodecLanes(plain(), 2), codes_of(CodecLanes(plain(), 2), 2, 1)
+    for slot in range(2):
+        lanes.enter(slot, None)
+    for wrong in (codes[:, 0].float(), codes[0], codes[:, 0] + 2_048, codes[:, 0] - 2_048):
+        with pytest.raises(CodecError, match="whole numbers in 0"):
+            lanes.decode(wrong, range(2))
+    pcm = lanes.decode(codes[:, 0], range(2))
+    assert snr_db(pcm.flatten(), torch.cat([plain().decode_all(one) for one in codes])) > 100
+    with pytest.raises(CodecError, match="slots are 0 to 1"):
+        lanes.enter(2, None)
+    small = plain_of(open_checkpoint("small"), "cpu")()
     with pytest.raises(CodecError, match="another decoder"):
-        CodecLanes(decoder, 1).start(other.start())
+        lanes.enter(0, small.start())
+
+
+def test_sizes_are_known_before_a_stream_comes_and_other_codes_and_lanes_are_refused(tiny):
+    codec = CudaCodec(plain_of(tiny, "cpu"), 4, "full", STAND_INS)
+    state = codec._states
+    slot = (state.histories[0], state.keys[0], state.values[0], state.positions[0])
+    assert codec.state_bytes == sum(tensor.nbytes for tensor in slot) and codec.name == "fused"
+    lanes, codes = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    for wrong in ((codes.long(), lanes), (codes, lanes.long()), (codes[:1], lanes), (codes[:, :4], lanes)):
+        with pytest.raises(CodecError, match="int32"):
+            codec.decode(*wrong)
+    with pytest.raises(BackendUnavailable, match="the batched codec needs"):
+        CudaCodec(plain_of(tiny, "cpu"), 4, "full")

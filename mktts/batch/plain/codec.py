@@ -350,7 +350,7 @@ class CodecLanes:
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
         """The weights stay the decoder's. Memory is taken for a few slots at a time, up to `slots`."""
-        self.device, self.slots = decoder.device, slots
+        self.config, self.device, self.slots = decoder.config, decoder.device, slots
         self._decoder = decoder
         self._silence = _words(decoder.start())
         self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
@@ -384,7 +384,7 @@ class CodecLanes:
         Codes may lie on the host or on the device. Raises CodecError, before anything is changed, for codes of another
         shape, dtype or range.
         """
-        shape, size = (len(slots), NUM_CODEBOOKS), self._decoder.config.codebook_size
+        shape, size = (len(slots), NUM_CODEBOOKS), self.config.codebook_size
         if codes.shape != shape or codes.is_floating_point() or codes.min() < 0 or codes.max() >= size:
             raise CodecError(f"codes must be {shape} whole numbers in 0..{size - 1}, got {codes}")
         lanes = torch.tensor(list(slots), device=self.device)
