@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
@@ -100,25 +101,21 @@ class TickModel:
         return self.constant_s + self.lane_s * lanes + self.row_s * rows + self.attention_s * attended
 
 
+_KEEP = math.exp(-1 / 500)  # after 500 ticks an observation weighs 1/e
+
+
 class TickFit:
     """The model of a machine, learnt from its ticks: exponentially weighted least squares of relative errors.
 
-    Each part of `prior` is scaled by its own factor. The prior stays in the sum with the weight of `prior_ticks`, so
-    that a part which the ticks say nothing about (no prompt came for a while) keeps its value.
+    Each part of `prior` is scaled by its own factor. The prior stays in the sum with the weight of one tick, so that a
+    part which the ticks say nothing about (no prompt came for a while) keeps its value.
     """
 
-    def __init__(self, prior: TickModel, memory_ticks: float = 500.0, prior_ticks: float = 1.0) -> None:
-        """`memory_ticks`: after so many ticks an observation weighs 1/e. Raises OptionsError for less than one tick,
-        and for a weight of the prior that is not above 0."""
-        if not memory_ticks >= 1 or not prior_ticks > 0:
-            raise OptionsError(
-                f"memory_ticks must be at least 1 and prior_ticks above 0, got {memory_ticks} and {prior_ticks}"
-            )
+    def __init__(self, prior: TickModel) -> None:
         self.model = prior
         self._parts = np.array(astuple(prior))
-        self._keep = float(np.exp(-1.0 / memory_ticks))
         # A part of 0 has no factor to learn; the equations stay solvable because the prior is in all of them.
-        self._prior_weight = prior_ticks / len(self._parts) ** 2
+        self._prior_weight = 1 / len(self._parts) ** 2
         self._prior_squares = self._prior_weight * np.eye(len(self._parts))
         self._squares = np.zeros((len(self._parts), len(self._parts)))
         self._right = np.zeros(len(self._parts))
@@ -135,8 +132,8 @@ class TickFit:
         shares = self._parts * (1.0, lanes, rows, context_rows / _CONTEXT_UNIT_ROWS)
         total_s = shares.sum()
         shares /= total_s
-        self._squares = self._keep * self._squares + shares[:, None] * shares
-        self._right = self._keep * self._right + shares * (took_s / total_s)
+        self._squares = _KEEP * self._squares + shares[:, None] * shares
+        self._right = _KEEP * self._right + shares * (took_s / total_s)
         factors = np.linalg.solve(self._squares + self._prior_squares, self._right + self._prior_weight)
         self.model = TickModel(*(self._parts * np.clip(factors, 0.02, 50.0)).tolist())
         return self.model

@@ -359,9 +359,3 @@ def test_what_the_ticks_say_nothing_about_keeps_its_value():
 def test_a_clock_that_stood_still_teaches_nothing():
     fit = TickFit(TickModel.cpu())
     assert fit.observe(4, 0, 400, 0.0) == TickModel.cpu()
-
-
-@pytest.mark.parametrize("wrong", [{"memory_ticks": 0.5}, {"prior_ticks": 0.0}])
-def test_impossible_fits_are_refused(wrong):
-    with pytest.raises(OptionsError):
-        TickFit(TickModel.cpu(), **wrong)

@@ -26,6 +26,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 LANES_AT_A_TIME = 512  # of one pass: with more, its memory (4.3 GB in full precision at full size) would only grow
 _FAST_SUMS = torch.float16  # of residual units: with float32, "fast" is 3 dB closer to fp32 and moves a third more
 _WAVEFORM_ROWS = 16
+_THREADS = 8  # that compile
 
 
 class CudaCodec:
@@ -85,12 +86,12 @@ class CudaCodec:
         self._states.silence(slots)
 
     @torch.inference_mode()
-    def compile(self, counts: Iterable[int], threads: int = 8) -> None:
+    def compile(self, counts: Iterable[int]) -> None:
         """Compiles the kernels of `decode` for these numbers of lanes, and takes its working memory. Runs nothing.
 
         Optional: `decode` compiles what it lacks, one kernel after the other.
         """
-        with compiling(threads):
+        with compiling(_THREADS):
             for count in sorted(counts, reverse=True):
                 nobody = torch.full((count,), self._states.nobody, dtype=torch.int32, device=self.device)
                 self.decode(nobody.new_zeros(count, NUM_CODEBOOKS), nobody)
@@ -269,7 +270,7 @@ def _triton_kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
         from mktts.batch.cuda.kernels import codec_products, codec_rows
     except ImportError as error:
         raise BackendUnavailable(f"the batched codec needs triton: {error}") from None
-    if device.type != "cuda" and not codec_products.INTERPRETED:
+    if device.type != "cuda":
         raise BackendUnavailable(f"the batched codec needs a CUDA device, got {device}")
     try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a tick
         some = torch.zeros(2, 16, device=device)

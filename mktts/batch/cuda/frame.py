@@ -18,7 +18,7 @@ from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
 from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
-from mktts.batch.cuda.products import Products
+from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
 from mktts.batch.pages import PAGE_ROWS
 from mktts.kernel.rows import add_norm
@@ -142,7 +142,7 @@ class BatchFrame:
         layout: BlockLayout,
         block: Tensor,
         workspace: Workspace,
-        products: Products,
+        products: CublasProducts,
         codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec

@@ -22,7 +22,7 @@ from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import EMBEDDINGS, BatchFrame, FrameWeights
 from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.memory import Slots, Workspace
-from mktts.batch.cuda.products import products_for
+from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
 from mktts.batch.lanes import Made
 from mktts.batch.pages import Copy, Pages
@@ -96,7 +96,7 @@ class CudaLanes:
         self.embeddings = dict(zip(EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._primed = codec, primed
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
-        products = products_for(device, dtype, deterministic)
+        products = FixedOrderProducts(device, dtype) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
@@ -108,13 +108,12 @@ class CudaLanes:
             )
             for layout in layouts
         }
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None
-        self._pool = torch.cuda.graph_pool_handle() if cuda and graphs else None
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._settings = np.zeros((slots, SETTINGS), np.int32)
         self._prompts: dict[int, AddressedRows] = {}
-        self._stages = deque(Stage(words, most, device) for _ in range(_STAGES))
+        self._stages = deque(Stage(words, most) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
         self._silent: set[int] = set()  # slots whose codec begins anew before the next tick
@@ -290,5 +289,4 @@ class CudaLanes:
 
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))

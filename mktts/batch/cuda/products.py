@@ -6,8 +6,6 @@ its neighbours. `FixedOrderProducts` runs the project's own kernels, which keep 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,67 +21,48 @@ _SILU_BLOCK = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Products(Protocol):
-    """Products of rows with weights as (out, in), rounded to the rows' dtype. Rows (R, K) may have any stride."""
-
-    deterministic: bool  # a row's results do not depend on the other rows or on their number
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x (R, K) @ weight (N, K).T + bias (N,) -> (R, N), into the contiguous `out` where given."""
-
-    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """silu(x @ gate.T) * (x @ up.T) -> (R, I). weight (2 I, K): gate, then up."""
-
-    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
-        """x (R, N) += h (R, K) @ weight (N, K).T, then out (R, N) = RMSNorm(x) * norm (N,)."""
-
-
 class CublasProducts:
-    """By cuBLAS. A row's last bits change with the number of rows."""
+    """Products of rows with weights as (out, in), rounded to the rows' dtype. Rows (R, K) may have any stride.
 
-    deterministic = False
+    A row's last bits change with the number of rows.
+    """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (R, K) @ weight (N, K).T + bias (N,) -> (R, N)."""
+        return F.linear(x, weight, bias)
 
-    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T) -> (R, I). weight (2 I, K): gate, then up."""
         gate_up = F.linear(x, weight)
         inner = weight.shape[0] // 2
-        if out is None:
-            out = gate_up.new_empty(len(x), inner)
+        out = gate_up.new_empty(len(x), inner)
         launch(rows.silu_mul, (len(x), -(-inner // _SILU_BLOCK)), gate_up, out, N=inner, BLOCK=_SILU_BLOCK)
         return out
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
+        """x (R, N) += h (R, K) @ weight (N, K).T, then out (R, N) = RMSNorm(x) * norm (N,)."""
         delta = F.linear(h, weight)
         launch(rows.add_norm, (len(x),), x, delta, norm, out, eps, N=x.shape[1], ADDS=True, num_warps=4)
 
 
-class FixedOrderProducts:
-    """By the project's kernels, see `mktts.batch.cuda.kernels.products`."""
-
-    deterministic = True
+class FixedOrderProducts(CublasProducts):
+    """The same by the project's kernels, see `mktts.batch.cuda.kernels.products`. A row's results do not depend on the
+    other rows or on their number."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises OptionsError for a dtype other than bfloat16, float16 and float32."""
         if dtype not in _DTYPES:
             raise OptionsError(f"fixed-order products take bfloat16, float16 or float32, got {dtype}")
-        self._limit, self._described = 99 * 1024, True  # where there is no device to ask
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
+        properties = torch.cuda.get_device_properties(device)
+        self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = x.new_empty(len(x), weight.shape[0])
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x.new_empty(len(x), weight.shape[0])
         self._product(Kind.LINEAR, x, weight, out, bias)
         return out
 
-    def gated(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = x.new_empty(len(x), weight.shape[0] // 2)
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = x.new_empty(len(x), weight.shape[0] // 2)
         self._product(Kind.GATED, x, weight, out)
         return out
 
@@ -124,8 +103,3 @@ class FixedOrderProducts:
     def _operand(self, matrix: Tensor, rows: int, depth: int) -> TensorDescriptor | Tensor:
         """The matrix as the kernel reads it, by blocks of (rows, depth)."""
         return TensorDescriptor.from_tensor(matrix, [rows, depth]) if self._described else matrix
-
-
-def products_for(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Products:
-    """The products of a frame; `deterministic` those of one order. Raises OptionsError, see `FixedOrderProducts`."""
-    return FixedOrderProducts(device, dtype) if deterministic else CublasProducts()

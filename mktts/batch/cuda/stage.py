@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,30 +20,25 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, StackConfig
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, which is queued on the current CUDA stream: the host does not wait for it."""
-    found = torch.from_numpy(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return torch.from_numpy(numbers).pin_memory().to(device, non_blocking=True)
 
 
 class Stage:
     """One tick at a time: `begin`, then the tick's work, then `end`, all on one CUDA stream; later `collect`.
 
-    block (words,) int64 goes to the device. kept: what must stay in memory until the tick is over. On the CPU, for
-    tests, the work is over when `end` is called.
+    block (words,) int64 goes to the device. kept: what must stay in memory until the tick is over.
     """
 
-    def __init__(self, words: int, lanes: int, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
+    def __init__(self, words: int, lanes: int) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
         self.block = pinned(words, dtype=torch.int64)
         self.numbers = self.block.numpy()
         self.kept: list[Any] = []
         self._made = pinned((NUM_CODEBOOKS + 1) * lanes, dtype=torch.int32)
         self._pcm = pinned(lanes, SAMPLES_PER_FRAME, dtype=torch.float32)
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._cuda else []
-        self._times_s = [0.0, 0.0]
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._lanes = self._count = 0
         self._before: Stage | None = None
 
@@ -52,7 +46,7 @@ class Stage:
         """The tick's clock starts here, in the current stream's order. before: the stage of the tick that was launched
         last, until this one is collected."""
         self._before = before
-        self._mark(0)
+        self._began.record()
 
     def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
         """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.Space`; `count` lanes are
@@ -61,18 +55,13 @@ class Stage:
         self._made[: len(made)].copy_(made, non_blocking=True)
         if pcm is not None:
             self._pcm[:count].copy_(pcm[:count], non_blocking=True)
-        self._mark(1)
+        self._ended.record()
 
     def collect(self) -> Made:
         """Waits, without the interpreter's lock, until the tick is over."""
-        if self._cuda:
-            self._marks[1].synchronize()
-            took_s = 1e-3 * self._marks[0].elapsed_time(self._marks[1])
-        else:
-            took_s = self._times_s[1] - self._times_s[0]
-        idle_s = 0.0
-        if self._cuda and self._before is not None:
-            idle_s = 1e-3 * self._before._marks[1].elapsed_time(self._marks[0])
+        self._ended.synchronize()
+        took_s = 1e-3 * self._began.elapsed_time(self._ended)
+        idle_s = 0.0 if self._before is None else 1e-3 * self._before._ended.elapsed_time(self._began)
         self._before = None
         self.kept = []
         made, count = self._made.numpy(), self._count
@@ -80,12 +69,6 @@ class Stage:
         state = made[NUM_CODEBOOKS * self._lanes :][:count]
         codes[state > 1, 0] = -1
         return Made(codes, state == 1, self._pcm.numpy()[:count], took_s, idle_s)
-
-    def _mark(self, which: int) -> None:
-        if self._cuda:
-            self._marks[which].record()
-        else:
-            self._times_s[which] = time.perf_counter()
 
 
 class PagedMemory:

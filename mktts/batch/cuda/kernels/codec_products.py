@@ -24,10 +24,8 @@ from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE as _LOW
 from mktts.codec.packed import Packed
 
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
 LOW_SCALE = tl.constexpr(float(_LOW))
 INPUT_SCALE = tl.constexpr(16.0)
-_HOPPER_SHARED_BYTES = 227 * 1024
 _GROUP = 8
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds an fp32 number to an integer
 # sin(pi r) = r * P(r^2) for |r| <= 1/2, least greatest error (3.4e-9) for five terms
@@ -227,7 +225,9 @@ def run_product(
     """
     outs, depth = weight.high.shape
     rows, channels = lanes * x.new, weight.channels
-    tile = tile or product_tile(rows, outs, depth, channels, weight.low is not None, shared_bytes(x.memory.device))
+    if tile is None:
+        shared = torch.cuda.get_device_properties(x.memory.device).shared_memory_per_block_optin
+        tile = product_tile(rows, outs, depth, channels, weight.low is not None, shared)
     grid = (tile.programs(rows, outs),)
     turns, magnitude = (snake.frequency, snake.magnitude) if snake else (None, None)
     launch(
@@ -239,10 +239,3 @@ def run_product(
         BM=tile.rows, BN=tile.outs, EXTRA=tile.extra, BK=tile.depth, GROUP=_GROUP,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program can have."""
-    if device.type != "cuda":
-        return _HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
