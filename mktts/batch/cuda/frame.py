@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
 from mktts.batch.pages import PAGE_ROWS
 from mktts.kernel.rows import add_norm
-from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.qwen3 import LayerWeights, Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 
 EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
@@ -32,17 +32,10 @@ EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
 
 @dataclass(frozen=True)
 class StackWeights:
-    """One decoder stack. Matrices are (out, in); `cos`, `sin` (positions, head_dim / 2) are of the first half."""
+    """One decoder stack. Its layers are fused; `cos`, `sin` (positions, head_dim / 2) are of the first half."""
 
     config: StackConfig
-    input_norm: list[Tensor]
-    qkv: list[Tensor]
-    q_norm: list[Tensor]
-    k_norm: list[Tensor]
-    o: list[Tensor]
-    post_norm: list[Tensor]
-    gate_up: list[Tensor]
-    down: list[Tensor]
+    layers: list[LayerWeights]
     norm: Tensor
     cos: Tensor
     sin: Tensor
@@ -51,22 +44,10 @@ class StackWeights:
     def of(cls, stack: Qwen3Stack, positions: int) -> StackWeights:
         """Takes over the weights of `stack`, which is not to be used afterwards."""
         layers = [stack.layer_weights(i) for i in range(stack.config.num_hidden_layers)]
+        layers = [replace(w, o=w.o.contiguous(), down=w.down.contiguous()) for w in layers]
         half = stack.config.head_dim // 2
         cos, sin = (t[:, :half].contiguous() for t in stack.rotary(0, positions))
-        return cls(
-            config=stack.config,
-            input_norm=[w.input_norm for w in layers],
-            qkv=[w.qkv for w in layers],
-            q_norm=[w.q_norm for w in layers],
-            k_norm=[w.k_norm for w in layers],
-            o=[w.o.contiguous() for w in layers],
-            post_norm=[w.post_norm for w in layers],
-            gate_up=[w.gate_up for w in layers],
-            down=[w.down.contiguous() for w in layers],
-            norm=stack.norm,
-            cos=cos,
-            sin=sin,
-        )
+        return cls(stack.config, layers, stack.norm, cos, sin)
 
 
 @dataclass(frozen=True)
@@ -171,7 +152,7 @@ class BatchFrame:
         launch(rows.inputs, (len(space.x),),
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
-            stack.input_norm[0], stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
+            stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
             H=width, V=vocabulary, SIZE=_power_of_two(vocabulary),
         )  # fmt: skip
         for index in range(stack.config.num_hidden_layers):
@@ -180,12 +161,13 @@ class BatchFrame:
 
     def _attend(self, layer: int, qkv: Tensor) -> Tensor:
         stack, space, c = self._weights.talker, self.space, self._weights.talker.config
+        w = stack.layers[layer]
         table, pages = self._pages.table, self._pages.memory
         kv_heads = c.num_key_value_heads
         shape = {"HEADS": c.num_attention_heads, "KV_HEADS": kv_heads, "D": c.head_dim, "PAGE": PAGE_ROWS}
         count, stride, tile = len(qkv), table.shape[1], math.gcd(kv_heads, _PLACED_HEADS)
         launch(rows.place_heads, (count, kv_heads // tile),
-            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, space.row_slot, space.row_pos,
+            qkv, w.q_norm, w.k_norm, stack.cos, stack.sin, space.row_slot, space.row_pos,
             table, pages, space.queries, c.rms_norm_eps, stride, layer, c.num_hidden_layers, **shape, TILE=tile,
             num_warps=1,
         )  # fmt: skip
@@ -216,7 +198,7 @@ class BatchFrame:
             if weights.projection is not None:
                 x = self._products.linear(x, *weights.projection)
             if weights.projection is not None or new == 2:
-                self._normed(x, stack.input_norm[0], h, c.rms_norm_eps)
+                self._normed(x, stack.layers[0].input_norm, h, c.rms_norm_eps)
             for index in range(c.num_hidden_layers):
                 start = 0 if new == 2 else book
                 self._layer(stack, index, x, h, lambda qkv, i=index, s=start, n=new: self._attend_few(i, qkv, s, n))
@@ -224,10 +206,11 @@ class BatchFrame:
 
     def _attend_few(self, layer: int, qkv: Tensor, start: int, new: int) -> Tensor:
         stack, c = self._weights.predictor, self._weights.predictor.config
+        w = stack.layers[layer]
         out = qkv.new_empty(len(qkv), c.num_attention_heads * c.head_dim)
         tile = math.gcd(c.num_key_value_heads, _PREDICTED_HEADS)
         launch(rows.attend_predictor, (self.lane_count, c.num_key_value_heads // tile),
-            qkv, stack.q_norm[layer], stack.k_norm[layer], stack.cos, stack.sin, self.space.cache[layer], out,
+            qkv, w.q_norm, w.k_norm, stack.cos, stack.sin, self.space.cache[layer], out,
             c.rms_norm_eps, c.head_dim**-0.5, start, HEADS=c.num_attention_heads, KV_HEADS=c.num_key_value_heads,
             D=c.head_dim, POSITIONS=NUM_CODEBOOKS, TILE=tile, OLD=-(-start // _OLD_POSITIONS) * _OLD_POSITIONS, NEW=new,
             num_warps=1,
@@ -240,7 +223,7 @@ class BatchFrame:
         launch(draws.draw, (self.lane_count,),
             self._numbers.slots, logits, self._numbers.settings, slots.frames, slots.ended, slots.seen, space.made,
             space.made[NUM_CODEBOOKS * self.lane_count :], space.codec_slots, weights.embeddings[book],
-            slots.embedding_sum, space.px, space.ph, weights.predictor.input_norm[0],
+            slots.embedding_sum, space.px, space.ph, weights.predictor.layers[0].input_norm,
             weights.predictor.config.rms_norm_eps, book, logits.stride(0), weights.eos,
             weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, slots.nobody, V=vocabulary,
             SIZE=_power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
@@ -253,11 +236,11 @@ class BatchFrame:
     def _layer(self, stack: StackWeights, index: int, x: Tensor, h: Tensor, attend: Callable[[Tensor], Tensor]) -> None:
         """x (R, H), the residual stream, is updated; h (R, H), its norm for this layer, becomes that for the next."""
         eps, last = stack.config.rms_norm_eps, index + 1 == stack.config.num_hidden_layers
-        products = self._products
-        attended = attend(products.linear(h, stack.qkv[index]))
-        products.add_norm(x, attended, stack.o[index], stack.post_norm[index], h, eps)
-        following = stack.norm if last else stack.input_norm[index + 1]
-        products.add_norm(x, products.gated(h, stack.gate_up[index]), stack.down[index], following, h, eps)
+        products, w = self._products, stack.layers[index]
+        attended = attend(products.linear(h, w.qkv))
+        products.add_norm(x, attended, w.o, w.post_norm, h, eps)
+        following = stack.norm if last else stack.layers[index + 1].input_norm
+        products.add_norm(x, products.gated(h, w.gate_up), w.down, following, h, eps)
 
     def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
         launch(add_norm, (len(x),), x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
