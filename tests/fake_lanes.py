@@ -50,6 +50,7 @@ class _Launched:
     tick: Tick
     rows: Sequence[Tensor | None]
     made: Made
+    ends_s: float = 0.0
     error: BaseException | None = None
 
 
@@ -60,7 +61,7 @@ class FakeLanes:
     Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
     that were shared or copied wrongly give other codes. What keeps a lane's stream from a frame (`step` raises a
     RuntimeError, `spoil` is true of its slot) makes its code 0 -1, from then on. wasted: lanes of segments that had
-    ended. most_open: launched ticks that waited at once.
+    ended. clock: has `now_s`, by which ticks are launched and take what `model` says; None: they take no time.
     """
 
     name = "fake lanes"
@@ -84,7 +85,9 @@ class FakeLanes:
         self.backend, self.codec = backend, codec
         self.spoil: Callable[[int], bool] = lambda slot: False
         self.ticks: list[Tick] = []
-        self.wasted = self.most_open = 0
+        self.wasted = 0
+        self.clock: Any = None
+        self.launched_s: list[float] = []
         self.segments: dict[int, _Segment] = {}
         self.codecs: dict[int, Any] = {}
         self._primed = PrimedStates(codec)
@@ -128,7 +131,9 @@ class FakeLanes:
         launched = _Launched(tick, list(rows), made)
         self.ticks.append(tick)
         self._launched.append(launched)
-        self.most_open = max(self.most_open, len(self._launched))
+        if self.clock is not None:
+            self.launched_s.append(self.clock.now_s)
+            launched.ends_s = self.clock.now_s + made.took_s
         self._queue.append((launched, partial(self._run, launched)))
         if not self.overlaps:
             self._work_off(launched)
@@ -137,6 +142,8 @@ class FakeLanes:
     def collect(self, launched: _Launched) -> Made:
         assert self._launched.popleft() is launched, "ticks are collected in their order, once each"
         self._work_off(launched)
+        if self.clock is not None:
+            self.clock.now_s = max(self.clock.now_s, launched.ends_s)
         if launched.error is not None:
             raise launched.error
         return launched.made

@@ -21,12 +21,16 @@ from mktts.model.sampling import Sampling
 from mktts.speech.job import Job
 from mktts.speech.options import Chunk, Plan, StreamOptions
 from mktts.speech.script import FedScript
+from mktts.synth import one_by_one
 
 PATIENT = AdmissionSettings()
 
 
 class Desk:
-    """now_s: the time, which passes only where the executor asks for it. lanes, pages, board: of the executor."""
+    """now_s: the time, which passes only where the executor asks for it. lanes, pages, board: of the executor.
+
+    executors, models: by engine; a subclass may add one.
+    """
 
     def __init__(
         self,
@@ -34,17 +38,22 @@ class Desk:
         backend: FakeBackend | None = None,
         codec: FakeCodec | None = None,
         *,
+        lanes: FakeLanes | None = None,
         admission: AdmissionSettings = PATIENT,
         prefix: str = "",
         **of_the_lanes: Any,
     ) -> None:
         self.now_s = 0.0
         self.backend = backend or FakeBackend()
-        self.lanes = FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
+        self.lanes = lanes or FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
         self.together = fake_together(self.lanes, admission, prefix)
+        self.executors: dict[str, Any] = {"batch": self.together}
+        self.models: dict[str, Any] = {"batch": self.together.model}
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.turns = 0
-        monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        clock = SimpleNamespace(perf_counter=lambda: self.now_s)
+        monkeypatch.setattr(executor, "time", clock)
+        monkeypatch.setattr(one_by_one, "time", clock)
 
     @property
     def board(self) -> Any:
@@ -54,9 +63,6 @@ class Desk:
     def pages(self) -> Any:
         return self.lanes.pages
 
-    def plan(self, seed: int, frames: int | None, options: StreamOptions) -> Plan:
-        return Plan(Sampling(), seed, frames, options)
-
     def say(
         self,
         *texts: str,
@@ -65,33 +71,45 @@ class Desk:
         options: StreamOptions = OFF,
         paced: bool = True,
         reference: torch.Tensor | None = None,
+        engine: str = "batch",
     ) -> Job:
         """A stream of these segments."""
         voice = None if reference is None else SimpleNamespace(codes=reference)
         requests = [Request(text, voice=voice) for text in texts or ("Hello.",)]
-        return self.opened(
-            self.together.model.speak(requests, self.plan(seed, frames, options), 0.0), options.buffer_frames, paced
-        )
+        work = self.models[engine].speak(requests, Plan(Sampling(), seed, frames, options), self.now_s)
+        return self._opened(work, options.buffer_frames, paced, engine)
 
     def listen(
-        self, seed: int = 1, frames: int | None = None, options: StreamOptions = OFF, max_chars: int = 100
+        self,
+        seed: int = 1,
+        frames: int | None = None,
+        options: StreamOptions = OFF,
+        max_chars: int = 100,
+        paced: bool = True,
+        engine: str = "batch",
     ) -> tuple[Job, Writer]:
         """A stream whose text is fed to the script."""
-        work, script = self.together.model.listen(Request(""), max_chars, self.plan(seed, frames, options))
-        job = self.opened(work, options.buffer_frames, True)
+        plan = Plan(Sampling(), seed, frames, options)
+        work, script = self.models[engine].listen(Request(""), max_chars, plan)
+        job = self._opened(work, options.buffer_frames, paced, engine)
         return job, Writer(script, job)
 
-    def opened(self, work: Any, buffer_frames: int, paced: bool) -> Job:
+    def _opened(self, work: Any, buffer_frames: int, paced: bool, engine: str) -> Job:
         job = Job(buffer_frames, self.inbox, paced=paced)
-        job.begin(work, "batch")
-        self.together.take(job)
+        job.begin(work, engine)
+        self.executors[engine].take(job)
         return job
+
+    def hear(self) -> None:
+        """The executors hear the news that has come."""
+        while not self.inbox.empty():
+            job = self.inbox.get().job
+            self.executors[job.engine].hear(job)
 
     def turn(self) -> float:
         """One turn now, with the news that has come."""
         self.turns += 1
-        while not self.inbox.empty():
-            self.together.hear(self.inbox.get().job)
+        self.hear()
         wake_s = self.together.turn(self.now_s, False)
         self.check()
         return wake_s
@@ -167,20 +185,11 @@ def chunks_of(job: Job) -> list[Chunk]:
     return chunks
 
 
-def alone(
-    texts: Sequence[str], seed: int, eos_after: int | None, fed: bool = False, max_chars: int = 100, prefix: str = ""
-) -> list[list[int]]:
+def alone(texts: Sequence[str], seed: int, eos_after: int | None, prefix: str = "") -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     model = fake_model(FakeBackend(eos_after=eos_after), prefix=prefix)
-    plan = Plan(Sampling(), seed, None, OFF)
-    if fed:
-        work, script = model.listen(Request(""), max_chars, plan)
-        script.feed("".join(texts))
-        script.finish()
-    else:
-        work = model.speak([Request(text) for text in texts], plan, 0.0)
+    work = model.speak([Request(text) for text in texts], Plan(Sampling(), seed, None, OFF), 0.0)
     while work.finish_reason is None:
-        assert work.ready()
         work.step()
     return [frame.tolist() for frame in work.codes]
 
