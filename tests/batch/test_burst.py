@@ -4,24 +4,21 @@ simulated time, which passes only where the host works or waits."""
 from __future__ import annotations
 
 from collections import deque
-from queue import SimpleQueue
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from arrivals import arrivals
+from desk import Desk, chunks_of
 from fake_lanes import FakeLanes
-from fakes import OFF, fake_together
+from fakes import OFF, ROOMY
 
 from mktts.batch import executor
 from mktts.batch.lanes import Made
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import TickModel
-from mktts.model.prompt import Request
-from mktts.model.sampling import Sampling
-from mktts.speech.job import Job
-from mktts.speech.options import Plan
 
 FRAME_READ_S = 25e-6  # of the host, for a lane's frame
 WARM_S = 2.0
@@ -32,10 +29,9 @@ class TimedLanes(FakeLanes):
     `arrival_s` for an arrival (prompt, slot, pages) and `launch_s` for a launch."""
 
     def __init__(self, arrival_s: float, launch_s: float) -> None:
-        model = TickModel.h200()
         sizes = {"slots": 1_000, "pages": 5_000, "rows_per_slot": 2_048}
-        super().__init__(None, None, overlaps=True, settings=TickSettings.h200(), model=model, **sizes)
-        self.now_s = self.free_s = 0.0  # and when the device has nothing to do any more
+        super().__init__(None, None, overlaps=True, settings=TickSettings.h200(), model=TickModel.h200(), **sizes)
+        self.free_s = 0.0  # when the device has nothing to do any more
         self.launched: list[SimpleNamespace] = []
         self._arrival_s, self._launch_s = arrival_s, launch_s
 
@@ -43,14 +39,14 @@ class TimedLanes(FakeLanes):
         pass
 
     def begin(self, slot, prompt, sampling, seed, copies=()):
-        self.now_s += self._arrival_s
+        self.clock.now_s += self._arrival_s
 
     def leave(self, slot):
         pass
 
     def launch(self, tick, rows):
-        self.now_s += self._launch_s
-        began_s = max(self.now_s, self.free_s)
+        self.clock.now_s += self._launch_s
+        began_s = max(self.clock.now_s, self.free_s)
         ends_s = began_s + self.model.predict(*tick.bucket, tick.context_rows)
         one = SimpleNamespace(count=len(tick.lanes), began_s=began_s, ends_s=ends_s, idle_s=began_s - self.free_s)
         self.free_s = ends_s
@@ -59,7 +55,7 @@ class TimedLanes(FakeLanes):
 
     def collect(self, launched):
         count = launched.count
-        self.now_s = max(self.now_s, launched.ends_s) + count * FRAME_READ_S
+        self.clock.now_s = max(self.clock.now_s, launched.ends_s) + count * FRAME_READ_S
         codes, pcm = np.zeros((count, 16), np.int64), np.zeros((count, 1_920), np.float32)
         return Made(codes, np.zeros(count, bool), pcm, launched.ends_s - launched.began_s, launched.idle_s)
 
@@ -68,37 +64,35 @@ def burst_of(monkeypatch, listeners=64, burst=128, arrival_s=0.2e-3, launch_s=0.
     """Plays one burst beside so many listeners, who take every chunk as it comes, in the middle of `seconds` behind the
     warm-up. Returns waits in s from arrival to the first PCM of the burst's streams; by how much a listener who plays
     in real time had run dry, one entry each time; and the lanes."""
-    lanes, inbox = TimedLanes(arrival_s, launch_s), SimpleQueue()
-    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: lanes.now_s))
-    together, end_s = fake_together(lanes), WARM_S + seconds
+    desk = Desk(monkeypatch, lanes=TimedLanes(arrival_s, launch_s), admission=ROOMY)
+    desk.lanes.clock, end_s = desk, WARM_S + seconds
+    options = replace(OFF, buffer_frames=500)
     coming = deque(arrivals(listeners, WARM_S, seconds, burst=burst, bursts=1))
     here, waits_s, late_s = [], [], []
     with torch.inference_mode():
-        while lanes.now_s < end_s:
-            while coming and coming[0][0] <= lanes.now_s:
+        while desk.now_s < end_s:
+            while coming and coming[0][0] <= desk.now_s:
                 at_s, frames = coming.popleft()
-                job = Job(500, inbox)
-                job.begin(together.model.speak([Request("x" * 32)], Plan(Sampling(), 1, frames, OFF), at_s), "batch")
+                job = desk.say("x" * 32, frames=frames, options=options)
                 here.append(SimpleNamespace(job=job, came_s=at_s, first_s=None, heard=0))
-                together.take(job)
-            before_s = lanes.now_s
-            wake_s = together.turn(lanes.now_s, False)
+            before_s = desk.now_s
+            wake_s = desk.together.turn(desk.now_s, False)
             for one in here:
-                while not one.job._chunks.empty() and (chunk := one.job.take()) is not None:
+                for chunk in chunks_of(one.job):
                     if one.first_s is None:
-                        one.first_s = lanes.now_s
-                        waits_s += [lanes.now_s - one.came_s] if one.came_s == WARM_S + seconds / 2 else []
-                    elif (dry_s := lanes.now_s - one.first_s - one.heard / 12.5) > 0:
+                        one.first_s = desk.now_s
+                        waits_s += [desk.now_s - one.came_s] if one.came_s == WARM_S + seconds / 2 else []
+                    elif (dry_s := desk.now_s - one.first_s - one.heard / 12.5) > 0:
                         late_s.append(dry_s)
                         one.first_s += dry_s
                     one.heard += chunk.frames
             here = [one for one in here if one.job.open]
-            if wake_s > lanes.now_s:
-                lanes.now_s = min(wake_s, coming[0][0] if coming else end_s)
-            elif lanes.now_s == before_s:
-                lanes.now_s += 5e-6  # an idle turn takes something too
+            if wake_s > desk.now_s:
+                desk.now_s = min(wake_s, coming[0][0] if coming else end_s)
+            elif desk.now_s == before_s:
+                desk.now_s += 5e-6  # an idle turn takes something too
     assert len(waits_s) == burst
-    return waits_s, late_s, lanes
+    return waits_s, late_s, desk.lanes
 
 
 @pytest.mark.parametrize(
