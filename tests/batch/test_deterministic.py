@@ -65,11 +65,6 @@ class Played:
     streams: list[RowStream]
     codes: list[Tensor]
 
-    def same(self, crowd: RandomTicks, places: list[int]) -> list[bool]:
-        """Whether the streams at `places` of a crowd, which plays now, have their codes."""
-        made = crowd.play()
-        return [torch.equal(made[place], codes) for place, codes in zip(places, self.codes, strict=True)]
-
 
 def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
     from mktts.batch.cuda.lanes import CudaLanes
@@ -114,7 +109,8 @@ def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, s
         played.lanes.pages.forget(KEY)
         crowd = [replace(stream, key=None) for stream in crowd]
     playing = RandomTicks(played.lanes, crowd, size, seed=2 * size + kept)
-    assert played.same(playing, places) == [True] * count
+    made = playing.play()
+    assert all(torch.equal(made[place], codes) for place, codes in zip(places, played.codes, strict=True))
     assert playing.kept == (SHARING if kept else 0)
     assert playing.cut > 0 or size == SIZES[0]
 

@@ -68,15 +68,6 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     assert at.all_free()
 
 
-def test_a_line_that_is_long_enough_is_closed(desk):
-    at = desk(slots=1, admission=AdmissionSettings(max_line=2))
-    first, *others = [at.say(seed=seed, frames=50, options=HELD) for seed in range(4)]
-    at.turn()
-    with pytest.raises(CapacityError, match="too many streams wait for a place"):
-        others[2].take()
-    assert at.together._in_line == set(others[:2])
-
-
 def test_who_has_waited_too_long_is_told_without_any_news(desk):
     at = desk(slots=1, admission=AdmissionSettings(max_wait_s=0.25))
     at.say(frames=50, options=HELD)
@@ -233,24 +224,6 @@ def test_hundreds_of_streams_that_wait_for_text_are_not_looked_at(desk, monkeypa
     monkeypatch.undo()
 
 
-def test_a_stream_that_waited_is_looked_at_when_its_text_comes_and_alone(desk):
-    at = desk(slots=20)
-    fed = [at.listen(seed=seed, options=ONE) for seed in range(10)]
-    for _, script in fed[:5]:
-        script.feed("ab")
-    at.run()
-    for job, script in (fed[2], fed[7]):
-        before = len(job.codes)
-        script.feed("cd")
-        at.run()
-        assert len(job.codes) == before + 2
-    assert [len(job.codes) for job, _ in fed] == [2, 2, 4, 2, 2, 0, 0, 2, 0, 0]
-    for job, _ in fed:
-        job.cancel()
-    at.run()
-    assert at.all_free()
-
-
 def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     at = desk(FakeBackend(eos_after=3))
     job, script = at.listen()
@@ -363,12 +336,13 @@ def served(at: Desk, seed: int = 77) -> None:
 # ---- one stream
 
 
-@pytest.mark.parametrize("name", ["enter", "begin"])
-def test_a_stream_that_the_lanes_refuse_ends_alone(desk, monkeypatch, name):
+@pytest.mark.parametrize("name", ["enter", "begin", "_request"])
+def test_a_stream_that_the_lanes_refuse_or_whose_prompt_cannot_be_measured_ends_alone(desk, monkeypatch, name):
     at = desk()
     good = at.say(seed=1, frames=9)
     at.turn()
-    fails_at(monkeypatch, at.lanes, name, {0}, PromptError("the voice is damaged"))
+    of = at.together if name == "_request" else at.lanes
+    fails_at(monkeypatch, of, name, {0}, PromptError("the voice is damaged"))
     bad = at.say(seed=2, frames=9)
     at.run()
     with pytest.raises(PromptError, match="damaged"):
@@ -431,17 +405,6 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
         with pytest.raises(ZeroDivisionError):
             job.take()
     assert len(good.codes) == 30
-    served(at)
-
-
-def test_a_prompt_that_cannot_be_measured_ends_its_stream_alone(desk, monkeypatch):
-    at = desk()
-    good, bad = at.say(seed=1, frames=5), at.say(seed=2, frames=5)
-    fails_at(monkeypatch, at.together, "_request", {1}, ValueError("no rows"))
-    at.run()
-    with pytest.raises(ValueError, match="no rows"):
-        bad.take()
-    assert len(good.codes) == 5
     served(at)
 
 

@@ -27,7 +27,6 @@ class Device(RuleBasedStateMachine):
         self.memory = np.full((pages, PAGE_ROWS), "", object)
         self.total = pages - 1
         self.held: dict[int, tuple[int, list[str]]] = {}  # slot -> most rows, what its rows must hold
-        self.ages: list[str] = []  # keys, the one used longest ago first
 
     def write(self, slot: int, start: int, rows: list[str]) -> None:
         for position, row in enumerate(rows, start):
@@ -160,9 +159,3 @@ def test_a_prefix_in_use_does_not_give_way_and_what_does_not_fit_is_refused_unch
     assert book.free == 2 and book.find("a") == 4
     with pytest.raises(PromptError):
         book.open(1, 4, "a")
-
-
-def test_a_book_without_room_for_one_stream_is_refused():
-    for pages, slots, rows in ((1, 2, 64), (4, 0, 64), (4, 2, 0)):
-        with pytest.raises(CapacityError):
-            Pages(pages, slots, rows)

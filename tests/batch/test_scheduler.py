@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mktts.batch.admission import AdmissionSettings
 from mktts.batch.board import FRAME_S, Board
+from mktts.batch.pages import Pages
 from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
 from mktts.batch.tick import TickFit, TickModel
-from mktts.errors import EngineError, OptionsError
+from mktts.errors import CapacityError, EngineError, OptionsError
 
 NOW_S = 100.0
 SMALL = TickSettings(
@@ -71,8 +74,10 @@ def content(tick) -> tuple:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]), st.sampled_from(sorted(MODELS)))
 def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, name):
-    board = board_of(streams)
+    board, without = board_of(streams), board_of(streams)
+    before = copy.deepcopy(vars(board))
     tick = next_tick(board, NOW_S, MODELS[name], limits)
+    assert all(np.array_equal(before[name], array) for name, array in vars(board).items()), "planning changes nothing"
     lanes = tick.lanes.tolist()
     able = {i for i, stream in enumerate(streams) if stream["known"] and not stream["full"]}
     assert len(set(lanes)) == len(lanes) and set(lanes) <= able
@@ -93,26 +98,11 @@ def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, nam
     # Arrivals go on in every tick.
     if any(streams[i]["state"] in ("new", "middle of prompt") for i in able):
         assert tick.pieces
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]))
-def test_streams_that_wait_for_text_or_for_their_reader_cost_nothing(streams, limits):
-    board, without = board_of(streams), board_of(streams)
-    for slot, stream in enumerate(streams):
-        if not stream["known"] or stream["full"]:
-            without.leave(slot)
-    ticks = [next_tick(each, NOW_S, TickModel.h200(), limits) for each in (board, without)]
-    assert content(ticks[0]) == content(ticks[1]) and ticks[0].wake_s == ticks[1].wake_s
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(STREAM, max_size=30))
-def test_planning_changes_nothing(streams):
-    board = board_of(streams)
-    before = copy.deepcopy(vars(board))
-    next_tick(board, NOW_S, TickModel.h200(), SMALL)
-    assert all(np.array_equal(before[name], array) for name, array in vars(board).items())
+    # Streams that wait for text or for their reader cost nothing.
+    for slot in set(range(len(streams))) - able:
+        without.leave(slot)
+    other = next_tick(without, NOW_S, MODELS[name], limits)
+    assert content(tick) == content(other) and tick.wake_s == other.wake_s
 
 
 @settings(max_examples=50, deadline=None)
@@ -259,15 +249,25 @@ def test_nobody_starves_even_beyond_the_capacity(paced):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("error", "make"),
     [
-        {"few_lanes": 0}, {"min_rows": 2_000}, {"max_tick_s": 0.09}, {"lead_s": 0.01}, {"fill_lead_s": 0.1},
-        {"buckets": ((512, 0), (8, 1_024))},
+        *((OptionsError, partial(TickSettings, **wrong)) for wrong in (
+            {"few_lanes": 0}, {"min_rows": 2_000}, {"max_tick_s": 0.09}, {"lead_s": 0.01}, {"fill_lead_s": 0.1},
+            {"buckets": ((512, 0), (8, 1_024))},
+        )),
+        *((OptionsError, partial(TickModel, *wrong)) for wrong in (
+            (-1e-3, 0, 0, 0), (0, 0, 1e-6, 0), (float("nan"), 0, 0, 0), (float("inf"), 0, 0, 0),
+        )),
+        *((OptionsError, partial(AdmissionSettings, **wrong)) for wrong in (
+            {"margin": 0.0}, {"margin": 1.1}, {"first_pcm_s": 0.0}, {"max_wait_s": -1.0}, {"max_listeners": 0},
+        )),
+        *((CapacityError, partial(Pages, *wrong)) for wrong in ((1, 2, 64), (4, 0, 64), (4, 2, 0))),
     ],
+    ids=str,
 )  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(wrong):
-    with pytest.raises(OptionsError):
-        TickSettings(**wrong)
+def test_settings_that_contradict_each_other_are_refused(error, make):
+    with pytest.raises(error):
+        make()
 
 
 def test_slots_are_entered_and_left_once():
@@ -309,12 +309,6 @@ def test_the_h200_model_is_within_five_percent_of_every_measured_bucket():
     model = TickModel.h200()
     errors = {size: 1e3 * model.predict(*size, size[0] * 400) / ms - 1 for size, ms in MEASURED.items()}
     assert {size: error for size, error in errors.items() if abs(error) > 0.05} == {}
-
-
-@pytest.mark.parametrize("parts", [(-1e-3, 0, 0, 0), (0, 0, 1e-6, 0), (float("nan"), 0, 0, 0), (float("inf"), 0, 0, 0)])
-def test_impossible_parts_are_refused(parts):
-    with pytest.raises(OptionsError):
-        TickModel(*parts)
 
 
 def ticks(seed: int, count: int):

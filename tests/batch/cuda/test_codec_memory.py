@@ -66,14 +66,6 @@ def test_histories_are_held_to_22_bits_where_they_are_split_and_to_11_elsewhere(
     assert at == states.words
 
 
-def test_a_slot_that_is_taken_again_begins_with_silence(decoder):
-    states, state = states_of(decoder), decoder.start()
-    decoder.decode(random_codes(3, seed=0), state)
-    states.enter(0, state)
-    states.enter(0, None)
-    assert not states.histories.any() and not states.positions.any()
-
-
 def test_many_slots_begin_with_silence_at_once_and_no_other_is_touched(decoder):
     states, state = states_of(decoder, slots=6), decoder.start()
     decoder.decode(random_codes(3, seed=0), state)
