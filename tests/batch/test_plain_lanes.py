@@ -1,4 +1,5 @@
-"""Talker and codec in threads of their own: the same frames as in the caller's, in whatever order ticks are read."""
+"""Lanes of PyTorch operators: the oracle's codes whatever joins, skips, leaves and sits beside a stream, in the
+caller's thread and in two of their own, whatever order ticks are read in."""
 
 from __future__ import annotations
 
@@ -9,19 +10,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lane_player import Player, differences, random_segments
+from lane_player import CHOICES, Player, Segment, differences, random_segments
+from torch import Tensor
 
 from mktts.batch.lanes import Made
 from mktts.batch.plain.lanes import InOrder, TorchLanes
+from mktts.batch.plain.stack import CHUNK_POSITIONS
+from mktts.batch.plain.talker import LaneNoise, TorchTalker
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import EngineError
+from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Sampling
-from mktts.spec import SAMPLES_PER_FRAME
+from mktts.model.sampling import Choice, ChoiceRows, RestrictedRows, Sampling, choose, gumbel, restrict
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, SUPPRESSED_TAIL
 
 SLOTS = 9
+CPU = torch.device("cpu")
 
 
 class Noted(TorchLanes):
@@ -141,3 +146,142 @@ def test_work_is_done_in_order_and_its_errors_are_kept_for_who_asks(name: str | 
     assert {who == threading.current_thread().name for _, who in done} == {name is None}
     with pytest.raises(ZeroDivisionError):
         failed.result()
+
+
+# ---- the talker by itself
+
+
+def talker_of(checkpoint, slots: int) -> TorchTalker:
+    return TorchTalker(checkpoint.config, checkpoint.tensors(), CPU, torch.float32, slots)
+
+
+def begin(talker: TorchTalker, slot: int, segment: Segment) -> None:
+    talker.begin(slot, segment.prompt, segment.sampling, segment.seed)
+
+
+def row(segment: Segment, frame: int) -> Tensor | None:
+    return segment.texts[(frame - 1) % segment.frames] if frame else None
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="how other libraries order sums is not known")
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_neighbours_change_no_bit(name, monkeypatch):
+    """All sixteen rows of logits of every frame are the same alone and in any company, to the last bit."""
+    seen: list[Tensor] = []
+    choose_of = ChoiceRows.choose
+
+    def watched(rows: ChoiceRows, logits: Tensor, noise: Tensor | None) -> Tensor:
+        seen.append(logits.clone())
+        return choose_of(rows, logits, noise)
+
+    monkeypatch.setattr(ChoiceRows, "choose", watched)
+    checkpoint = open_checkpoint(name if name == "small" else f"random:{name}")
+    segments = random_segments(checkpoint.config, CPU, 9, 4, longest=17)
+    alone, company = talker_of(checkpoint, 1), talker_of(checkpoint, 9)
+    for slot, segment in enumerate(segments):
+        begin(company, slot, segment)
+    frames = [0] * 9
+    found: dict[int, list[Tensor]] = {0: [], 3: [], 8: []}
+    for going in ([8, 5, 4, 1, 0], list(range(9)), [7, 8, 0], [0, 3, 6, 8]):  # prompts ride along twice
+        seen.clear()
+        company.tick(going, [row(segments[i], frames[i]) for i in going])
+        order = sorted(going, key=lambda i: frames[i] == 0)
+        for i in going:
+            frames[i] += 1
+        for i in found.keys() & set(going):
+            found[i] += [logits[order.index(i)] for logits in seen]
+    for i, logits in found.items():
+        seen.clear()
+        begin(alone, 0, segments[i])
+        for frame in range(frames[i]):
+            alone.tick([0], [row(segments[i], frame)])
+        assert len(logits) == len(seen) == NUM_CODEBOOKS * frames[i] >= 2 * NUM_CODEBOOKS
+        assert all(torch.equal(one, rows[0]) for one, rows in zip(logits, seen, strict=True)), i
+
+
+def test_a_lane_of_nan_harms_no_other(tiny):
+    segments, found = random_segments(tiny.config, CPU, 3, 4, longest=17), []
+    for prompt in (segments[1].prompt, torch.full_like(segments[1].prompt, torch.nan)):
+        talker = talker_of(tiny, 3)
+        for slot, segment in enumerate(segments):
+            talker.begin(slot, prompt if slot == 1 else segment.prompt, segment.sampling, segment.seed)
+        made = [talker.tick(range(3), [row(segment, frame) for segment in segments]) for frame in range(4)]
+        found.append(torch.stack([codes for frame in made for codes in (frame[0], frame[2])]))
+    assert torch.equal(*found)
+
+
+def test_noise_is_philoxs(tiny):
+    seeds, frames, eos = [5, 2**40 + 3, 2**64 - 1], [0, 7, 2_000], tiny.config.codec_ids.eos
+    vocabularies = tiny.config.talker.vocab_size, tiny.config.predictor.vocab_size
+    code0, later = LaneNoise(tiny.config).draw(seeds, frames, CPU)
+    for lane, (seed, frame) in enumerate(zip(seeds, frames, strict=True)):
+        expected = torch.from_numpy(gumbel(seed, frame, range(1), vocabularies[0])[0])
+        usable = torch.tensor([*range(vocabularies[0] - SUPPRESSED_TAIL), eos])
+        assert torch.equal(code0[lane, usable], expected[usable])
+        expected = torch.from_numpy(gumbel(seed, frame, range(1, NUM_CODEBOOKS), vocabularies[1]))
+        assert torch.equal(later[lane], expected)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_given_logits_every_lane_chooses_as_the_oracle(mixed):
+    """Bit for bit, with ties everywhere: rounded logits, and noise that is often equal."""
+    choices = [*CHOICES, Choice(top_k=0, top_p=0.5), Choice(top_k=500), Choice(top_k=1)]
+    choices += [Choice(top_k=7, top_p=1e-3), Choice(top_p=0.999)]
+    if not mixed:
+        choices = [Choice(top_k=5)] * 4
+    torch.manual_seed(1)
+    rows = ChoiceRows.of(tuple(choices), CPU)
+    for step in (1.0, 0.25, 1e-3):
+        logits = (3 * torch.randn(len(choices), 300) / step).round() * step
+        logits[:, 200:290] = -torch.inf
+        noise = torch.randn(logits.shape).round()
+        found = rows.choose(logits, noise)
+        expected = [choose(row, choice, some) for row, choice, some in zip(logits, choices, noise, strict=True)]
+        assert found.tolist() == [int(code) for code in expected]
+
+
+def test_code_0_is_restricted_as_by_the_oracle():
+    torch.manual_seed(2)
+    vocabulary, eos = 2_048, 1_500
+    histories = [torch.tensor(codes, dtype=torch.int64) for codes in ([], [3], [3, 7, 3], [9] * 40)]
+    penalties, logits = [1.3, 1.0, 0.7, 1.05], torch.randn(4, vocabulary)
+    seen = torch.zeros(4, vocabulary, dtype=torch.bool)
+    for row, history in zip(seen, histories, strict=True):
+        row[history] = True
+    frames = [len(history) for history in histories]
+    found = RestrictedRows(vocabulary, eos, CPU).restrict(logits.clone(), seen, penalties, frames)
+    for lane, history in enumerate(histories):
+        assert torch.equal(found[lane], restrict(logits[lane], history, penalties[lane], eos)), lane
+
+
+def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
+    talker, width = talker_of(tiny, 2), tiny.config.talker.hidden_size
+    talker.begin(1, torch.randn(CHUNK_POSITIONS, width), Sampling(), 0)
+    cache = talker._slots[1].cache
+    sizes = [cache.memory.nbytes]
+    for text in (None, torch.zeros(width)):
+        talker.tick([1], [text])
+        sizes.append(cache.memory.nbytes)
+    chunk = CHUNK_POSITIONS * talker.position_bytes
+    assert sizes == [0, chunk, 2 * chunk]
+    talker.leave(1)
+    assert not talker._slots
+
+
+def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
+    (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny, 1)
+    with pytest.raises(SamplingError, match="rng='torch'"):
+        talker.begin(0, segment.prompt, Sampling(rng="torch"), 0)
+    with pytest.raises(SamplingError, match="seed"):
+        talker.begin(0, segment.prompt, Sampling(), -1)
+    with pytest.raises(PromptError):
+        talker.begin(0, segment.prompt[:1], Sampling(), 0)
+    made = []
+    for refused in (True, False):
+        begin(talker, 0, segment)
+        for frame in range(2):
+            if refused:
+                with pytest.raises(PromptError, match="first tick"):
+                    talker.tick([0], [row(segment, 1 - frame)])
+            made.append(talker.tick([0], [row(segment, frame)])[0])
+    assert torch.equal(torch.stack(made[:2]), torch.stack(made[2:]))
