@@ -17,18 +17,12 @@ from mktts.batch.pages import NOBODY, Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import PrimedStates
+from mktts.model.backend import PromptRows
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 TICK = TickModel(1e-4, 0.0, 0.0, 0.0)
 SETTINGS = TickSettings(max_lanes=8, max_rows=64, min_rows=8, few_lanes=8, idle_lanes=8)
-
-
-@dataclass
-class _Prompt:
-    """What the backend starts a segment with, once its rows have entered."""
-
-    embeds: Tensor
 
 
 @dataclass
@@ -198,7 +192,7 @@ class FakeLanes:
         if row is None:
             assert segment.state is None and segment.entered == len(segment.rows)
             embeds = torch.tensor([[self._read(slot, position)] for position in range(len(segment.rows))])
-            segment.state = self.backend.start(_Prompt(embeds), segment.sampling, segment.seed, 10**9)
+            segment.state = self.backend.start(PromptRows(embeds), segment.sampling, segment.seed, 10**9)
         else:
             self._write(slot, len(segment.rows) + segment.made, row)
             segment.made += 1

@@ -196,3 +196,17 @@ def alone(texts: Sequence[str], seed: int, eos_after: int | None, prefix: str = 
 
 def frames_of(job: Job) -> list[list[int]]:
     return [frame.tolist() for frame in job.codes]
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, of: object, name: str, calls: set[int], error: Exception) -> None:
+    """The calls of those numbers raise instead; a tick that could not be collected is over all the same."""
+    original, count = getattr(of, name), iter(range(10**9))
+
+    def call(*args, **kwargs):
+        fails = next(count) in calls
+        made = None if fails and name != "collect" else original(*args, **kwargs)
+        if fails:
+            raise error
+        return made
+
+    monkeypatch.setattr(of, name, call)

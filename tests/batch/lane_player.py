@@ -114,14 +114,12 @@ class Player:
 
     lanes: Lanes
     streams: list[list[Segment]]
-    seed: int = 0
-    ahead: int = 2
     hurry: float = 0.7  # the part of the streams that is in a tick
     cancelled: dict[int, int] = field(default_factory=dict)  # stream -> frames after which it leaves
     sounds: bool = True
 
     def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
+        self.rng = np.random.default_rng(0)
         self.free = list(range(self.lanes.slots))
         self.open: dict[int, _Open] = {}
         self.made: dict[int, list[list[Tensor | None]]] = {}
@@ -133,7 +131,7 @@ class Player:
         while todo or self.open or self.flying:
             while todo and self.free and self.rng.random() < 0.6:
                 self._enter(todo.popleft())
-            tick = self._tick() if len(self.flying) < self.ahead else Tick()
+            tick = self._tick() if len(self.flying) < 2 else Tick()
             if not tick.empty and (not self.flying or self.rng.random() < 0.7):
                 self._launch(tick)
             elif self.flying:

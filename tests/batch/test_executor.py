@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from desk import Desk, alone, chunks_of, frames_of
+from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
 from mktts.batch.admission import HELD_S, AdmissionSettings
@@ -311,20 +310,6 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(desk,
 PIECES = TickSettings(max_lanes=8, max_rows=16, min_rows=16, few_lanes=8, idle_lanes=8)
 
 
-def fails_at(monkeypatch, of: object, name: str, calls: set[int], error: Exception) -> None:
-    """The calls of those numbers raise instead; a tick that could not be collected is over all the same."""
-    original, count = getattr(of, name), iter(range(10**9))
-
-    def call(*args, **kwargs):
-        fails = next(count) in calls
-        made = None if fails and name != "collect" else original(*args, **kwargs)
-        if fails:
-            raise error
-        return made
-
-    monkeypatch.setattr(of, name, call)
-
-
 def served(at: Desk, seed: int = 77) -> None:
     """The next stream is served, and everything is free after it."""
     job = at.say("Next.", seed=seed, frames=4)
@@ -531,88 +516,3 @@ def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
     at.together.close()
     assert [job.finish_reason for job in jobs] == ["cancelled"] * 4 and not any(job.open for job in jobs)
     assert [chunks_of(job) for job in jobs] == [[]] * 4
-
-
-# ---- all of it
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_everything_is_free_after_many_streams_that_end_in_every_way(desk, monkeypatch, seed):
-    rng = random.Random(seed)
-    prefix = "v" * rng.choice([0, 64, 90])
-    at = desk(
-        FakeBackend(eos_after=5),
-        FakeCodec(),
-        slots=6,
-        pages=18,
-        rows_per_slot=400,
-        prefix=prefix,
-        max_kept=4,
-        admission=AdmissionSettings(max_wait_s=1e9),
-        settings=rng.choice([PIECES, TickSettings.cpu(), TickSettings(few_lanes=2, max_lanes=4)]),
-    )
-    launch = at.lanes.launch
-    failures = 0
-
-    def sometimes(*what):
-        nonlocal failures
-        if rng.random() < 0.004:
-            failures += 1
-            raise RuntimeError("an illegal address")
-        return launch(*what)
-
-    monkeypatch.setattr(at.lanes, "launch", sometimes)
-    at.lanes.spoil = lambda slot: rng.random() < 0.002
-    texts = ["Hi.", "Where are you going?", "No.", "Over the hills, and far away."]
-    options = [OFF, ONE, replace(ONE, buffer_frames=2), replace(OFF, schedule=(3,), buffer_frames=4)]
-    streams: list[dict] = []
-    open_now: list[dict] = []
-    for number in range(150):
-        style = {"options": rng.choice(options), "seed": number}
-        if rng.random() < 0.3:
-            job, script = at.listen(max_chars=25, **style)
-            stream = {"job": job, "script": script, "left": list(rng.choice(texts)), **style}
-        else:
-            text = [rng.choice(texts) for _ in range(rng.randint(1, 3))]
-            stream = {"job": at.say(*text, paced=rng.random() < 0.7, **style), "text": text, **style}
-        streams.append(stream)
-        open_now.append(stream)
-        for _ in range(rng.randint(0, 12)):
-            step(at, rng, open_now)
-    while open_now:
-        step(at, rng, open_now)
-    at.run()
-    assert at.all_free() and at.together._door.line == 0
-    assert (at.lanes.wasted > 0) == at.lanes.overlaps  # a lane was launched before the end was known
-    for stream in streams:
-        job = stream["job"]
-        if job.error is None and not job.cancelled:
-            assert job.finish_reason == "eos"
-            if "text" in stream:  # what fed text becomes after an end of speech depends on when it comes
-                assert frames_of(job) == alone(stream["text"], stream["seed"], 5, prefix=prefix)
-    good = sum(stream["job"].finish_reason == "eos" for stream in streams)
-    assert good > 70 and sum(stream["job"].error is not None for stream in streams) >= failures > 0
-
-
-def step(at: Desk, rng: random.Random, open_now: list[dict]) -> None:
-    """One turn, and what readers and writers do meanwhile."""
-    wake_s = at.turn()
-    at.now_s = max(at.now_s, min(wake_s, at.now_s + 0.01)) + 1e-6
-    for stream in open_now[:]:
-        job = stream["job"]
-        if stream.get("left") and rng.random() < 0.5:
-            count = rng.randint(1, 6)
-            piece = "".join(stream["left"][:count])
-            del stream["left"][:count]
-            stream["script"].feed(piece)
-            if not stream["left"]:
-                stream["script"].finish()
-        if rng.random() < 0.005:
-            job.cancel()
-        try:
-            if rng.random() < 0.5:
-                chunks_of(job)
-        except EngineError:
-            assert not job.open
-        if not job.open and (job.cancelled or job._chunks.qsize() <= 1):
-            open_now.remove(stream)

@@ -1,4 +1,5 @@
-"""No stream waits for ever: both executors on a clock of the test's own, with random streams, texts and readers."""
+"""No stream waits for ever, and each gives what it gives alone: both executors on a clock of the test's own, with
+random streams, texts, readers and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from desk import Desk
+from desk import Desk, alone, fails_at, frames_of
 from fake_lanes import SETTINGS
 from fakes import OFF, ROOMY, FakeBackend, fake_model
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import TickModel
-from mktts.errors import CapacityError
+from mktts.errors import CapacityError, EngineError
 from mktts.speech.executor import Wishes
 from mktts.speech.job import Job
 from mktts.synth.one_by_one import OneByOne
@@ -34,13 +35,14 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class Visit:
-    """One stream. pieces: what is fed, and how long after the piece before; () for a text that is known at once.
-    ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`."""
+    """One stream. texts: its segments, where they are known at once: pieces is (). pieces: what is fed, and how long
+    after the piece before. ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`."""
 
     at_s: float = 0.0
     engine: str = "batch"
     paced: bool = True
     frames: int = 6
+    texts: tuple[str, ...] = ("Hello.",)
     pieces: tuple[tuple[float, str], ...] = ()
     ends: bool = True
     cancel_s: float = NEVER
@@ -61,14 +63,29 @@ class Place(Desk):
     """Both executors, as the engine drives them."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, tick_s: float, lane_s: float = 0.0, admits: bool = True, **of_the_lanes: Any
+        self,
+        patch: pytest.MonkeyPatch,
+        tick_s: float,
+        lane_s: float = 0.0,
+        admits: bool = True,
+        eos_after: int = 40,
+        prefix: str = "",
+        fails: tuple[str, set[int]] = ("launch", set()),
+        spoils: frozenset[int] = frozenset(),
+        **of_the_lanes: Any,
     ) -> None:
-        """tick_s: of a tick and of a step. admits: as a server asks for it."""
+        """tick_s: of a tick and of a step. admits: as a server asks for it. fails: which calls of the lanes. spoils:
+        frames that have no number."""
         given = {"rows_per_slot": 400, "model": TickModel(tick_s, lane_s, 0.0, 0.0), "slots": 8, **of_the_lanes}
-        super().__init__(patch, FakeBackend(eos_after=40), admission=ROOMY, **given)
-        self.lanes.clock = self
-        self.single_backend = FakeBackend(eos_after=40, code0=partial(self._step, tick_s))
-        self.models["single"], self.executors["single"] = fake_model(self.single_backend), OneByOne()
+        super().__init__(patch, FakeBackend(eos_after=eos_after), admission=ROOMY, prefix=prefix, **given)
+        fails_at(patch, self.lanes, *fails, RuntimeError("an illegal address"))
+        frames = itertools.count()
+        self.lanes.spoil = lambda slot: next(frames) in spoils
+        self.lanes.clock, self.eos_after, self.prefix = self, eos_after, prefix
+        self.errors = (CapacityError, *([EngineError] if fails[1] or spoils else []))
+        self.single_backend = FakeBackend(eos_after=eos_after, code0=partial(self._step, tick_s))
+        self.models["single"] = fake_model(self.single_backend, prefix=prefix)
+        self.executors["single"] = OneByOne()
         batch, single = self.executors.values()
         for one, other in ((batch, single), (single, batch)):
             one.beside(lambda other=other: other.listeners)
@@ -96,7 +113,7 @@ class Place(Desk):
         if visit.pieces:
             job, writer = self.listen(**how)
         else:
-            job, writer = self.say(**how), None
+            job, writer = self.say(*visit.texts, **how), None
         self.seen.append(Seen(visit, job))
         self.at(visit.cancel_s, job.cancel)
         when_s = self.now_s
@@ -116,7 +133,7 @@ class Place(Desk):
                     break
                 try:
                     chunk = one.job.take()
-                except CapacityError:
+                except self.errors:
                     chunk = None
                 one.read_out = chunk is None
                 one.taken += 1
@@ -129,6 +146,7 @@ class Place(Desk):
                 heapq.heappop(self.events)[2]()
             self.hear()
             wake_s = min(executor.turn(self.now_s, False) for executor in self.executors.values())
+            self.check()
             next_s = min(self._read(), self.events[0][0] if self.events else NEVER)
             self._check_line()
             if not self.inbox.empty():
@@ -153,19 +171,25 @@ class Place(Desk):
         ]
 
     def check_end(self) -> None:
-        """Every stream is over, or waits for its own text or its own reader."""
+        """Every stream is over, or waits for its own text or its own reader; when those go, nothing is held."""
         batch, one = self.executors["batch"], self.executors["single"]
         assert not batch._in_line and not one._in_line and not batch._arrived
         waiting = {*batch._outside, *batch._asleep, *one._asleep, *one._outside}
         for seen in self.seen:
             job, visit = seen.job, seen.visit
             if not job.open:
-                assert job.error is None or isinstance(job.error, CapacityError), job.error
+                assert job.error is None or isinstance(job.error, self.errors), job.error
+                if job.error is None and not job.cancelled and not visit.pieces:
+                    assert frames_of(job) == alone(visit.texts, 1, self.eos_after, self.prefix)[: visit.frames]
                 continue
             unread = job.made_frames - job.taken_frames
             its_text = visit.pieces and not visit.ends and job in waiting
             its_reader = unread and seen.taken >= visit.reads
             assert its_text or its_reader, (visit, job.made_frames, job.taken_frames)
+            job.cancel()
+        self.run()
+        assert self.all_free() and not one.open_jobs
+        assert not self.together._running and (self.lanes.overlaps or not self.lanes.wasted)
 
 
 def play(visits: list[Visit], **of_the_place: Any) -> Place:
@@ -174,7 +198,9 @@ def play(visits: list[Visit], **of_the_place: Any) -> Place:
         for visit in visits:
             place.at(visit.at_s, partial(place.open, visit))
         place.run()
-    place.check_end()
+        ended_s = place.now_s
+        place.check_end()
+        place.now_s = ended_s
     return place
 
 
@@ -186,6 +212,7 @@ VISITS = st.builds(
     at_s=st.floats(0, 6),
     paced=st.booleans(),
     frames=st.integers(1, 30),
+    texts=st.sampled_from((("Hi.",), ("Where are you going?", "No."), ("Over the hills.", "Far away.", "Yes."))),
     pieces=st.one_of(st.just(()), st.lists(PIECES, min_size=1, max_size=4).map(tuple)),
     ends=st.booleans(),
     cancel_s=st.one_of(st.just(NEVER), st.floats(0, 20)),
@@ -201,6 +228,10 @@ PLACES = st.fixed_dictionaries(
         "overlaps": st.booleans(),
         "settings": st.sampled_from((SETTINGS, replace(SETTINGS, idle_lanes=0, few_lanes=1), TickSettings.cpu())),
         "admits": st.booleans(),
+        "eos_after": st.sampled_from((3, 5, 40)),
+        "prefix": st.sampled_from(("", "v" * 64, "v" * 90)),
+        "fails": st.tuples(st.sampled_from(("launch", "collect")), st.sets(st.integers(0, 30), max_size=1)),
+        "spoils": st.frozensets(st.integers(0, 90), max_size=1),
     }
 )
 WRITER = Visit(frames=10, pieces=((0.0, "A first"),), ends=False)

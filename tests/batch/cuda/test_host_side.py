@@ -281,34 +281,3 @@ def test_a_binary_is_asked_for_once_however_many_buckets_and_layers_launch_it(wi
     with compiling(1):  # another time, perhaps on another device
         launch(kernel, (1,), rows, 1e-6, 48, None, N=16, SPLIT=True, num_warps=4)
     assert kernel.times == 2
-
-
-def test_whatever_triton_compiles_apart_is_asked_for_apart(without_triton):
-    """Triton's rules: an argument's dtype, 16-byte alignment, 1, divisibility by 16, 64 bits, None, and constants."""
-    kernel, rows = Asked(), torch.zeros(64)
-
-    def described(dtype: torch.dtype, *block: int) -> SimpleNamespace:
-        return SimpleNamespace(base=torch.zeros(16, dtype=dtype), block_shape=list(block), padding="zero")
-
-    apart = [
-        ((rows, 16), {"N": 16}),
-        ((rows.half(), 16), {"N": 16}),
-        ((rows[1:], 16), {"N": 16}),
-        ((None, 16), {"N": 16}),
-        ((described(torch.half, 16, 64), 16), {"N": 16}),
-        ((described(torch.half, 16, 32), 16), {"N": 16}),
-        ((described(torch.bfloat16, 16, 32), 16), {"N": 16}),
-        ((rows, 17), {"N": 16}),
-        ((rows, 1), {"N": 16}),
-        ((rows, True), {"N": 16}),
-        ((rows, 2**40), {"N": 16}),
-        ((rows, 16), {"N": 32}),
-        ((rows, 16), {"N": 1}),
-        ((rows, 16), {"N": True}),
-        ((rows, 16), {"N": 16, "num_warps": 8}),
-    ]
-    with compiling(1):
-        for times, (args, options) in enumerate(apart, 1):
-            for _ in range(2):
-                launch(kernel, (1,), *args, **options)
-            assert kernel.times == times, (args, options)
