@@ -35,8 +35,8 @@ NEVER = math.inf
 
 @dataclass(frozen=True)
 class Visit:
-    """One stream. texts: its segments, where they are known at once: pieces is (). pieces: what is fed, and how long
-    after the piece before. ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`."""
+    """One stream. texts: its segments, where pieces is (). pieces: what is fed, and how long after the piece before.
+    ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`."""
 
     at_s: float = 0.0
     engine: str = "batch"
