@@ -184,7 +184,7 @@ class FakeLanes:
         segment = self.segments[slot]
         if segment.ended:
             self.wasted += 1
-            made.ended[lane] = True
+            made.ended[lane], made.codes[lane] = True, -1  # these codes mean nothing
             return
         if segment.failed:
             made.codes[lane] = -1
@@ -203,7 +203,7 @@ class FakeLanes:
         if frame is None or self.spoil(slot):
             made.codes[lane], segment.failed = -1, True
         elif frame.codes is None:
-            made.ended[lane] = segment.ended = True
+            made.ended[lane], made.codes[lane], segment.ended = True, -1, True
         else:
             made.codes[lane] = frame.codes.numpy()
             made.pcm[lane] = self.codec.decode(frame.codes[None], self.codecs[slot]).numpy()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from functools import partial
 
-import codec_kernel_stand_ins
+import codec_kernel_stand_ins as stand_ins
 import pytest
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ LEAST_SNR_DB = {
     ("cpu", "plain"): 100.0,
 }
 SLOTS = 300
-STAND_INS = (codec_kernel_stand_ins.PRODUCTS, codec_kernel_stand_ins.ROWS)
+STAND_INS = (stand_ins.PRODUCTS, stand_ins.ROWS)
 TINY, FULL_CODEC = "random:tiny", "random:tiny:custom_voice:full-codec"
 LANES = 8
 END = 2_150  # of speech: no entry of a book

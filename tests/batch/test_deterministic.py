@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,16 +57,6 @@ def neighbours(width: int, count: int, seed: int) -> list[RowStream]:
     ]
 
 
-@dataclass(frozen=True)
-class Played:
-    """codes: of each stream alone in a tick of the smallest bucket, no prefix kept."""
-
-    lanes: Lanes
-    width: int
-    streams: list[RowStream]
-    codes: list[Tensor]
-
-
 def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
     from mktts.batch.cuda.lanes import CudaLanes
 
@@ -78,7 +69,8 @@ def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
 
 
 @pytest.fixture(scope="module", params=["random:0.6b", "small"])
-def played(request) -> Iterator[Played]:
+def played(request) -> Iterator[SimpleNamespace]:
+    """codes: of each stream alone in a tick of the smallest bucket, no prefix kept."""
     checkpoint = open_checkpoint(request.param)
     width = checkpoint.config.talker.hidden_size
     streams = streams_of(width)
@@ -88,7 +80,7 @@ def played(request) -> Iterator[Played]:
         lanes.pages.forget(KEY)
         codes += RandomTicks(lanes, [stream], SIZES[0]).play()
     assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
-    yield Played(lanes, width, streams, codes)
+    yield SimpleNamespace(lanes=lanes, width=width, streams=streams, codes=codes)
     del lanes
     gc.collect()
     torch.cuda.empty_cache()

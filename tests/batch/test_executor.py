@@ -363,21 +363,6 @@ def test_a_lane_that_gave_no_number_ends_its_stream_alone(desk):
     served(at)
 
 
-def test_codes_of_an_ended_lane_mean_nothing(desk, monkeypatch):
-    at = desk(FakeBackend(eos_after=3))
-    collect = at.lanes.collect
-
-    def spoilt(launched):
-        made = collect(launched)
-        made.codes[made.ended] = -1
-        return made
-
-    monkeypatch.setattr(at.lanes, "collect", spoilt)
-    job = at.say("One.", "Two.")
-    at.run()
-    assert (len(job.codes), job.finish_reason) == (6, "eos")
-
-
 def test_a_text_that_raises_ends_its_stream_alone(desk):
     at = desk()
     good = at.say(seed=1, frames=30)
