@@ -39,7 +39,9 @@ _MEMORY_STREAMS = 200.0
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """margin: listeners want at most this part of what the tick model can give. lead_s: nobody comes in while a quarter
+    """As on an H200, where two ticks at the capacity of 1 024 lanes take about 70 ms.
+
+    margin: listeners want at most this part of what the tick model can give. lead_s: nobody comes in while a quarter
     of those who have listened for a while is less ahead (`Tick.lead_s`): then the ticks give less than the model says.
     first_pcm_s: the longest predicted wait for a first PCM. host_s: between two ticks. max_line, max_wait_s: of paced
     streams that are not admitted at once. max_listeners: at once, whatever else could be carried; None: no such bound.
@@ -71,11 +73,6 @@ class AdmissionSettings:
             max_line=wishes.max_waiting,
             max_wait_s=wishes.max_wait_s,
         )
-
-    @classmethod
-    def h200(cls) -> AdmissionSettings:
-        """Two ticks at the capacity of 1 024 lanes take about 70 ms."""
-        return cls()
 
     @classmethod
     def cpu(cls) -> AdmissionSettings:
@@ -267,11 +264,11 @@ class Door:
     def _possible(self, context_rows: float, model: TickModel) -> Iterator[tuple[int, float]]:
         """Lanes, and seconds of a tick that has them, each of so many rows, and the prompts that come with them."""
         ticks = self._ticks
-        for lanes in ticks.sizes():
+        for lanes in ticks.sizes:
             lanes = min(lanes, math.ceil(ticks.max_rows * self._frames / self._rows))  # more could not begin so fast
             rows = min(math.ceil(lanes * self._rows / self._frames), ticks.max_rows)
             tick_s = model.predict(*ticks.bucket(model, lanes, rows), lanes * context_rows)
-            if tick_s > ticks.max_tick_s and lanes > ticks.sizes()[0]:
+            if tick_s > ticks.max_tick_s and lanes > ticks.sizes[0]:
                 break
             yield lanes, tick_s
 

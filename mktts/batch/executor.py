@@ -39,28 +39,20 @@ _MOST_EARLY_S = 0.05
 
 
 class TickPace:
-    """early_s: before the tick that runs ends, when the next one is planned."""
+    """model: what a tick takes on the device. step_model: with the pause before it, where there is one: a host may be
+    slower than its device. early_s: before the tick that runs ends, when the next one is planned."""
 
     def __init__(self, believed: TickModel) -> None:
         """believed: what a tick takes, before any was seen."""
         self._device, self._steps = TickFit(believed), TickFit(believed)
+        self.model = self.step_model = believed
         self.early_s = _EARLY_S
-
-    @property
-    def model(self) -> TickModel:
-        """What a tick takes on the device."""
-        return self._device.model
-
-    @property
-    def step_model(self) -> TickModel:
-        """What a tick takes with the pause before it, where there is one: a host may be slower than its device."""
-        return self._steps.model
 
     def observe(self, tick: Tick, made: Made, follows: bool) -> None:
         """A tick was read. follows: it was launched while the one before it ran."""
         paused_s = made.idle_s if follows else 0.0
-        self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
-        self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        self.model = self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
+        self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
         if follows:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
@@ -104,9 +96,8 @@ class Together:
 
     name: EngineName = "batch"
 
-    def __init__(self, model: LaneModel, admission: AdmissionSettings, log: TickLog | None = None) -> None:
-        """log: where the ticks are noted."""
-        self.model, self.log = model, log
+    def __init__(self, model: LaneModel, admission: AdmissionSettings) -> None:
+        self.model, self.log = model, TickLog()
         lanes = model.lanes
         self._lanes, self._pages, self._settings = lanes, lanes.pages, lanes.settings
         self._admission = admission
@@ -411,8 +402,7 @@ class Together:
         self._pace.observe(tick, made, running.follows)
         late_s = board.finish(tick, ended_s)
         self._ticks.add(made.took_s)
-        if self.log is not None:
-            self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
+        self.log.add(tick, made.took_s, ended_s, len(self._jobs), float(late_s.max(initial=0.0)))
         tick_ms = 1e3 * made.took_s / max(len(running.lanes), 1)
         self._give(running.lanes, made, tick_ms, ended_s)
         for lane in running.lanes[: tick.new_lanes]:

@@ -141,7 +141,8 @@ class Pages:
     def close(self, slot: int) -> None:
         """The stream is over: its pages are free, except those that others share. Raises EngineError if not open."""
         for page in reversed(self._of(slot)):
-            self._let_go(page)
+            self._users[page] -= 1
+            self._free_if_unheld(page)
         del self._slots[slot]
         self._write(slot)
 
@@ -211,10 +212,6 @@ class Pages:
         for page in taken:
             self._users[page] += used
         return taken
-
-    def _let_go(self, page: int) -> None:
-        self._users[page] -= 1
-        self._free_if_unheld(page)
 
     def _free_if_unheld(self, page: int) -> None:
         assert self._users[page] >= 0 <= self._keepers[page], f"page {page} was let go twice"

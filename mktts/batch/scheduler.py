@@ -13,7 +13,6 @@ A stream that waits for text, or for its reader, is in no tick.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,12 +110,9 @@ class TickSettings:
         """One stream a tick, its prompt in one piece."""
         return cls(max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True)
 
-    def sizes(self) -> Sequence[int]:
-        """Lanes that a tick may be run with, ascending, up to `max_lanes`."""
-        return self._sizes
-
     @cached_property
-    def _sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
+        """Lanes that a tick may be run with, ascending, up to `max_lanes`."""
         if not self.buckets:
             return tuple(range(1, self.max_lanes + 1))
         return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
@@ -125,7 +121,7 @@ class TickSettings:
         """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run."""
         lane_s = model.predict(1, 0, context_rows) - model.constant_s
         fitting = (self.max_tick_s - model.constant_s) / lane_s if lane_s else np.inf
-        return max((size for size in self.sizes() if size <= fitting), default=self.sizes()[0])
+        return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
 
     def bucket(self, model: TickModel, lanes: int, rows: int) -> tuple[int, int]:
         """The quickest bucket with room for so many lanes and prompt rows."""

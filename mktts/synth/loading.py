@@ -14,7 +14,6 @@ import torch
 from mktts.batch.admission import AdmissionSettings
 from mktts.batch.model import LaneModel
 from mktts.batch.settings import BatchSettings
-from mktts.batch.tick import TickLog
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
@@ -157,7 +156,7 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
 
         embeddings = None if single is None else single.backend.embeddings
         lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)
-        admission = AdmissionSettings.h200()
+        admission = AdmissionSettings()
     else:
         from mktts.batch.plain.lanes import TorchLanes
 
@@ -180,7 +179,7 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
     )
     spoken = SpokenRows(prompts) if wanted.device.type == "cuda" else None
     model = LaneModel(prompts=prompts, positions=lanes.pages.rows_per_slot, lanes=lanes, spoken=spoken)
-    return Together(model, admission, TickLog())
+    return Together(model, admission)
 
 
 def _upstream_model(checkpoint: Checkpoint, wanted: Loading) -> UpstreamModel:

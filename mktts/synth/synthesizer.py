@@ -281,7 +281,7 @@ class Synthesizer:
     def ticks(self) -> np.ndarray:
         """What the batch engine did last, one record a tick of dtype `mktts.batch.tick.TICKS`, oldest first."""
         together = self._models.together
-        return np.zeros(0, TICKS) if together is None or together.log is None else together.log.table()
+        return np.zeros(0, TICKS) if together is None else together.log.table()
 
     def admit(self, wishes: Wishes) -> None:
         """For a server: from now on a stream that finds no place in time ends by BusyError, on either engine; and where

@@ -32,7 +32,8 @@ def strained(source: str, deterministic: bool, precision: str, graphs: bool) -> 
     codec = CudaCodec(decoder, SLOTS + 1, precision)
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), device, torch.bfloat16, slots=SLOTS, positions=128, pages=40,
-        codec=codec, primed=PrimedStates(decoder()), settings=SETTINGS, graphs=graphs, deterministic=deterministic,
+        codec=codec, primed=lambda: PrimedStates(decoder()), settings=SETTINGS, graphs=graphs,
+        deterministic=deterministic,
     )  # fmt: skip
     with torch.cuda.stream(lanes._stream), compiling(THREADS):  # one by one they would take minutes
         for size in sorted(lanes._buckets, reverse=True):

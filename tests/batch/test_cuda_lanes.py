@@ -38,7 +38,7 @@ def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS, sounds: bool =
     return CudaLanes(
         checkpoint.config, checkpoint.tensors(), device, torch.float32, slots=slots, positions=256, pages=6 * slots,
         codec=CountingCodec(slots + 1, device) if sounds else None, settings=SETTINGS, graphs=graphs,
-        primed=SimpleNamespace(of=len),
+        primed=lambda: SimpleNamespace(of=len),
     )  # fmt: skip
 
 

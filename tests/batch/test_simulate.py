@@ -74,7 +74,7 @@ class Run:
     listeners: int
     ticks: TickSettings
     model: TickModel
-    admission: AdmissionSettings = AdmissionSettings.h200()  # noqa: RUF009
+    admission: AdmissionSettings = AdmissionSettings()  # noqa: RUF009
     seconds: float = 4.0
     warm_s: float = 6.0
     truth: TickModel | None = None

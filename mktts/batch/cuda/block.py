@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.tick import Piece, Tick
+from mktts.batch.tick import Tick
 from mktts.model.sampling import Sampling
 
 SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`
@@ -42,13 +42,6 @@ class Parts(NamedTuple):
     row_slots: Any
     row_positions: Any
     row_addresses: Any
-
-
-class Entering(NamedTuple):
-    """A piece of a prompt that enters, and the addresses (L,) int64 of all rows of the prompt."""
-
-    piece: Piece
-    addresses: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -84,17 +77,17 @@ class BlockLayout:
         return block
 
     def fill(
-        self, block: np.ndarray, tick: Tick, text: Sequence[int], settings: np.ndarray, entering: Sequence[Entering]
+        self, block: np.ndarray, tick: Tick, text: Sequence[int], settings: np.ndarray, prompts: Sequence[np.ndarray]
     ) -> None:
         """Writes `tick` into `block`, which is `padded`. text: addresses of the text rows of all but the new lanes.
-        settings (slots, 12) int32. entering: the tick's pieces."""
+        settings (slots, 12) int32. prompts: of each of the tick's pieces, addresses (L,) int64 of the prompt's rows."""
         parts, count, new = self.parts(block), len(tick.lanes), tick.new_lanes
         parts.slots[:count] = tick.lanes
         parts.settings[:count] = settings[tick.lanes]
         parts.fresh[new:count] = 0
         parts.text[new:count] = text
         at = lane = 0
-        for piece, addresses in entering:
+        for piece, addresses in zip(tick.pieces, prompts, strict=True):
             end, behind = at + piece.rows, piece.start + piece.rows
             parts.row_slots[at:end] = piece.slot
             parts.row_positions[at:end] = np.arange(piece.start, behind)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
-from mktts.batch.cuda.kernels.launching import compiling, launch
+from mktts.batch.cuda.kernels.launching import compiling, launch, power_of_two
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import Precision
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
@@ -140,7 +140,7 @@ class CudaCodec:
             rows.waveform, (-(-count * target.new // _WAVEFORM_ROWS),),
             target.memory, weights.last_taps, weights.last_bias, pcm, count * target.new, target.new,
             target.lane // UNIT, target.plane // UNIT, SPLIT=target.split, CHANNELS=channels, TAPS=taps,
-            ROWS=_WAVEFORM_ROWS, BLOCK=_power_of_two(channels), enable_fp_fusion=False,
+            ROWS=_WAVEFORM_ROWS, BLOCK=power_of_two(channels), enable_fp_fusion=False,
         )  # fmt: skip
         launch(rows.move, grid, states.histories, *moved, SAVE=True, WORDS=PIECE_VALUES)
 
@@ -177,7 +177,7 @@ class CudaCodec:
             self._rows.attend, (c.num_attention_heads, count),
             qkv, turns, lanes, states.positions, states.keys, states.values, attended.memory, index,
             c.num_hidden_layers, c.head_dim**-0.5, HALF=c.head_dim // 2, WINDOW=states.window,
-            PLACES=_power_of_two(states.window), enable_fp_fusion=False,
+            PLACES=power_of_two(states.window), enable_fp_fusion=False,
         )  # fmt: skip
         self._product(attended, layer.out, scale=layer.attention_scale, residual=x, raw=x)
         gated = self._fresh("gated", count, 1, len(layer.gate_up.high) // 2)
@@ -189,7 +189,7 @@ class CudaCodec:
         normed = self._fresh("normed", count, 1, width)
         launch(
             self._rows.norm, (count,), x, normed.memory, self.config.rms_norm_eps,
-            WIDTH=width, BLOCK=_power_of_two(width), enable_fp_fusion=False,
+            WIDTH=width, BLOCK=power_of_two(width), enable_fp_fusion=False,
         )  # fmt: skip
         return normed
 
@@ -206,7 +206,7 @@ class CudaCodec:
                 self._rows.depthwise_norm, (count * new,),
                 source.memory, block.taps, block.bias, *block.norm, normed.memory, new, source.lane // UNIT,
                 source.plane // UNIT, normed.lane // UNIT, normed.plane // UNIT, CONVNEXT_EPS,
-                CHANNELS=channels, TAPS=taps, BLOCK=_power_of_two(channels), enable_fp_fusion=False,
+                CHANNELS=channels, TAPS=taps, BLOCK=power_of_two(channels), enable_fp_fusion=False,
             )  # fmt: skip
             wide = self._fresh("wide", count, new, len(block.expand.high))
             self._product(normed, block.expand, gelu=True, act=wide)
@@ -259,10 +259,6 @@ def _prepared(weights: CodecWeights) -> CodecWeights:
         units = tuple(replace(u, first=half_turns(u.first), second=half_turns(u.second)) for u in block.units)
         blocks.append(replace(block, first=half_turns(block.first), units=units))
     return replace(weights, blocks=tuple(blocks), last_snake=half_turns(weights.last_snake))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _triton_kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:

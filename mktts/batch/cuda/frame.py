@@ -16,7 +16,7 @@ from torch import Tensor
 from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
-from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.kernels.launching import launch, power_of_two
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
@@ -72,17 +72,13 @@ class FrameWeights:
         device: torch.device,
         dtype: torch.dtype,
         positions: int,
-        embeddings: list[Tensor] | None = None,
     ) -> FrameWeights:
-        """`tensors` by Hub name. positions: of the longest stream. embeddings: the codebooks' tables where another
-        backend has them on the device already, so that they are there once."""
+        """`tensors` by Hub name. positions: of the longest stream."""
 
         def get(name: str) -> Tensor:
             return tensors[name].to(device, dtype)
 
         groups = range(NUM_CODEBOOKS - 1)
-        if embeddings is None:
-            embeddings = [get(name) for name in EMBEDDINGS]
         projection = "talker.code_predictor.small_to_mtp_projection."
         projected = projection + "weight" in tensors
         return cls(
@@ -92,7 +88,7 @@ class FrameWeights:
             ),
             heads=[get("talker.codec_head.weight")]
             + [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups],
-            embeddings=embeddings,
+            embeddings=[get(name) for name in EMBEDDINGS],
             projection=(get(projection + "weight"), get(projection + "bias")) if projected else None,
             eos=config.codec_ids.eos,
         )
@@ -153,7 +149,7 @@ class BatchFrame:
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
             stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
-            H=width, V=vocabulary, SIZE=_power_of_two(vocabulary),
+            H=width, V=vocabulary, SIZE=power_of_two(vocabulary),
         )  # fmt: skip
         for index in range(stack.config.num_hidden_layers):
             self._layer(stack, index, space.x, space.h, lambda qkv, index=index: self._attend(index, qkv))
@@ -174,7 +170,7 @@ class BatchFrame:
         launch(attention.attend, (kv_heads, count, self._programs),
             space.queries, space.row_slot, space.row_pos, table, pages, space.attended, space.part,
             space.bounds, stride, layer, c.num_hidden_layers, c.head_dim**-0.5, self._programs,
-            **shape, PARTS=ATTENTION_PARTS, QUERIES=max(_QUERIES, _power_of_two(c.num_attention_heads // kv_heads)),
+            **shape, PARTS=ATTENTION_PARTS, QUERIES=max(_QUERIES, power_of_two(c.num_attention_heads // kv_heads)),
             **_ATTENTION, enable_fp_fusion=False,
         )  # fmt: skip
         if self._programs > 1:
@@ -198,7 +194,8 @@ class BatchFrame:
             if weights.projection is not None:
                 x = self._products.linear(x, *weights.projection)
             if weights.projection is not None or new == 2:
-                self._normed(x, stack.layers[0].input_norm, h, c.rms_norm_eps)
+                norm = stack.layers[0].input_norm
+                launch(add_norm, (len(x),), x, x, norm, h, c.rms_norm_eps, N=x.shape[1], ADDS=False, num_warps=4)
             for index in range(c.num_hidden_layers):
                 start = 0 if new == 2 else book
                 self._layer(stack, index, x, h, lambda qkv, i=index, s=start, n=new: self._attend_few(i, qkv, s, n))
@@ -226,7 +223,7 @@ class BatchFrame:
             slots.embedding_sum, space.px, space.ph, weights.predictor.layers[0].input_norm,
             weights.predictor.config.rms_norm_eps, book, logits.stride(0), weights.eos,
             weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, slots.nobody, V=vocabulary,
-            SIZE=_power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
+            SIZE=power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
             LAST=book == NUM_CODEBOOKS - 1, NORM=weights.projection is None, SETTINGS=SETTINGS, PENALTY=PENALTY,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
@@ -241,10 +238,3 @@ class BatchFrame:
         products.add_norm(x, attended, w.o, w.post_norm, h, eps)
         following = stack.norm if last else stack.layers[index + 1].input_norm
         products.add_norm(x, products.gated(h, w.gate_up), w.down, following, h, eps)
-
-    def _normed(self, x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-        launch(add_norm, (len(x),), x, x, weight, out, eps, N=x.shape[1], ADDS=False, num_warps=4)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

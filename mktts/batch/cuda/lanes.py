@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.block import SETTINGS, BlockLayout, Entering, packed
+from mktts.batch.cuda.block import SETTINGS, BlockLayout, packed
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import EMBEDDINGS, BatchFrame, FrameWeights
 from mktts.batch.cuda.kernels.launching import compiling
@@ -71,18 +71,17 @@ class CudaLanes:
         positions: int,
         pages: int,
         codec: CudaCodec | None = None,
-        primed: PrimedStates | None = None,
-        embeddings: list[Tensor] | None = None,
+        primed: Callable[[], PrimedStates] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,
         deterministic: bool = False,
     ) -> None:
-        """`tensors` by Hub name. slots: the engine's. positions: of the longest stream, prompt and frames. pages: with
-        page 0; see `LaneMemory` for what all that takes.
+        """`tensors` by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of
+        the longest stream, prompt and frames. pages: with page 0; see `LaneMemory` for what all that takes.
 
-        codec: of slots + 1 slots; None: PCM is silence. primed: codec states after a reference. embeddings: the
-        codebooks' tables where they are on the device already. settings: its buckets are what runs. graphs: recorded by
-        `prepare`, or at a bucket's first tick; without, every tick is launched kernel by kernel.
+        codec: of slots + 1 slots; None: PCM is silence. primed: makes codec states after references, once there is one.
+        settings: its buckets are what runs. graphs: recorded by `prepare`, or at a bucket's first tick; without, every
+        tick is launched kernel by kernel.
         deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
         Raises CapacityError where the device has no room for the pages, or not even one stream could open.
         """
@@ -90,11 +89,12 @@ class CudaLanes:
         self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
-        weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions, embeddings)
+        weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
         self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
         self.embeddings = dict(zip(EMBEDDINGS, weights.embeddings, strict=True))
-        self._codec, self._primed = codec, primed
+        self._codec, self._make_primed = codec, primed
+        self._primed: PrimedStates | None = None
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
         products = FixedOrderProducts(device, dtype) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
@@ -162,8 +162,10 @@ class CudaLanes:
         if reference is None:
             self._silent.add(slot)  # those of many arrivals are cleared together
             return
-        if self._primed is None:
+        if self._make_primed is None:
             raise EngineError("these lanes cannot hear a reference: make them with primed=")
+        if self._primed is None:
+            self._primed = self._make_primed()
         state = self._primed.of(reference)
         self._silent.discard(slot)
         self._after_caller()
@@ -205,12 +207,13 @@ class CudaLanes:
         bucket = self._bucket(tick.bucket)
         if len(self._waiting) == _MOST_WAITING:
             raise EngineError(f"{_MOST_WAITING} launched ticks wait already: collect one first")
-        entering, prompts = self._enter_prompts(bucket.layout, tick)
+        prompts = self._entering(bucket.layout, tick)
         text, made_here = self._addresses(tick, rows)
         self.record(tick.bucket)
         stage, words = self._stages.popleft(), bucket.layout.words
         stage.numbers[:words] = bucket.padded
-        bucket.layout.fill(stage.numbers, tick, text, self._settings, entering)
+        addresses = [prompt.addresses for prompt in prompts]
+        bucket.layout.fill(stage.numbers, tick, text, self._settings, addresses)
         stage.kept = [*self._kept, *prompts, *rows, *made_here]
         self._kept = []
         self._after_caller()
@@ -236,16 +239,15 @@ class CudaLanes:
         self._stages.append(self._waiting.popleft())
         return made
 
-    def _enter_prompts(self, layout: BlockLayout, tick: Tick) -> tuple[list[Entering], list[AddressedRows]]:
-        """Where the rows of the tick's pieces lie, and the prompts that they are of."""
-        entering, prompts = [], []
+    def _entering(self, layout: BlockLayout, tick: Tick) -> list[AddressedRows]:
+        """The prompts that the tick's pieces are of."""
+        prompts = []
         for piece in tick.pieces:
             prompt = self._prompts.get(piece.slot)
             end = piece.start + piece.rows
             if prompt is None or piece.rows < 1 or end > len(prompt) or piece.last != (end == len(prompt)):
                 of = "no prompt" if prompt is None else f"a prompt of {len(prompt)} rows"
                 raise EngineError(f"{piece} does not fit slot {piece.slot}, which has {of} to enter")
-            entering.append(Entering(piece, prompt.addresses))
             prompts.append(prompt)
         new = [piece.slot for piece in tick.pieces if piece.last]
         if (
@@ -257,7 +259,7 @@ class CudaLanes:
                 f"a tick of {len(tick.lanes)} lanes, the first {tick.new_lanes} of them new, and {tick.rows} prompt "
                 f"rows, which end the prompts of slots {new}, does not fit a bucket of {layout}"
             )
-        return entering, prompts
+        return prompts
 
     def _addresses(self, tick: Tick, rows: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
         """Where the text rows of all but the new lanes lie, and those of them that were made for this tick."""

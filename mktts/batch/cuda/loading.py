@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import EMBEDDINGS
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.batch.cuda.memory import LaneMemory
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
-from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
+from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.errors import BackendUnavailable, CapacityError
 
 _STREAMS = 2_048
@@ -60,18 +59,16 @@ def cuda_lanes(
         )
     codec = CudaCodec(lambda: decoder, slots + 1, settings.codec)
     decoder = None
-    tables = None if embeddings is None else [embeddings[name] for name in EMBEDDINGS]
     lanes = CudaLanes(
         config,
-        checkpoint.tensors(),
+        {**checkpoint.tensors(), **(embeddings or {})},
         device,
         dtype,
         slots=slots,
         positions=min(settings.positions, config.talker.max_position_embeddings),
         pages=int(pages),
         codec=codec,
-        primed=_Primed(plain),
-        embeddings=tables,
+        primed=lambda: PrimedStates(plain()),
         settings=TickSettings.h200(slots),
         deterministic=deterministic is not False,
     )
@@ -81,23 +78,6 @@ def cuda_lanes(
         slots, pages, pages * each.page / 2**30, settings.codec,
     )  # fmt: skip
     return lanes
-
-
-class _Primed:
-    """Codec states that have heard a reference; the decoder is made at the first one."""
-
-    def __init__(self, plain: partial[CodecDecoder]) -> None:
-        self._plain = plain
-        self._states: PrimedStates | None = None
-
-    def of(self, reference: Tensor) -> CodecState:
-        if self._states is None:
-            self._states = PrimedStates(self._plain())
-        return self._states.of(reference)
-
-    def forget(self, reference: Tensor) -> None:
-        if self._states is not None:
-            self._states.forget(reference)
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.kernels import rows as kernels
-from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.kernels.launching import launch, power_of_two
 from mktts.batch.lanes import Made
 from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
@@ -132,6 +132,6 @@ class PagedMemory:
                 uploaded(rows, self._device),
                 self.table,
                 columns,
-                COLUMNS=1 << (columns - 1).bit_length(),
+                COLUMNS=power_of_two(columns),
                 num_warps=1,
             )

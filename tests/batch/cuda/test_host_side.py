@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.batch.cuda.block import PENALTY, BlockLayout, Entering, packed
+from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
 from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
@@ -49,9 +49,9 @@ def test_a_tick_stands_in_its_block():
     settings = np.stack([packed(Sampling(repetition_penalty=1 + slot), slot) for slot in range(9)])
     pieces = (Piece(7, 64, 2, True), Piece(3, 0, 4, False), Piece(5, 1, 1, True))
     tick = Tick((4, 8), np.array([7, 5, 2], np.int32), 2, pieces=pieces)
-    entering = [Entering(piece, 10_000 * (1 + i) + 256 * np.arange(66)) for i, piece in enumerate(pieces)]
+    prompts = [10_000 * (1 + i) + 256 * np.arange(66) for i in range(3)]
     block = layout.padded(9)
-    layout.fill(block, tick, [777], settings, entering)
+    layout.fill(block, tick, [777], settings, prompts)
     parts = layout.parts(torch.from_numpy(block))
     assert sum(part.numel() * part.element_size() for part in parts) == 8 * layout.words == block.nbytes
     assert parts.slots.tolist() == [7, 5, 2, 9] and parts.fresh.tolist() == [1, 1, 0, 1]
