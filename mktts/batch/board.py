@@ -84,7 +84,8 @@ class Board:
         before the text came, and the next one has a frame's time."""
         if known and not self.text_known[slot]:
             latest_s = now_s - FRAME_S * (self.frames_made[slot] - 1)
-            self.playing_since_s[slot] = _moved(self.playing_since_s[slot], latest_s)
+            if np.isfinite(self.playing_since_s[slot]):
+                self.playing_since_s[slot] = max(self.playing_since_s[slot], latest_s)
         self.text_known[slot] = known
 
     def chunk(self, slot: int, start: int, end: int) -> None:
@@ -166,8 +167,3 @@ class Board:
         lead_s = self.playing_since_s[slots] + FRAME_S * heard - now_s
         lead_s = np.where(ahead_s > 0, np.maximum(lead_s, ahead_s), lead_s)  # else late ones would be equally late
         return np.where(self.paced[slots], lead_s, self.newest_s[slots] + unpaced_s - now_s)
-
-
-def _moved(since_s: float, latest_s: float) -> float:
-    """The start of play, if the listener plays already; moved where it lies too early."""
-    return since_s if np.isinf(since_s) else max(since_s, latest_s)

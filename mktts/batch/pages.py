@@ -124,7 +124,11 @@ class Pages:
         if kept_rows >= rows > 0:
             raise PromptError(f"a stream of {rows} rows cannot have a prefix of {kept_rows}: keys must differ")
         if not self.fits(rows, key):
-            raise CapacityError(self._too_many(rows))
+            raise CapacityError(
+                f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} "
+                f"can be had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower "
+                "max_frames, or wait until other streams end"
+            )
         kept = self._kept.get(key) if kept_rows else None
         shared = [] if kept is None else list(kept.pages[: kept_rows // self.page_rows])
         own = self._take(self.count(rows) - len(shared), but=key)
@@ -228,13 +232,6 @@ class Pages:
         self.table[slot] = NOBODY
         self.table[slot, : len(pages)] = pages
         self._changed.add(slot)
-
-    def _too_many(self, rows: int) -> str:
-        return (
-            f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} can be "
-            f"had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower max_frames, "
-            "or wait until other streams end"
-        )
 
 
 def kept_under(prompt: Any) -> Hashable | None:

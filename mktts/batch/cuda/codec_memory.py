@@ -39,6 +39,9 @@ class RowsShape:
     def planes(self) -> int:
         return 2 if self.split else 1
 
+    def rows(self, memory: Tensor) -> Rows:
+        return Rows(self.past, self.new, self.channels, self.split, memory)
+
 
 @dataclass(frozen=True)
 class Rows(RowsShape):
@@ -80,18 +83,13 @@ class CodecWork:
         return memory[:values].view(shape)
 
     def rows(self, name: str, lanes: int, shape: RowsShape, least: int = 0) -> Rows:
-        memory = self.tensor(name, lanes * shape.lane, dtype=torch.float16, least=least)
-        return Rows(shape.past, shape.new, shape.channels, shape.split, memory)
+        return shape.rows(self.tensor(name, lanes * shape.lane, dtype=torch.float16, least=least))
 
     def inputs(self, lanes: int, shapes: Sequence[RowsShape]) -> tuple[Tensor, list[Rows]]:
         """One tensor, and in it, one behind the other, the rows of each of `shapes`."""
         memory = self.tensor("inputs", lanes * sum(shape.lane for shape in shapes), dtype=torch.float16)
         pieces = memory.split([lanes * shape.lane for shape in shapes])
-        rows = [
-            Rows(shape.past, shape.new, shape.channels, shape.split, piece)
-            for shape, piece in zip(shapes, pieces, strict=True)
-        ]
-        return memory, rows
+        return memory, [shape.rows(piece) for shape, piece in zip(shapes, pieces, strict=True)]
 
 
 INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.cuda.kernels.codec_products`

@@ -96,7 +96,7 @@ class CudaLanes:
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
-        products = FixedOrderProducts(device, dtype) if deterministic else CublasProducts()
+        products = FixedOrderProducts(device) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)

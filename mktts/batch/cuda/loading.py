@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.lanes import CudaLanes
 from mktts.batch.cuda.memory import LaneMemory
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.errors import BackendUnavailable, CapacityError
+
+if TYPE_CHECKING:
+    from mktts.batch.cuda.lanes import CudaLanes
 
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
@@ -36,7 +39,7 @@ def cuda_lanes(
     Raises BackendUnavailable where triton is missing, CapacityError where the memory does not hold one stream.
     """
     try:
-        import triton  # noqa: F401
+        from mktts.batch.cuda.lanes import CudaLanes
     except ModuleNotFoundError:
         raise BackendUnavailable(
             "engine='batch' needs triton on a CUDA device, which comes with torch's CUDA builds: install one of those, "

@@ -14,11 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mktts.batch.cuda.kernels import products
 from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.tiles import Kind, plan_of
-from mktts.errors import OptionsError
 from mktts.kernel import rows
 
 _SILU_BLOCK = 1024
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CublasProducts:
@@ -49,10 +47,7 @@ class FixedOrderProducts(CublasProducts):
     """The same by the project's kernels, see `mktts.batch.cuda.kernels.products`. A row's results do not depend on the
     other rows or on their number."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises OptionsError for a dtype other than bfloat16, float16 and float32."""
-        if dtype not in _DTYPES:
-            raise OptionsError(f"fixed-order products take bfloat16, float16 or float32, got {dtype}")
+    def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
 

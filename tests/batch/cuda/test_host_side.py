@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
 from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch
+from mktts.batch.cuda.loading import cuda_lanes
 from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
 from mktts.batch.cuda.tiles import (
     _MEASURED,
@@ -27,11 +28,12 @@ from mktts.batch.cuda.tiles import (
     product_tile,
     step_depth,
 )
+from mktts.batch.settings import BatchSettings
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
-from mktts.errors import CodecError, EngineError
+from mktts.errors import BackendUnavailable, CodecError, EngineError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling
 
@@ -281,3 +283,9 @@ def test_a_binary_is_asked_for_once_however_many_buckets_and_layers_launch_it(wi
     with compiling(1):  # another time, perhaps on another device
         launch(kernel, (1,), rows, 1e-6, 48, None, N=16, SPLIT=True, num_warps=4)
     assert kernel.times == 2
+
+
+def test_where_triton_is_missing_it_is_named(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mktts.batch.cuda.lanes", None)  # importing it then fails, as without triton
+    with pytest.raises(BackendUnavailable, match="engine='batch' needs triton"):
+        cuda_lanes(tiny, torch.device("cuda"), torch.bfloat16, BatchSettings())

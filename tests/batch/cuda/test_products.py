@@ -60,7 +60,7 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
 def own():
     from mktts.batch.cuda.products import FixedOrderProducts
 
-    return FixedOrderProducts(torch.device("cuda"), torch.bfloat16)
+    return FixedOrderProducts(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
@@ -83,7 +83,7 @@ def test_the_error_is_that_of_cublas(own, kind, columns, depth, count):
 def test_rows_are_equal_bit_for_bit_in_any_number_and_place(kind, columns, depth, dtype):
     from mktts.batch.cuda.products import FixedOrderProducts
 
-    case, own = Case(kind, columns, depth, dtype), FixedOrderProducts(torch.device("cuda"), dtype)
+    case, own = Case(kind, columns, depth, dtype), FixedOrderProducts(torch.device("cuda"))
     wanted = case.of(own, torch.arange(MOST, device="cuda"))
     generator = torch.Generator().manual_seed(0)
     for count in ROWS:
@@ -112,11 +112,3 @@ def test_a_bias_is_added_before_rounding_and_rows_may_lie_apart(own):
     found = own.linear(x, case.weight, bias)
     assert error(found, truth) <= 1.1 * error(F.linear(x, case.weight, bias), truth)
     assert torch.equal(own.linear(x.contiguous(), case.weight, bias), found)
-
-
-def test_other_dtypes_are_refused():
-    from mktts.batch.cuda.products import FixedOrderProducts
-    from mktts.errors import OptionsError
-
-    with pytest.raises(OptionsError, match="float64"):
-        FixedOrderProducts(torch.device("cuda"), torch.float64)
