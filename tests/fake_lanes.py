@@ -209,11 +209,12 @@ class FakeLanes:
             made.pcm[lane] = self.codec.decode(frame.codes[None], self.codecs[slot]).numpy()
 
     def _write(self, slot: int, position: int, row: Tensor) -> None:
-        page = self._table[slot, position // self.pages.page_rows]
-        assert page != NOBODY, f"slot {slot} has no page for position {position}"
-        self._cache[page, position % self.pages.page_rows] = float(row.sum())
+        self._cache[self._place(slot, position)] = float(row.sum())
 
     def _read(self, slot: int, position: int) -> float:
+        return float(self._cache[self._place(slot, position)])
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
         page = self._table[slot, position // self.pages.page_rows]
         assert page != NOBODY, f"slot {slot} has no page for position {position}"
-        return float(self._cache[page, position % self.pages.page_rows])
+        return page, position % self.pages.page_rows
