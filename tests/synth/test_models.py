@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FAKE_ENGINES, OFF, ONE, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
-from mktts.batch.tick import TickModel
-from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, SamplingError, TextError
+from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
 from mktts.speech.job import Job
@@ -63,15 +62,6 @@ def test_every_engine_is_warmed_up():
         assert opened == ["single", "batch"]
     with pytest.raises(EngineError, match="closed"):
         synth.warm_up()
-
-
-def test_room_and_letting_go():
-    models = Models(SINGLE, TOGETHER)
-    assert (models.room, Models(SINGLE, None).room, models.any()) == (7, 1, SINGLE)
-    models.let_go()
-    for use in (models.any, lambda: models.pick(0, 0, Sampling()), lambda: models.check(Sampling())):
-        with pytest.raises(EngineError, match="closed"):
-            use()
 
 
 def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
@@ -130,23 +120,6 @@ def test_what_is_loaded_for_what_is_asked(settings, single, together):
     asked = {"backend": "auto", "engine": "auto", "deterministic": None, **settings}
     wanted = Loading.checked(device="cpu", dtype=None, cpu_threads=None, batch=None, **asked)
     assert (wanted.single, wanted.together) == (single, together)
-
-
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        ({}, ["single", "single", "batch"]),
-        ({"deterministic": True}, ["batch"] * 3),
-    ],
-    ids=str,
-)
-def test_streams_say_what_makes_them(tiny, settings, engines):
-    with Synthesizer.load(tiny, device="cpu", **settings) as synth:
-        streams = [synth.stream("Hello there.", seed=seed, max_frames=200) for seed in range(3)]
-        assert [stream.engine for stream in streams] == engines
-        for stream in streams:
-            next(stream)
-            stream.cancel()
 
 
 def test_the_batch_may_be_limited(tiny):
@@ -269,50 +242,6 @@ def test_while_batched_streams_are_open_a_launch_of_the_megakernel_makes_one_fra
 # ---- streams that have not begun, on every engine
 
 
-@pytest.fixture(params=FAKE_ENGINES)
-def made(request) -> Iterator[Synthesizer]:
-    with fake_synthesizer(engine=request.param) as synth:
-        yield synth
-
-
-def test_a_stream_begins_with_its_first_visible_text(made):
-    session = made.open(seed=1, options=ONE)
-    session.feed(" \n")
-    settle(made)
-    assert session.engine is None and made._engine.open_streams == 0 and not session._job.over
-    session.feed("ab")
-    assert session.engine in ("single", "batch")
-    assert next(session).frames == 1
-    session.cancel()
-
-
-def test_a_stream_that_has_not_begun_ends_in_every_way(made):
-    cancelled, ended, silent, closed = (made.open() for _ in range(4))
-    cancelled.cancel()
-    with ended:
-        pass
-    for session in (cancelled, ended):
-        assert list(session) == [] and session.finish_reason == "cancelled"
-        session.feed("dropped"), session.finish()
-        assert session.engine is None and len(session.codes) == 0
-    with pytest.raises(TextError, match="expected text"):
-        silent.finish()
-    made.close()
-    assert closed.finish_reason == "cancelled" and list(closed) == []
-    closed.feed("dropped"), closed.finish()
-    with pytest.raises(EngineError, match="closed"):
-        made.open()
-
-
-def test_whoever_waits_for_a_stream_that_has_not_begun_gets_what_it_then_makes(made):
-    session = made.open(seed=1, options=ONE, max_frames=2)
-    heard: list[int] = []
-    reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
-    session.feed("abc")
-    joined(reader)
-    assert heard == [1, 1]
-
-
 class Work:
     """An utterance whose frames take a time that is known."""
 
@@ -410,7 +339,3 @@ def test_ticks_are_counted_by_how_long_they_took():
 def test_impossible_wishes_are_refused(wrong):
     with pytest.raises(OptionsError):
         Wishes(**wrong)
-
-
-def test_the_model_of_a_tick_needs_a_part():
-    assert OneByOne().carries >= 1 and isinstance(OneByOne()._model, TickModel)
