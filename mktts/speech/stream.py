@@ -45,7 +45,9 @@ class Stream:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
-        weakref.finalize(self, job.cancel).atexit = False
+        # Called once: then it holds the job no more, whose error may hold this, by the frames that it was raised through.
+        self._give_up = weakref.finalize(self, job.cancel)
+        self._give_up.atexit = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -109,7 +111,7 @@ class Stream:
         try:
             chunk = self._job.take()
         except BaseException:
-            self._job.cancel()
+            self._give_up()
             raise
         if chunk is None:
             raise StopIteration
@@ -122,10 +124,10 @@ class Stream:
             return await self._job.take_async(within_s)
         except TimeoutError:
             if within_s is None:
-                self._job.cancel()
+                self._give_up()
             raise
         except BaseException:  # cancelling the task that waits cancels the generation
-            self._job.cancel()
+            self._give_up()
             raise
 
     def __aiter__(self) -> Stream:

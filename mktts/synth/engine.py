@@ -120,7 +120,7 @@ class Engine:
     @property
     def standing(self) -> dict[EngineName, Standing]:
         """How each executor stands at the moment."""
-        return {executor.name: executor.standing for executor in list(self._worker.executors)}
+        return {name: executor.standing for name, executor in list(self._worker.executors.items())}
 
     def ask(self, call: Callable[[], None]) -> None:
         """Has the worker's thread call, between two ticks; after `close`, nobody does."""
@@ -152,12 +152,12 @@ class Engine:
 
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without
-    news. executors: changed by its own thread alone."""
+    news. executors: by their names, changed by its own thread alone."""
 
     def __init__(self, inbox: SimpleQueue[Any], executors: list[Executor], bell: Bell) -> None:
         self.sleeps = True
         self._inbox = inbox
-        self.executors: list[Executor] = []
+        self.executors: dict[EngineName, Executor] = {}
         self._wishes: Wishes | None = None
         self._bell = bell
         self._crowd = ManyStreams()
@@ -166,38 +166,35 @@ class _Worker:
 
     def admit(self, wishes: Wishes) -> None:
         self._wishes = wishes
-        for executor in self.executors:
+        for executor in self.executors.values():
             executor.admit(wishes)
 
     def _add(self, executor: Executor) -> None:
-        self.executors.append(executor)
-        executor.beside(lambda: sum(other.listeners for other in self.executors if other is not executor))
+        self.executors[executor.name] = executor
+        executor.beside(lambda: sum(other.listeners for other in self.executors.values() if other is not executor))
         if self._wishes is not None:
             executor.admit(self._wishes)
 
     def run(self) -> None:
         wake_s = math.inf
         while self._news(wake_s):
-            alone = sum(executor.open_jobs for executor in self.executors) == 1
-            wake_s = min(_turn(executor, alone) for executor in self.executors)
+            alone = sum(executor.open_jobs for executor in self.executors.values()) == 1
+            wake_s = min(_turn(executor, alone) for executor in self.executors.values())
             self._bell.sound()
-            self._count()
+            # Here, not in the executor: behind every turn, also one that failed or ended streams before they had begun.
+            batch = self.executors.get("batch")
+            self._crowd.count(0 if batch is None else batch.open_jobs)
             self.sleeps = wake_s == math.inf
-        for executor in self.executors:
+        for executor in self.executors.values():
             try:
                 executor.close()
             except BaseException:
                 _LOG.exception("an executor could not be closed")
         self._crowd.count(0)
-        for executor in self.executors:
+        for executor in self.executors.values():
             executor.beside(lambda: 0)  # no circle: nothing of it waits for the garbage collector
         self.executors.clear()  # the models are free, whoever keeps the closed engine
         self._bell.sound()
-
-    def _count(self) -> None:
-        """The process is set for many streams while the batch engine has them. Here, not in the executor: behind every
-        turn, also one that failed or that ended streams before they had begun."""
-        self._crowd.count(sum(executor.open_jobs for executor in self.executors if executor.name == "batch"))
 
     def _news(self, wake_s: float) -> bool:
         """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""
@@ -209,9 +206,10 @@ class _Worker:
                 if item is _CLOSE:
                     return False
                 if isinstance(item, Job):
-                    self._take(item)
+                    self.executors[item.engine].take(item)
                 elif isinstance(item, News):
-                    self._hear(item.job)
+                    if item.job.engine is not None:  # else it was cancelled before it had begun
+                        self.executors[item.job.engine].hear(item.job)
                 elif isinstance(item, _Call):
                     _called(item.call)
                 else:
@@ -219,18 +217,6 @@ class _Worker:
                 item = self._inbox.get_nowait()
         except Empty:
             return True
-
-    def _take(self, job: Job) -> None:
-        for executor in self.executors:
-            if executor.name == job.engine:
-                executor.take(job)
-                return
-        job.fail(EngineError(f"nothing here makes streams of the engine {job.engine!r}"))
-
-    def _hear(self, job: Job) -> None:
-        for executor in self.executors:
-            if executor.name == job.engine:
-                executor.hear(job)
 
 
 class _Call(NamedTuple):
