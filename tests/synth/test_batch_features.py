@@ -4,7 +4,6 @@ The truth is the oracle's: one stream after the other, by plain operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +12,14 @@ import pytest
 import torch
 from served import until
 
-from mktts.errors import EngineError, PromptError
 from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS
-from mktts.speech.executor import Wishes
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 from mktts.synth import Synthesizer
 
 OFF = StreamOptions(guard=Guard.off())
-PATIENT = Wishes(max_wait_s=60.0)  # streams wait for their place where the machine carries few at the moment
 PCM_LIMIT = 1e-5  # rounding of the codec's sums
 TEXT = "One sentence to say. And a second one, a little longer. Then the last."
 
@@ -58,9 +54,9 @@ OF_A_TYPE: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def opened(synth: Synthesizer, text: str, **asked: Any) -> Any:
+def opened(synth: Synthesizer, seed: int, **changes: Any) -> Any:
     """A stream that waits for its place for as long as it takes, however slow the machine is."""
-    return synth._stream_unpaced(text, asked)
+    return synth._stream_unpaced(TEXT, {"seed": seed, "max_frames": 8, "options": OFF, **changes})
 
 
 def heard(stream: Any) -> dict[str, Any]:
@@ -76,15 +72,11 @@ def heard(stream: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("checkpoint", OF_A_TYPE)
 def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_one(request, checkpoint):
     kind = request.getfixturevalue(checkpoint)
-    asked = [
-        {"seed": index, "max_frames": 8, "options": OFF, **changes}
-        for index, changes in enumerate(OF_A_TYPE[checkpoint])
-    ]
+    asked = [{"seed": index, **changes} for index, changes in enumerate(OF_A_TYPE[checkpoint])]
     with Synthesizer.load(kind, device="cpu", engine="single") as synth:
-        wanted = [heard(opened(synth, TEXT, **one)) for one in asked]
+        wanted = [heard(opened(synth, **one)) for one in asked]
     with Synthesizer.load(kind, device="cpu", engine="batch") as synth:
-        synth.admit(PATIENT)
-        streams = [opened(synth, TEXT, **one) for one in asked]
+        streams = [opened(synth, **one) for one in asked]
         found = [heard(stream) for stream in streams]
     for one, other in zip(wanted, found, strict=True):
         assert (one["codes"], one["reason"]) == (other["codes"], other["reason"])
@@ -95,35 +87,12 @@ def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_o
     assert "max_frames" in reasons and (checkpoint != "tiny" or "runaway" in reasons)
 
 
-@pytest.fixture(scope="module")
-def base(tiny_base) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny_base, device="cpu", engine="batch") as made:
-        made.admit(PATIENT)
-        yield made
-
-
-def say(synth: Synthesizer, seed: int, **changes: Any) -> Any:
-    return opened(synth, TEXT, **{"seed": seed, "max_frames": 8, "options": OFF, **changes})
-
-
-def test_a_voice_that_holds_nan_ends_its_streams_alone(base):
-    good = voice(1)
-    wanted = heard(say(base, 1, voice=good))["codes"]
-    bad = voice(2)
-    bad.embedding[3] = torch.nan  # behind the back of what checks it
-    beside, broken, later = say(base, 1, voice=good), say(base, 2, voice=bad), say(base, 1, voice=good)
-    with pytest.raises((PromptError, EngineError), match="not finite|holds NaN"):
-        list(broken)
-    assert heard(beside)["codes"] == heard(later)["codes"] == wanted
-    assert heard(say(base, 1, voice=good))["codes"] == wanted  # also who has its slot and its pages then
-
-
 def test_deterministic_is_the_batch_engine_from_one_stream_on_and_neighbours_change_nothing(tiny):
     with Synthesizer.load(tiny, device="cpu", deterministic=True) as synth:
         assert synth.lanes.deterministic
-        alone = heard(say(synth, 5))
-        others = [say(synth, seed, max_frames=2 + seed) for seed in range(5)]
-        beside = heard(say(synth, 5))
+        alone = heard(opened(synth, 5))
+        others = [opened(synth, seed, max_frames=2 + seed) for seed in range(5)]
+        beside = heard(opened(synth, 5))
         assert alone["engine"] == beside["engine"] == "batch"
         assert alone["codes"] == beside["codes"] and np.array_equal(alone["pcm"], beside["pcm"])
         for other in others:

@@ -13,7 +13,7 @@ import torch
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
-from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, SamplingError
+from mktts.errors import BackendUnavailable, BusyError, CheckpointError, EngineError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
 from mktts.speech.job import Job
@@ -26,6 +26,8 @@ from mktts.synth.synthesizer import BatchSettings
 SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))
 TOGETHER = SimpleNamespace(model=BATCH)
 TORCH = Sampling(rng="torch")
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+DTYPE = r"dtype must be torch\.bfloat16, torch\.float32 or None"
 
 
 @pytest.mark.parametrize(
@@ -92,12 +94,20 @@ def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
         ({"deterministic": True, "backend": "megakernel"}, BackendUnavailable, "deterministic=True"),
         ({"deterministic": True, "backend": "upstream"}, BackendUnavailable, "deterministic=True"),
         ({"batch": {"max_streams": 3}}, OptionsError, "must be BatchSettings or None, got dict"),
+        ({"backend": "megakernel"}, BackendUnavailable, "needs a CUDA device"),
+        ({"backend": "banana"}, BackendUnavailable, "banana"),
+        ({"device": "tpu"}, BackendUnavailable, "tpu"),
+        ({"device": "meta"}, BackendUnavailable, "meta"),
+        pytest.param({"device": "cuda"}, BackendUnavailable, "no CUDA device", marks=NO_CUDA),
+        ({"dtype": "bfloat16"}, BackendUnavailable, DTYPE),
+        ({"dtype": torch.float16}, BackendUnavailable, DTYPE),
+        ({"checkpoint": "no/such/folder"}, CheckpointError, "no/such/folder"),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_what_contradicts_itself_is_refused_by_name(tiny, settings, error, said):
+def test_what_cannot_be_loaded_is_refused_by_name(tiny, settings, error, said):
     with pytest.raises(error, match=said):
-        Synthesizer.load(tiny, device="cpu", **settings)
+        Synthesizer.load(**{"checkpoint": tiny, "device": "cpu", **settings})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fakes import FakeBackend, fake_synthesizer
 
 from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import BackendUnavailable, CheckpointError, EngineError, OptionsError, PromptError, TextError
+from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
@@ -59,12 +60,6 @@ def synth(tiny, loading):
 
 
 @pytest.fixture(scope="module")
-def margin_synth(tiny_margin, loading):
-    with Synthesizer.load(tiny_margin, **loading) as synthesizer:
-        yield synthesizer
-
-
-@pytest.fixture(scope="module")
 def codec(tiny):
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
@@ -84,18 +79,16 @@ def test_the_pcm_is_what_the_codec_makes_of_the_codes_offline(synth, codec, limi
     assert pcm.dtype == np.float32 and pcm.shape == (20 * SAMPLES_PER_FRAME,)
 
 
-def test_the_same_seed_gives_the_same_samples_and_another_seed_others(synth):
-    first, again, other = speak(synth), speak(synth), speak(synth, seed=2)
-    pcm = first.read()
-    assert np.array_equal(pcm, again.read())
-    assert not np.array_equal(pcm, other.read())
-
-
-def test_a_drawn_seed_is_told_and_repeats_the_utterance(synth):
-    first = speak(synth, seed=None)
-    pcm = first.read()
-    assert np.array_equal(pcm, speak(synth, seed=first.seed).read())
-    assert speak(synth, seed=None).seed != first.seed
+def test_the_seed_decides_the_samples_where_they_are_drawn(synth, tiny):
+    drawn = speak(synth, seed=None)
+    pcm = drawn.read()
+    assert np.array_equal(pcm, speak(synth, seed=drawn.seed).read())
+    assert np.array_equal(pcm, synth.say(TEXT, max_frames=12, seed=drawn.seed, options=OFF, **WHO))
+    assert np.array_equal(pcm, speak(synth, seed=drawn.seed, sampling=tiny.sampling()).read())  # the checkpoint's
+    other = speak(synth, seed=None)
+    assert other.seed != drawn.seed and not np.array_equal(pcm, other.read())
+    greedy, same = (speak(synth, seed=seed, sampling=Sampling().greedy()).read() for seed in (1, 2))
+    assert np.array_equal(greedy, same) and not np.array_equal(greedy, pcm)
 
 
 def test_the_chunk_schedule_does_not_change_the_samples(synth, limit):
@@ -115,18 +108,6 @@ def test_interleaved_streams_give_what_each_gives_alone(synth):
         for pcm, chunk in zip(mixed, chunks, strict=True):
             pcm.append(chunk.pcm)
     assert all(np.array_equal(a, np.concatenate(b)) for a, b in zip(alone, mixed, strict=True))
-
-
-def test_say_is_the_joined_stream_and_the_default_is_the_checkpoint_s_sampling(synth, tiny):
-    pcm = synth.say(TEXT, max_frames=9, seed=1, options=OFF, **WHO)
-    assert np.array_equal(pcm, speak(synth, frames=9).read())
-    assert np.array_equal(pcm, speak(synth, frames=9, sampling=tiny.sampling()).read())
-    assert not np.array_equal(pcm, speak(synth, frames=9, sampling=tiny.sampling().greedy()).read())
-
-
-def test_greedy_speech_does_not_depend_on_the_seed(synth):
-    greedy = Sampling().greedy()
-    assert np.array_equal(speak(synth, seed=1, sampling=greedy).read(), speak(synth, seed=2, sampling=greedy).read())
 
 
 def test_long_text_is_spoken_in_segments_with_one_codec(synth, codec, limit):
@@ -169,40 +150,39 @@ def test_ten_thousand_characters_are_spoken_to_the_end():
 # ---- what is refused, at the call
 
 
-@pytest.mark.parametrize("method", ["stream", "astream", "say"])
-@pytest.mark.parametrize("text", ["", " \n", "\x00\x01", None, 7, "a" * (MAX_TEXT_CHARS + 1)])
-def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, method, text):
-    with pytest.raises(TextError):
-        getattr(synth, method)(text, **WHO)
+@pytest.mark.parametrize("text", [" \n", None, "a" * (MAX_TEXT_CHARS + 1)], ids=["blank", "none", "long"])
+def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, text):
+    for method in (synth.stream, synth.astream, synth.say):
+        with pytest.raises(TextError):
+            method(text, **WHO)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "error", "message"),
     [
-        pytest.param({"speaker": "nobody"}, id="unknown-speaker"),
-        pytest.param({"language": "klingon"}, id="unknown-language"),
-        pytest.param({"layout": "sideways"}, id="unknown-layout"),
-        pytest.param({"instruct": "Whisper."}, id="instruction-for-0.6B"),
+        ({"temperature": 0.5}, OptionsError, r"sampling=Sampling\(talker=Choice\(temperature="),
+        ({"colour": "red"}, OptionsError, "no setting 'colour'; expected one of language, speaker"),
+        ({"options": (1, 1)}, OptionsError, r"must be StreamOptions, got tuple"),
+        ({"sampling": {"top_k": 5}}, OptionsError, "must be a Sampling, got dict"),
+        ({"seed": -1}, OptionsError, "seed must"),
+        ({"seed": 1.5}, OptionsError, "seed must"),
+        ({"max_frames": 0}, OptionsError, "max_frames must"),
+        ({"speaker": "nobody"}, PromptError, "speaker must be one of"),
+        ({"language": "klingon"}, PromptError, "language must be"),
+        ({"layout": "sideways"}, PromptError, "layout must be"),
+        ({"instruct": "Whisper."}, PromptError, "instruct"),
     ],
+    ids=str,
 )
-def test_what_the_checkpoint_does_not_have_is_refused_at_the_call(synth, settings):
-    with pytest.raises(PromptError):
-        synth.stream(TEXT, **{**WHO, **settings})
-    with pytest.raises(PromptError):
-        synth.open(**{**WHO, **settings})
+def test_a_wrong_setting_is_named_at_the_call(synth, settings, error, message):
+    for method in (partial(synth.stream, TEXT), synth.open):
+        with pytest.raises(error, match=message):
+            method(**{**WHO, **settings})
 
 
 def test_fed_text_has_no_whole_layout(synth):
     with pytest.raises(PromptError, match="streaming layout"):
         synth.open(layout="whole", **WHO)
-
-
-@pytest.mark.parametrize("settings", [{"seed": -1}, {"max_frames": 0}, {"seed": 1.5}])
-def test_options_out_of_range_are_refused_at_the_call(synth, settings):
-    with pytest.raises(OptionsError):
-        synth.stream(TEXT, **WHO, **settings)
-    with pytest.raises(OptionsError):
-        synth.open(**WHO, **settings)
 
 
 def test_an_instruction_is_cleaned_like_text(tiny_projected):
@@ -213,20 +193,6 @@ def test_an_instruction_is_cleaned_like_text(tiny_projected):
             synth.stream(TEXT, instruct="\x07", **WHO)
         with pytest.raises(TextError, match="instruct must be a str"):
             synth.stream(TEXT, instruct=["a"], **WHO)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"backend": "megakernel", "device": "cpu"}, "needs a CUDA device"),
-        ({"backend": "banana"}, "banana"),
-        ({"device": "tpu"}, "tpu"),
-        ({"device": "meta"}, "meta"),
-    ],
-)
-def test_a_backend_or_device_that_cannot_run_here_is_named(tiny, settings, said):
-    with pytest.raises(BackendUnavailable, match=said):
-        Synthesizer.load(tiny, **settings)
 
 
 def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_says_why(tiny, monkeypatch, caplog):
@@ -245,25 +211,25 @@ def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_s
         step_backend("megakernel", tiny, cuda, torch.bfloat16)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device_is_refused(tiny):
-    with pytest.raises(BackendUnavailable, match="no CUDA device"):
-        Synthesizer.load(tiny, device="cuda")
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(CheckpointError):
-        Synthesizer.load(tmp_path / "nothing")
-
-
 # ---- loading
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attributes_say_what_was_loaded(tiny, dtype):
-    with Synthesizer.load(tiny, device="cpu", dtype=dtype) as synth:
-        assert (synth.backend_name, synth.device, synth.dtype) == ("torch", torch.device("cpu"), dtype)
+def test_the_shortest_program_loads_what_this_machine_has_and_speaks_with_the_first_speaker(tiny):
+    cuda = torch.cuda.is_available()
+    with Synthesizer.load(tiny) as synth:
+        assert synth.device.type == ("cuda" if cuda else "cpu")
+        assert synth.dtype == (torch.bfloat16 if cuda else torch.float32)
         assert synth.checkpoint is tiny and synth.sampling == tiny.sampling()
+        assert repr(synth).startswith(f"<Synthesizer: {tiny.folder.name}, {synth.backend_name} on {synth.device}, ")
+        first, second, *_ = tiny.config.speakers
+        pcm = synth.say("Hello.", seed=1, max_frames=3)
+        assert np.array_equal(pcm, synth.say("Hello.", speaker=first, seed=1, max_frames=3))
+        assert not np.array_equal(pcm, synth.say("Hello.", speaker=second, seed=1, max_frames=3))
+
+
+def test_a_cpu_computes_in_bfloat16_where_that_is_asked_for(tiny):
+    with Synthesizer.load(tiny, device="cpu", dtype=torch.bfloat16) as synth:
+        assert (synth.backend_name, synth.device, synth.dtype) == ("torch", torch.device("cpu"), torch.bfloat16)
         assert len(speak(synth, frames=2).read()) == 2 * SAMPLES_PER_FRAME
 
 
@@ -278,13 +244,6 @@ def test_only_the_worker_uses_the_cpu_threads_asked_for(tiny, asked, used, monke
     assert set(seen) == {used} and torch.get_num_threads() == before
 
 
-def test_auto_takes_what_this_machine_has(tiny):
-    with Synthesizer.load(tiny) as synth:
-        cuda = torch.cuda.is_available()
-        assert synth.device.type == ("cuda" if cuda else "cpu")
-        assert synth.dtype == (torch.bfloat16 if cuda else torch.float32)
-
-
 @pytest.mark.parametrize("checkpoint", ["tiny", "tiny_base", "tiny_design"])
 def test_every_type_warms_up(request, checkpoint):
     with Synthesizer.load(request.getfixturevalue(checkpoint), device="cpu") as synth:
@@ -294,6 +253,12 @@ def test_every_type_warms_up(request, checkpoint):
 
 
 # ---- text that comes later
+
+
+@pytest.fixture(scope="module")
+def margin_synth(tiny_margin, loading):
+    with Synthesizer.load(tiny_margin, **loading) as synthesizer:
+        yield synthesizer
 
 
 @pytest.mark.parametrize("pieces", [[TEXT], [word + " " for word in TEXT.split(" ")], list(TEXT)])
@@ -309,43 +274,48 @@ def test_fed_text_gives_the_codes_of_the_text_at_once(margin_synth, pieces, limi
     assert torch.equal(session.codes, whole.codes)
 
 
-def test_a_session_speaks_before_its_text_is_complete(synth):
+def test_a_session_speaks_before_its_text_is_complete_and_counts_from_the_first(synth):
     session = synth.open(seed=1, max_frames=40, options=OFF, **WHO)
+    session.feed(" ")
+    begun_s = time.perf_counter()
     session.feed("Hello there, my good ")
     first = next(session)
-    assert first.frames == 1 and first.timings.ready_ms > 0
+    assert first.frames == 1 and 0 < first.timings.ready_ms <= 1e3 * (time.perf_counter() - begun_s)
     session.feed("friend.")
     session.finish()
     assert first.frames + sum(chunk.frames for chunk in session) == 40
 
 
-def test_ready_ms_of_a_session_counts_from_the_first_text(synth):
-    session = synth.open(seed=1, max_frames=2, options=OFF, **WHO)
-    session.feed(" ")
-    begun_s = time.perf_counter()
-    session.feed("Hello there.")
-    session.finish()
-    chunk = next(session)
-    assert 0 < chunk.timings.ready_ms <= 1e3 * (time.perf_counter() - begun_s)
+# ---- reading it
 
 
-# ---- event loops
-
-
-async def test_astream_gives_what_stream_gives(synth):
-    pcm = speak(synth).read()
-    stream = synth.astream(TEXT, seed=1, max_frames=12, options=OFF, **WHO)
-    assert np.array_equal(np.concatenate([chunk.pcm async for chunk in stream]), pcm)
+async def test_however_it_is_read_the_samples_are_the_same_and_a_second_time_is_an_error(synth):
+    stream, other, left = speak(synth), synth.astream(TEXT, seed=1, max_frames=12, options=OFF, **WHO), speak(synth)
+    pcm = stream.read()
+    assert np.array_equal(np.concatenate([chunk.pcm async for chunk in other]), pcm)
     assert np.array_equal(await speak(synth).aread(), pcm)
+    first = next(iter(left))
+    assert np.array_equal(np.concatenate((first.pcm, left.read())), pcm)
+    for again in (stream.read, lambda: list(stream)):
+        with pytest.raises(EngineError, match="make another stream"):
+            again()
+    with pytest.raises(EngineError, match="make another stream"):
+        await stream.aread()
+    assert repr(stream) == "<Stream: 12 frames, max_frames, seed 1>"
 
 
-def test_a_voice_that_holds_nan_ends_its_stream_by_name_and_the_next_one_is_right(tiny_base, loading):
+# ---- what fails
+
+
+def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, loading):
     size = tiny_base.config.talker.hidden_size
     broken, sound = (Voice(torch.full((size,), 0.1), None, None, tiny_base.config.model_size) for _ in range(2))
-    broken.embedding.fill_(torch.nan)  # which no voice is made with
+    broken.embedding[3] = torch.nan  # which no voice is made with
     settings = {"seed": 1, "max_frames": 4, "options": OFF}
     with Synthesizer.load(tiny_base, **loading) as synth:
-        before = synth.say(TEXT, voice=sound, **settings)
+        wanted = synth.say(TEXT, voice=sound, **settings)
+        beside, bad, later = (synth.stream(TEXT, voice=voice, **settings) for voice in (sound, broken, sound))
         with pytest.raises(EngineError, match="gave no number.*prompt or voice holds NaN"):
-            synth.say(TEXT, voice=broken, **settings)
-        assert np.array_equal(synth.say(TEXT, voice=sound, **settings), before)
+            bad.read()
+        assert np.array_equal(beside.read(), wanted) and np.array_equal(later.read(), wanted)
+        assert np.array_equal(synth.say(TEXT, voice=sound, **settings), wanted)  # also what has its slot and pages then
