@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -84,7 +85,12 @@ def test_fed_text_is_spoken_as_here(far, near):
     assert said(far.open(**settings)) == said(near.open(**settings))
 
 
-def test_a_session_refuses_what_one_here_refuses(far):
+def test_what_is_refused_here_is_refused_by_its_own_error(far):
+    with pytest.raises(TextError):
+        far.stream(" ")
+    with pytest.raises(PromptError, match="speaker must be one of"):
+        far.stream("Hello.", speaker="nobody").read()
+    assert len(far.stream("Hello.", max_frames=3, seed=0).read()) == 3 * 1920
     with pytest.raises(PromptError, match="streaming layout"):
         far.open(layout="whole")
     session = far.open()
@@ -98,14 +104,6 @@ def test_a_session_refuses_what_one_here_refuses(far):
     with pytest.raises(EngineError, match="feed after finish"):
         session.feed("more")
     session.read()
-
-
-def test_what_is_wrong_with_a_request_is_raised_with_its_own_error(far):
-    with pytest.raises(TextError):
-        far.stream(" ")
-    with pytest.raises(PromptError, match="speaker must be one of"):
-        far.stream("Hello.", speaker="nobody").read()
-    assert len(far.stream("Hello.", max_frames=3, seed=0).read()) == 3 * 1920
 
 
 def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):
@@ -215,24 +213,11 @@ def test_what_loading_raises_is_raised_here():
         ApartSynthesizer(checkpoint, "random:tiny", None, {"device": "cuda:77"})
 
 
-class _Shut:
-    """A connection that keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-
-    def send_bytes(self, data: bytes) -> None:
-        self.sent.append(data)
-
-    def recv_bytes(self) -> bytes:
-        return self.sent.pop(0)
-
-
 def test_an_error_that_cannot_be_sent_is_told_in_words():
     error = ValueError("beyond words")
     error.cause = threading.Lock()
-    wire = Wire(_Shut())
-    wire.send([Over(1, None, error), Over(2, "eos", None)])
-    told, other = wire.receive()
+    here, there = multiprocessing.Pipe()
+    Wire(here).send([Over(1, None, error), Over(2, "eos", None)])
+    told, other = Wire(there).receive()
     assert type(told.error) is EngineError and "ValueError: beyond words" in str(told.error)
     assert other == Over(2, "eos", None)
