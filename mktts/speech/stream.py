@@ -45,7 +45,7 @@ class Stream:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
-        # Called once: then it holds the job no more, whose error may hold this, by the frames that it was raised through.
+        # Called once, it holds the job no more, whose error may hold this, by the frames that it was raised through.
         self._give_up = weakref.finalize(self, job.cancel)
         self._give_up.atexit = False
 

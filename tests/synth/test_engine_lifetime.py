@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -328,16 +327,3 @@ def test_a_closed_synthesizer_lets_go_of_its_models(make):
     synth.close()
     gc.collect()
     assert model() is None and isinstance(synth._engine, Engine)
-
-
-def test_the_worker_sleeps_when_nothing_is_to_be_done(make):
-    backend = FakeBackend(eos_after=50)
-    with make(backend) as synth:
-        waiting = synth.open(options=ONE)
-        waiting.feed("abc")
-        slow = speak(synth, seed=2, frames=None, options=replace(ONE, buffer_frames=3))
-        settle(synth)
-        made = backend.entered
-        time.sleep(0.02)  # not a synchronisation: a worker that goes on would make frames meanwhile
-        assert backend.entered == made and synth._engine._worker.sleeps
-        slow.cancel(), waiting.cancel()

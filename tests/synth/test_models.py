@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -13,11 +13,10 @@ import torch
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
-from mktts.errors import BackendUnavailable, BusyError, CheckpointError, EngineError, OptionsError, SamplingError
+from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
 from mktts.speech.job import Job
-from mktts.speech.stream import Session
 from mktts.synth import Synthesizer, one_by_one
 from mktts.synth.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
 from mktts.synth.one_by_one import MAX_FRAMES_AHEAD, OneByOne
@@ -53,17 +52,6 @@ def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
         for use in (synth.stream, lambda text, **settings: synth.open(**settings), synth.say):
             with pytest.raises(SamplingError, match="take backend='torch', engine='single'"):
                 use("Hello.", sampling=TORCH)
-
-
-def test_every_engine_is_warmed_up():
-    with fake_synthesizer(engine="auto") as synth:
-        opened = []
-        plain = synth._engine.open
-        synth._engine.open = lambda work, frames, on, *more: opened.append(on) or plain(work, frames, on, *more)
-        synth.warm_up()
-        assert opened == ["single", "batch"]
-    with pytest.raises(EngineError, match="closed"):
-        synth.warm_up()
 
 
 def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
@@ -142,47 +130,10 @@ def test_the_batch_may_be_limited(tiny):
 SLOW = replace(ONE, buffer_frames=2)
 
 
-class Launches(FakeBackend):
-    """Notes how many frames each launch of the single engine makes."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.launched: list[int] = []
-
-    def frames(self, state: Any, rows: Sequence[torch.Tensor | None]) -> Iterator[Any]:
-        self.launched.append(len(rows))
-        return super().frames(state, rows)
-
-
 @pytest.fixture
 def synth() -> Iterator[Synthesizer]:
     with fake_synthesizer(engine="auto") as made:
         yield made
-
-
-def waiting(synth: Synthesizer, seed: int = 1) -> Session:
-    """A stream that has spoken what it has, and waits for more text."""
-    session = synth.open(seed=seed, options=ONE)
-    session.feed("abc")
-    assert [next(session).frames for _ in range(3)] == [1, 1, 1]
-    settle(synth)
-    return session
-
-
-def test_streams_without_text_count_for_nothing(synth):
-    idle = [synth.open() for _ in range(100)]
-    streams = [speak(synth, seed, frames=400, options=replace(ONE, buffer_frames=10_000)) for seed in range(3)]
-    assert [stream.engine for stream in streams][:2] == ["single", "single"]
-    assert {session.engine for session in idle} == {None}
-    assert synth._engine.open_streams <= 3
-
-
-def test_streams_that_wait_for_text_or_for_their_reader_leave_the_single_engine_to_others(synth):
-    resting = [waiting(synth), speak(synth, seed=2, frames=None, options=SLOW)]
-    settle(synth)
-    assert [stream.engine for stream in resting] == ["single", "single"]
-    assert (synth._engine.open_streams, synth._engine.due_streams) == (2, 0)
-    assert speak(synth, seed=3).engine == "single"
 
 
 def test_resting_streams_pile_up_on_the_single_engine_only_so_far(synth):
@@ -222,53 +173,20 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
             session.cancel()
 
 
-@pytest.mark.parametrize("batched", ["none", "speaking", "waiting"])
-def test_while_batched_streams_are_open_a_launch_of_the_megakernel_makes_one_frame(batched):
-    backend = Launches()
-    with fake_synthesizer(backend, engine="auto") as synth:
-        holding = [waiting(synth, seed) for seed in range(2 * OPEN_SINGLY)] if batched == "waiting" else []
-        for session in holding:
-            if session.engine == "single":
-                session.cancel()
-        settle(synth)
-        backend.launched.clear()
-        if batched == "speaking":
-            backend.held = True
-            singles = [speak(synth, seed, frames=40) for seed in range(SINGLE_STREAMS)]
-            holding = [speak(synth, 5, frames=4_000, options=replace(ONE, buffer_frames=10_000))]
-            for stream in singles:
-                stream.cancel()
-            backend.release()
-        beside = [stream for stream in holding if not stream._job.over]
-        assert all(stream.engine == "batch" for stream in beside) and bool(beside) == (batched != "none")
-        model, _ = synth._models.each()[0]
-        stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, 0.0, True, (model, "single"))
-        assert sum(chunk.frames for chunk in stream) == 40
-        assert max(backend.launched, default=1) == (MAX_FRAMES_AHEAD if batched == "none" else 1)
-        for other in beside:
-            other.cancel()
+@pytest.mark.parametrize("beside", [False, True])
+def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(synth, beside):
+    single, batch = synth._models.each()
+    resting = synth._stream("Hello.", {"seed": 2, "options": SLOW}, 0.0, True, batch) if beside else None
+    settle(synth)
+    launched, frames = [1], single[0].backend.frames
+    single[0].backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
+    stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, 0.0, True, single)
+    assert sum(chunk.frames for chunk in stream) == 40
+    assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
+    assert resting is None or resting.rests
 
 
-# ---- streams that have not begun, on every engine
-
-
-class Work:
-    """An utterance whose frames take a time that is known."""
-
-    def __init__(self, clock: Any, frame_s: float) -> None:
-        self.codes: list[int] = []
-        self.finish_reason, self.cancelled, self.pending_frames = None, False, 0
-        self._clock, self._frame_s = clock, frame_s
-
-    def ready(self) -> bool:
-        return True
-
-    def step(self) -> None:
-        self._clock.now_s += self._frame_s
-        self.codes.append(0)
-
-    def close(self) -> None:
-        pass
+# ---- admission to the single engine, on a clock of the test
 
 
 @pytest.fixture
@@ -278,9 +196,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def opened(executor: OneByOne, clock: Any, frame_s: float, paced: bool = True) -> Job:
-    job = Job(10_000, SimpleQueue(), paced=paced)
-    job.begin(Work(clock, frame_s), "single")
+def opened(executor: OneByOne, clock: Any, frame_s: float) -> Job:
+    """A stream whose frames take a time that is known."""
+    work = SimpleNamespace(codes=[], finish_reason=None, cancelled=False, pending_frames=0)
+
+    def step() -> None:
+        clock.now_s += frame_s
+        work.codes.append(0)
+
+    work.ready, work.step, work.close = lambda: True, step, lambda: None
+    job = Job(10_000, SimpleQueue())
+    job.begin(work, "single")
     executor.take(job)
     executor.turn(clock.now_s, False)
     return job
@@ -304,21 +230,6 @@ def test_nobody_is_refused_before_a_server_asks_for_it(clock):
     executor = OneByOne()
     jobs = [opened(executor, clock, 0.05) for _ in range(50)]
     assert all(job.open and job.error is None for job in jobs)
-
-
-def test_who_waits_comes_in_when_somebody_leaves_and_is_refused_in_time(clock):
-    executor = OneByOne()
-    executor.admit(Wishes(max_listeners=1, max_waiting=2, max_wait_s=1.0))
-    first, second, third = (opened(executor, clock, 0.001) for _ in range(3))
-    assert executor.standing.waiting == 2 and second.open and third.open
-    first.cancel()
-    executor.turn(clock.now_s, False)
-    executor.turn(clock.now_s, False)
-    assert executor.standing.waiting == 1 and second.codes
-    clock.now_s += 1.5
-    executor.turn(clock.now_s, False)
-    assert isinstance(third.error, BusyError) and "no place came free in time" in str(third.error)
-    assert executor.open_jobs == 1
 
 
 @pytest.mark.parametrize("engine", ["single", "batch"])

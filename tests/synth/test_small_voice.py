@@ -65,16 +65,15 @@ def unequal(small, upstream, sentences: Sequence[str], sampled: bool, max_frames
     return [row for row in rows if not row["equal"]]
 
 
-def test_it_is_a_custom_voice_of_three_speakers_and_one_language(small):
+def test_it_is_a_small_custom_voice_of_three_speakers_and_one_language_and_its_card_says_so(small):
     assert small.config.type.name == "custom_voice" and not small.is_random
     assert tuple(small.config.speakers) == sizes.LISTED
     assert tuple(small.config.languages) == (sizes.LANGUAGE,)
-
-
-def test_its_folder_is_small_and_has_no_reference_encoder(small):
-    files = [path for path in small.folder.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
-    assert all(name.startswith("decoder.") for name in small.codec_files.tensors)
+    assert all(name.startswith("decoder.") for name in small.codec_files.tensors)  # it has no reference encoder
+    assert sum(path.stat().st_size for path in small.folder.rglob("*") if path.is_file()) <= MAX_BYTES
+    card = (SMALL_FOLDER / "README.md").read_text(encoding="utf-8")
+    for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts train"):
+        assert words in card
 
 
 def test_prompts_are_upstreams(small, upstream):
@@ -127,12 +126,6 @@ def test_a_text_longer_than_those_it_learnt_from_takes_no_longer_than_its_words(
         stream.finish()
     seconds = len(stream.read()) / SAMPLE_RATE_HZ
     assert stream.finish_reason == "eos" and 0.04 < seconds / len(text) < 0.09
-
-
-def test_its_card_says_what_it_is():
-    card = (SMALL_FOLDER / "README.md").read_text(encoding="utf-8")
-    for words in ("flite", "CMU", "Apache-2.0", "English", "held-out", "python -m mktts train"):
-        assert words in card
 
 
 def test_where_it_is_absent_the_error_says_what_else_there_is(monkeypatch, tmp_path):
