@@ -106,11 +106,9 @@ def test_what_cannot_be_loaded_is_refused_by_name(tiny, settings, error, said):
         ({"backend": "megakernel"}, True, False),
         ({"engine": "single"}, True, False),
         ({"engine": "batch"}, False, True),
-        ({"engine": "batch", "backend": "torch"}, False, True),
         ({"deterministic": True}, False, True),
         ({"deterministic": True, "backend": "torch"}, False, True),
         ({"deterministic": False}, True, True),
-        ({"deterministic": True, "engine": "batch"}, False, True),
     ],
     ids=str,
 )

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes import ONE, FakeBackend, fake_synthesizer
+from served import until
 
+import mktts
 from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Sampling
+from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.speech.front import FrontEnd
 from mktts.speech.guard import Guard
 from mktts.speech.options import SCHEDULE, StreamOptions
 from mktts.speech.stream import Stream
@@ -26,7 +36,6 @@ from mktts.synth.loading import step_backend
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
-_CUDA = {"device": "cuda", "engine": "batch", "batch": _SMALL}
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
@@ -65,6 +74,13 @@ def codec(tiny):
 
 def speak(synth: Synthesizer, text: str = TEXT, frames: int = 12, **settings) -> Stream:
     return synth.stream(text, **{"seed": 1, "max_frames": frames, "options": OFF, **WHO, **settings})
+
+
+def voice(seed: int, reference_frames: int = 0) -> Voice:
+    """With frames of a reference, one that is continued in context."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(64, (reference_frames, NUM_CODEBOOKS), generator=draw) if reference_frames else None
+    return Voice(torch.randn(64, generator=draw), codes, "Reference speech." if reference_frames else None, "0b6")
 
 
 # ---- what comes out
@@ -200,7 +216,7 @@ def test_the_shortest_program_loads_what_this_machine_has_and_speaks_with_the_fi
     with Synthesizer.load(tiny) as synth:
         assert synth.device.type == ("cuda" if cuda else "cpu")
         assert synth.dtype == (torch.bfloat16 if cuda else torch.float32)
-        assert synth.checkpoint is tiny and synth.sampling == tiny.sampling()
+        assert synth.checkpoint is tiny and synth.sampling == tiny.sampling() and synth.front_end is None
         assert repr(synth).startswith(f"<Synthesizer: {tiny.folder.name}, {synth.backend_name} on {synth.device}, ")
         first, second, *_ = tiny.config.speakers
         pcm = synth.say("Hello.", seed=1, max_frames=3)
@@ -232,6 +248,24 @@ def test_every_type_warms_up(request, checkpoint):
         assert len(synth.standing) == 2 and all(sum(one.ticks.counts) for one in synth.standing.values())
     with pytest.raises(EngineError):
         synth.warm_up()
+
+
+def test_everything_exported_exists_where_it_is_said_to_be():
+    assert set(mktts.__all__) == set(mktts._HOME) <= set(dir(mktts))
+    for name, home in mktts._HOME.items():
+        assert getattr(mktts, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no attribute 'synthesiser'"):
+        _ = mktts.synthesiser
+
+
+def test_the_import_is_light_and_loading_a_voice_makes_none():
+    loads = "import sys, mktts; print('torch' in sys.modules); mktts.Synthesizer; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True).stdout
+    first, modules = printed.splitlines()
+    assert first == "False"
+    mine = [name for name in modules.split() if name.startswith("mktts.")]
+    assert not [name for name in mine if "random." in name or "upstream" in name or ".kernel" in name]
+    assert "num2words" not in modules.split()  # only where a checkpoint reads by it
 
 
 # ---- text that comes later
@@ -290,14 +324,157 @@ async def test_however_it_is_read_the_samples_are_the_same_and_a_second_time_is_
 
 
 def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, loading):
-    size = tiny_base.config.talker.hidden_size
-    broken, sound = (Voice(torch.full((size,), 0.1), None, None, tiny_base.config.model_size) for _ in range(2))
+    broken, sound = voice(1), voice(2)
     broken.embedding[3] = torch.nan  # which no voice is made with
     settings = {"seed": 1, "max_frames": 4, "options": OFF}
     with Synthesizer.load(tiny_base, **loading) as synth:
         wanted = synth.say(TEXT, voice=sound, **settings)
-        beside, bad, later = (synth.stream(TEXT, voice=voice, **settings) for voice in (sound, broken, sound))
+        beside, bad, later = (synth.stream(TEXT, voice=who, **settings) for who in (sound, broken, sound))
         with pytest.raises(EngineError, match="gave no number.*prompt or voice holds NaN"):
             bad.read()
         assert np.array_equal(beside.read(), wanted) and np.array_equal(later.read(), wanted)
         assert np.array_equal(synth.say(TEXT, voice=sound, **settings), wanted)  # also what has its slot and pages then
+
+
+# ---- many at once on the batch engine of a CPU: the truth is the oracle's, one stream after the other
+
+
+def sampling(talker: dict[str, Any], predictor: dict[str, Any], penalty: float) -> Sampling:
+    return Sampling(Choice(**talker), Choice(**predictor), penalty)
+
+
+SENTENCES = "One sentence to say. And a second one, a little longer. Then the last."
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling().greedy()},
+    {"sampling": sampling({"top_k": 5}, {"top_p": 0.8}, 1.3)},
+    {"sampling": sampling({"temperature": 0.4, "top_p": 0.9}, {"do_sample": False}, 1.0)},
+    {"max_frames": 1},
+    {"options": replace(OFF, max_chars_per_segment=25)},
+    {"options": replace(OFF, trim_lead=True, schedule=(3,))},
+    {"options": StreamOptions(guard=Guard(frames_per_text_token=0.2, slack_frames=3)), "max_frames": None},
+    {"layout": "streaming"},
+]
+OF_A_TYPE: dict[str, list[dict[str, Any]]] = {
+    "tiny": [*PLAIN, {"language": "english"}],
+    "tiny_projected": [{}, {"instruct": "Whisper it."}, {"instruct": "Shout it, as loud as you can.", "seed": 4}],
+    "tiny_design": [{"instruct": "An old man."}, {"instruct": "A young woman, far away."}, {}],
+    "tiny_base": [{"voice": voice(1)}, {"voice": voice(2)}, {"voice": voice(3, 9)}, {"voice": voice(4, 70)}],
+}
+
+
+def heard(stream: Stream) -> tuple[np.ndarray, list, str, str]:
+    return stream.read(), stream.codes.tolist(), stream.finish_reason, stream.engine
+
+
+@pytest.mark.parametrize("checkpoint", OF_A_TYPE)
+def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_one(request, checkpoint):
+    kind = request.getfixturevalue(checkpoint)
+    asked = [{"seed": index, **changes} for index, changes in enumerate(OF_A_TYPE[checkpoint])]
+    with Synthesizer.load(kind, device="cpu", engine="single") as synth:
+        wanted = [heard(synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one})) for one in asked]
+    with Synthesizer.load(kind, device="cpu", engine="batch") as synth:
+        streams = [synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one}) for one in asked]
+        found = [heard(stream) for stream in streams]
+    for (pcm, *end, engine), (other_pcm, *other_end, other_engine) in zip(wanted, found, strict=True):
+        assert end == other_end and (engine, other_engine) == ("single", "batch")
+        assert len(pcm) == len(other_pcm) and np.abs(pcm - other_pcm).max() < 1e-5
+    assert len({str(codes) for _, codes, *_ in wanted}) == len(wanted)  # they can be told apart
+    reasons = {reason for *_, reason, _ in wanted}
+    assert "max_frames" in reasons and (checkpoint != "tiny" or "runaway" in reasons)
+
+
+def test_deterministic_is_the_batch_engine_from_one_stream_on_and_neighbours_change_nothing(tiny):
+    with Synthesizer.load(tiny, device="cpu", deterministic=True) as synth:
+        assert synth.lanes.deterministic
+        alone = heard(speak(synth))
+        others = [speak(synth, frames=2 + seed, seed=seed) for seed in range(5)]
+        beside = heard(speak(synth))
+        assert alone[1:] == beside[1:] and beside[-1] == "batch" and np.array_equal(alone[0], beside[0])
+        for other in others:
+            other.read()
+
+
+HOW = {"seed": 1, "max_frames": 6}
+
+
+@pytest.fixture(params=["single", "batch"])
+def synthesizer(request, tiny_base):
+    with Synthesizer.load(tiny_base, device="cpu", engine=request.param) as made:
+        yield made
+
+
+def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
+    """Which caches hold something of the voice."""
+    found = set()
+    for model, engine in synthesizer._models.each():
+        primed = model.primed if engine == "single" else model.lanes._primed
+        found |= {"codec"} if id(of.codes) in primed._states else set()
+        found |= {"rows"} if any(of.digest in key for key in model.prompts._heads) else set()
+        if engine == "batch":
+            found |= {"pages"} if model.lanes.pages.known(lambda key: of.digest in key) else set()
+    return found
+
+
+def test_caches_let_one_voice_go_and_keep_the_others(synthesizer):
+    anna, ben = voice(1, 5), voice(2, 5)
+    said = synthesizer.say("Hello.", voice=anna, **HOW)
+    synthesizer.say("Hello.", voice=ben, **HOW)
+    assert held(synthesizer, anna) >= {"codec", "rows"} and held(synthesizer, anna) == held(synthesizer, ben)
+    kept = held(synthesizer, ben)
+    with synthesizer.stream("Hello.", voice=anna, **HOW) as stream:
+        synthesizer.forget(anna)
+        assert np.array_equal(stream.read(), said)
+    synthesizer.forget(anna)
+    until(lambda: not held(synthesizer, anna), "the voice to be let go")
+    assert held(synthesizer, ben) == kept
+    assert np.array_equal(synthesizer.say("Hello.", voice=anna, **HOW), said)
+
+
+# ---- text that a front end reads first
+
+
+@pytest.fixture(params=["single", "batch"])
+def reading(request):
+    with fake_synthesizer(FakeBackend(eos_after=3), engine=request.param) as synthesizer:
+        synthesizer.front_end = FrontEnd.ready("english", ["auto", "english"])
+        yield synthesizer
+
+
+def test_known_text_is_given_to_the_model_as_words_and_cut_by_their_length(reading):
+    built = reading._models.any().prompts.built
+    reading.say("DR. Smith paid $12")
+    assert built == ["Doctor smith paid twelve dollars."]
+    reading._whole_chars = 100
+    reading.say("It is 1,777,777. So is 1,777,777.")
+    assert len(built) == 1 + 2
+    for text, named in (("你好", "CJK"), ("?!...", "letter or a digit")):
+        with pytest.raises(TextError, match=named):
+            reading.stream(text)
+
+
+def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading):
+    with reading.open(options=ONE) as session:
+        session.feed("I pay $1")
+        with pytest.raises(TextError, match="CYRILLIC"):
+            session.feed("день")
+        for piece in ("2.50 on Jan", ". 5 to D", "r. No"):
+            session.feed(piece)
+        session.finish()
+        session.read()
+    (prompt,) = reading._models.any().prompts.opened
+    assert prompt.text == "I pay twelve dollars and fifty cents on january fifth to doctor no."
+    with reading.open(options=ONE) as session:
+        session.feed("… 😀")
+        with pytest.raises(TextError, match="letter or a digit"):
+            session.finish()
+        assert session.finish_reason == "cancelled"
+
+
+def test_a_checkpoint_gets_the_front_end_that_it_names(tiny, tmp_path):
+    folder = shutil.copytree(tiny.folder, tmp_path / "named")
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"text_front_end": "english"}))
+    with Synthesizer.load(folder, device="cpu", backend="torch") as named:
+        languages = set(named.checkpoint.config.spoken_languages) - {"auto"}
+        assert named.front_end.name == "english" and set(named.front_end.languages) == languages
