@@ -142,20 +142,20 @@ def test_an_interpreter_exits_with_a_stream_still_running():
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def _use_in_child(synth: Synthesizer, pipe) -> None:
-    try:
-        synth.stream("Hello.")
-    except EngineError as error:
-        pipe.send(str(error))
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork_the_child_is_told_to_load_its_own(make):
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
+
+    def use_it() -> None:
+        try:
+            synth.stream("Hello.")
+        except EngineError as error:
+            there.send(str(error))
+
     with make() as synth:
-        child = context.Process(target=_use_in_child, args=(synth, there))
+        child = context.Process(target=use_it)
         child.start()
         assert here.poll(WAIT_S) and "fork" in here.recv()
         child.join(WAIT_S)
@@ -204,28 +204,20 @@ def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_
         is_set(False)
 
 
-def test_of_several_engines_the_last_crowd_puts_back_what_was(is_set):
+def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ended_it(is_set, monkeypatch):
     first, second = (fake_synthesizer(engine="batch") for _ in range(2))
     with many_streams():
         streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
-        for synth in (first, second):
-            settle(synth)
+        settle(first), settle(second)
     is_set(True)
     first.close()
     is_set(True)
-    second.close()
+    assert {stream.finish_reason for stream in streams[: MANY + 1]} == {"cancelled"}
+    monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        streams[-1].read()
     is_set(False)
-    assert {stream.finish_reason for stream in streams} == {"cancelled"}
-
-
-def test_a_crowd_that_a_failing_turn_ends_leaves_nothing_set(is_set, monkeypatch):
-    with fake_synthesizer(engine="batch") as synth:
-        streams = [opened(synth, seed) for seed in range(MANY + 1)]
-        is_set(True)
-        monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            streams[0].read()
-        is_set(False)
+    second.close()
 
 
 def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
