@@ -238,27 +238,24 @@ class Maker:
         """Returns when the other side is gone."""
         try:
             while True:
-                self._do_all(self._wire.receive())  # whose names are gone when it waits again: it keeps no voice
+                self._do(*self._wire.receive())  # whose names are gone when it waits again: it keeps no voice
         except (EOFError, OSError):
             pass
 
-    def _do_all(self, messages: list[Any]) -> None:
+    def _do(self, *messages: Any) -> None:
         for message in messages:
-            self._do(message)
-
-    def _do(self, message: Any) -> None:
-        if isinstance(message, Read):
-            self._read(message)
-        elif isinstance(message, Open):
-            self._open(message)
-        elif isinstance(message, Feed):
-            self._feed(message)
-        elif isinstance(message, KeepVoice):
-            self._voices[message.number] = message.voice
-        elif isinstance(message, DropVoice):
-            self._voices.pop(message.number, None)
-        elif isinstance(message, Ask):
-            self._sender.say(self._answer(message))
+            if isinstance(message, Read):
+                self._read(message)
+            elif isinstance(message, Open):
+                self._open(message)
+            elif isinstance(message, Feed):
+                self._feed(message)
+            elif isinstance(message, KeepVoice):
+                self._voices[message.number] = message.voice
+            elif isinstance(message, DropVoice):
+                self._voices.pop(message.number, None)
+            elif isinstance(message, Ask):
+                self._sender.say(self._answer(message))
 
     def _open(self, order: Open) -> None:
         settings = dict(order.settings)

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -124,7 +124,7 @@ class Engine:
 
     def ask(self, call: Callable[[], None]) -> None:
         """Has the worker's thread call, between two ticks; after `close`, nobody does."""
-        self._inbox.put(_Call(call))
+        self._inbox.put(call)
 
     def close(self) -> None:
         """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
@@ -210,19 +210,13 @@ class _Worker:
                 elif isinstance(item, News):
                     if item.job.engine is not None:  # else it was cancelled before it had begun
                         self.executors[item.job.engine].hear(item.job)
-                elif isinstance(item, _Call):
-                    _called(item.call)
+                elif callable(item):
+                    _called(item)
                 else:
                     self._add(item)
                 item = self._inbox.get_nowait()
         except Empty:
             return True
-
-
-class _Call(NamedTuple):
-    """Something to be done in the worker's thread."""
-
-    call: Callable[[], None]
 
 
 def _called(call: Callable[[], None]) -> None:

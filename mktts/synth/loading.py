@@ -209,43 +209,30 @@ class Models:
         together: Together | None = None,
         later: Callable[[], Together] | None = None,
     ) -> None:
-        self._single, self._together = single, together
-        self._later = later
-        self._making = False
+        self.many = together is not None or later is not None  # many streams are made together, or will be
+        self.together = together  # the executor of the batch engine
+        self._single, self._later = single, later
         self._singly = SINGLE_STREAMS  # that are due at once and served so
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
     def room(self) -> int:
         """Streams that are made at once."""
-        return 1 if self._together is None else self._together.model.lanes.slots
-
-    @property
-    def many(self) -> bool:
-        """Whether many streams are made together, or will be once enough are open."""
-        return self._together is not None or self._later is not None or self._making
-
-    @property
-    def together(self) -> Together | None:
-        """The executor of the batch engine."""
-        return self._together
+        return 1 if self.together is None else self.together.model.lanes.slots
 
     def any(self) -> StepModel | UpstreamModel | LaneModel:
         """One of them, to check requests with. Raises EngineError after `let_go`."""
         if self._single is not None:
             return self._single
-        if self._together is None:
+        if self.together is None:
             raise EngineError("the synthesizer is closed: load another one")
-        return self._together.model
+        return self.together.model
 
     def prepare(self) -> None:
         """For a server: makes the second model now, where one is to come; and where streams of both would share a CPU,
         all of them are made together, so that one of the two knows how many are carried."""
-        later, self._later = self._later, None
-        if later is not None:
-            self._making = True
-            self._make(later)
-        if self._together is not None and self._single is not None and not self._single.overlaps:
+        self._make()
+        if self.together is not None and self._single is not None and not self._single.overlaps:
             self._singly = 0
 
     def check(self, sampling: Sampling) -> None:
@@ -266,31 +253,28 @@ class Models:
             return model, "batch"
         if (due < self._singly and singly < OPEN_SINGLY) or sampling.rng == "torch":
             return model, "single"
-        if self._together is None:
-            self._begin()
+        if self.together is None:
+            if self._later is not None:  # a program that ends meanwhile waits: compilers that are cut off abort it
+                threading.Thread(target=self._make, name="mktts-batch-loading", daemon=False).start()
             return model, "single"
-        return self._together.model, "batch"
+        return self.together.model, "batch"
 
     def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
         """All of them, by the name of the engine. Raises EngineError after `let_go`."""
         self.any()
-        together = None if self._together is None else self._together.model
+        together = None if self.together is None else self.together.model
         named: list[tuple[Any, EngineName]] = [(self._single, "single"), (together, "batch")]
         return [(model, name) for model, name in named if model is not None]
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""
-        self._single = self._together = self._later = None
+        self._single = self.together = self._later = None
 
-    def _begin(self) -> None:
-        """Makes the second model in a thread of its own, once. A program that ends meanwhile waits for it: compilers
-        that are cut off abort the process."""
+    def _make(self) -> None:
+        """Makes the second model, once."""
         later, self._later = self._later, None
-        if later is not None:
-            self._making = True
-            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=False).start()
-
-    def _make(self, later: Callable[[], Together]) -> None:
+        if later is None:
+            return
         try:
             with torch.inference_mode():
                 executor = later()
@@ -299,6 +283,4 @@ class Models:
             logging.getLogger(__name__).warning("streams go on taking turns, the batch engine cannot run: %s", reason)
         else:
             if self._single is not None:
-                self._together = executor
-        finally:
-            self._making = False
+                self.together = executor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.job import Away, EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
-from mktts.speech.stream import FedWork, Session, Stream
+from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.loading import BackendName, EngineChoice, Loading, Models, default_cpu_threads, load_models
@@ -234,14 +234,14 @@ class Synthesizer:
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
         self._models.check(plan.sampling)
-        make = partial(self._fed_work, request, max_chars, plan)
+
+        def make() -> tuple[Any, Any, EngineName]:
+            model, engine = self._pick(plan.sampling)
+            return *model.listen(request, max_chars, plan), engine
+
         feed = self.front_end and self.front_end.feed(request.language)
         job = self._engine.expect(plan.options.buffer_frames, away=away)
         return Session(self._engine, job, plan.seed, make, feed)
-
-    def _fed_work(self, request: Request, max_chars: int, plan: Plan) -> FedWork:
-        model, engine = self._pick(plan.sampling)
-        return FedWork(*model.listen(request, max_chars, plan), engine)
 
     def _pick(self, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
         return self._models.pick(self._engine.due_streams, self._engine.open_on("single"), sampling)
@@ -304,19 +304,7 @@ class Synthesizer:
         """A second of streams as a server has them, so that `carries` is of this machine. Call it after `warm_up`."""
         for served_by in self._models.each():
             for streams in (1,) if served_by[1] == "single" else _CALIBRATION[self.device.type == "cuda"]:
-                self._crowd(streams, served_by)
-
-    def _crowd(self, streams: int, served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName]) -> None:
-        settings: StreamSettings = {"max_frames": _CALIBRATION_FRAMES, "options": StreamOptions(guard=Guard.off())}
-        crowd = [
-            self._stream(
-                "Ready.", {**settings, **self._any_voice(), "seed": seed}, time.perf_counter(), True, served_by
-            )
-            for seed in range(streams)
-        ]
-        for stream in crowd:
-            with stream, contextlib.suppress(BusyError):  # it carries fewer
-                stream.read()
+                self._crowd(streams, _CALIBRATION_FRAMES, served_by, paced=True)
 
     def warm_up(self) -> None:
         """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.
@@ -324,11 +312,23 @@ class Synthesizer:
         One chunk of every size of the default schedule is made.
         """
         for served_by in self._models.each():
-            options = StreamOptions(guard=Guard.off())
-            settings: StreamSettings = {"max_frames": sum(SCHEDULE), "seed": 0, "options": options}
-            with self._stream(
-                "Ready.", {**settings, **self._any_voice()}, time.perf_counter(), False, served_by
-            ) as stream:
+            self._crowd(1, sum(SCHEDULE), served_by, paced=False)
+
+    def _crowd(
+        self,
+        streams: int,
+        frames: int,
+        served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName],
+        paced: bool,
+    ) -> None:
+        options = StreamOptions(guard=Guard.off())
+        settings: StreamSettings = {"max_frames": frames, "options": options, **self._any_voice()}
+        crowd = [
+            self._stream("Ready.", {**settings, "seed": seed}, time.perf_counter(), paced, served_by)
+            for seed in range(streams)
+        ]
+        for stream in crowd:
+            with stream, contextlib.suppress(BusyError):  # it carries fewer
                 stream.read()
 
     def forget(self, voice: Voice) -> None:

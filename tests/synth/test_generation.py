@@ -94,8 +94,6 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     assert chunks[0].timings.prefill_ms > 0 and {chunk.timings.prefill_ms for chunk in chunks[1:]} == {0.0}
     ready = [chunk.timings.ready_ms for chunk in chunks]
     assert ready == sorted(ready) and ready[0] > 0
-    first = chunks[0].timings
-    assert first.compute_ms == first.prefill_ms + first.talker_ms + first.predictor_ms + first.codec_ms
     earlier = fake_model().speak([Request(HELLO)], Plan(Sampling(), 0, 1, OFF), time.perf_counter() - 100)
     assert earlier.step().timings.ready_ms > 100_000  # counted from the call
 
