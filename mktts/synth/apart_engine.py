@@ -314,7 +314,6 @@ def main(handle: int) -> None:
         return
     with synthesizer, many_streams():
         sender = Sender(wire, lambda: Stands(synthesizer.standing))
-        synthesizer.after_turn(sender.turn_over)
         facts = (synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, synthesizer.serves_many)
         sender.say(Answer(0, None, facts))
         Maker(wire, synthesizer, sender).run()

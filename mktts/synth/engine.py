@@ -4,7 +4,7 @@ Nothing here takes a lock that a garbage-collected stream could need: the worker
 and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
 nothing to do the worker sleeps.
 
-Threads: `open`, `expect`, `begin`, `add` and `close` may be called from any thread. A job has one consumer at a time.
+Threads: `expect`, `begin`, `add` and `close` may be called from any thread. A job has one consumer at a time.
 Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
 another one.
 """
@@ -68,33 +68,19 @@ class Engine:
         """Those of `open_streams` that the executor of that name makes."""
         return self._tallies[name].open
 
-    def open(
-        self,
-        work: Work,
-        buffer_frames: int,
-        on: EngineName = "single",
-        paced: bool = True,
-        away: tuple[Away, int] | None = None,
-    ) -> Job:
-        """Gives `work` its ticks from now on. on: the executor of that name makes it; paced, away: see Job.
-
-        Raises EngineError after `close` and in a forked child.
-        """
-        job = self.expect(buffer_frames, paced, away)
-        self.begin(job, work, on)
-        return job
-
     def expect(self, buffer_frames: int, paced: bool = True, away: tuple[Away, int] | None = None) -> Job:
-        """A stream that is to `begin` later. Raises as `open`."""
+        """A stream that is to `begin`. paced, away: see Job. Raises EngineError after `close` and in a forked child."""
         self._check_process()
         job = Job(buffer_frames, self._inbox, self._bell, paced, away)
+        if away is not None:
+            self._bell.after = away[0].turn_over
         with self._lock:
             self._check_open()
             self._jobs.add(job)
         return job
 
     def begin(self, job: Job, work: Work, on: EngineName) -> None:
-        """Gives an expected stream its ticks from now on. Raises as `open`."""
+        """Gives `work` its ticks from now on. on: the executor of that name makes it. Raises as `expect`."""
         self._check_process()
         with self._lock:
             self._check_open()
@@ -108,10 +94,6 @@ class Engine:
         with self._lock:
             self._check_open()
             self._inbox.put(executor)
-
-    def after_turn(self, call: Callable[[], None]) -> None:
-        """Has the worker call after every turn."""
-        self._bell.after = call
 
     def admit(self, wishes: Wishes) -> None:
         """What a server wants of admission, of every executor, those that are added later too."""

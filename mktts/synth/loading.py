@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mktts.batch.executor import Together
     from mktts.synth.upstream import UpstreamModel
 
+    ServedBy = tuple[StepModel | UpstreamModel | LaneModel, EngineName]
 
 BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 EngineChoice = Literal["auto", "single", "batch"]
@@ -106,7 +107,11 @@ def load_models(
     Where both engines are wanted, a GPU gets the second when it is needed: it takes most of the memory, and seconds.
     """
     if wanted.backend == "upstream":
-        return _upstream_model(checkpoint, wanted), None, None
+        from mktts.synth.upstream import UpstreamModel, load_upstream
+
+        # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
+        prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+        return UpstreamModel(load_upstream(checkpoint, wanted.dtype, wanted.device), prompts), None, None
     single = step_model(wanted.backend, checkpoint, wanted.device, wanted.dtype) if wanted.single else None
     together = later = None
     cuda = wanted.device.type == "cuda"
@@ -183,14 +188,6 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
     return Together(model, admission, TickLog())
 
 
-def _upstream_model(checkpoint: Checkpoint, wanted: Loading) -> UpstreamModel:
-    from mktts.synth.upstream import UpstreamModel, load_upstream
-
-    # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
-    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
-    return UpstreamModel(load_upstream(checkpoint, wanted.dtype, wanted.device), prompts)
-
-
 # Streams that are served singly where both engines are there: on an H200 two frames of the megakernel take 2.9 ms and
 # three 4.3; one frame of many together takes 4.0 to 4.5.
 SINGLE_STREAMS = 2
@@ -242,9 +239,7 @@ class Models:
                 "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
             )
 
-    def pick(
-        self, due: int, singly: int, sampling: Sampling
-    ) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
+    def pick(self, due: int, singly: int, sampling: Sampling) -> ServedBy:
         """Who serves a stream that begins. due: others that wait neither for text nor for their reader, on either
         engine. singly: open on the single one, whether they wait or not. Raises as `check`."""
         self.check(sampling)
@@ -259,7 +254,7 @@ class Models:
             return model, "single"
         return self.together.model, "batch"
 
-    def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
+    def each(self) -> list[ServedBy]:
         """All of them, by the name of the engine. Raises EngineError after `let_go`."""
         self.any()
         together = None if self.together is None else self.together.model

@@ -174,11 +174,11 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
 @pytest.mark.parametrize("beside", [False, True])
 def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(synth, beside):
     single, batch = synth._models.each()
-    resting = synth._stream("Hello.", {"seed": 2, "options": SLOW}, 0.0, True, batch) if beside else None
+    resting = synth._stream("Hello.", {"seed": 2, "options": SLOW}, True, batch) if beside else None
     settle(synth)
     launched, frames = [1], single[0].backend.frames
     single[0].backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
-    stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, 0.0, True, single)
+    stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, True, single)
     assert sum(chunk.frames for chunk in stream) == 40
     assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
     assert resting is None or resting.rests
