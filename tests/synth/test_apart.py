@@ -127,23 +127,6 @@ def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_e
     until(lambda: not used() and not far._jobs, "the cancelled and the dropped ones to be gone")
 
 
-def test_admission_speaks_through_it_and_closing_ends_streams_and_the_process(tiny):
-    far = apart("random:tiny")
-    far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
-    first = far.stream("The only place.", **LONG)
-    next(first)
-    with pytest.raises(BusyError) as refused:
-        far.stream("One too many.", **LONG).read()
-    assert refused.value.carries == 1
-    until(lambda: far.carries == 1, "the standing")
-    far.close()
-    assert far._process.returncode == 0 and not far.gone
-    assert list(first) == [] and first.finish_reason == "cancelled"
-    far.close()
-    with pytest.raises(EngineError, match="closed"):
-        far.stream("Too late.")
-
-
 def test_a_voice_goes_over_once_is_dropped_with_its_last_holder_and_all_end_where_the_process_is_killed(tiny_base):
     def voice() -> Voice:
         torch.manual_seed(1)
@@ -216,3 +199,20 @@ def test_an_error_that_cannot_be_sent_is_told_in_words():
     told, other = Wire(there).receive()
     assert type(told.error) is EngineError and "ValueError: beyond words" in str(told.error)
     assert other == Over(2, "eos", None)
+
+
+# The last one of this file: afterwards the process of `far` is gone.
+def test_admission_speaks_through_it_and_closing_ends_streams_and_the_process(far):
+    far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
+    first = far.stream("The only place.", **LONG)
+    next(first)
+    with pytest.raises(BusyError) as refused:
+        far.stream("One too many.", **LONG).read()
+    assert refused.value.carries == 1
+    until(lambda: far.carries == 1, "the standing")
+    far.close()
+    assert far._process.returncode == 0 and not far.gone
+    assert list(first) == [] and first.finish_reason == "cancelled"
+    far.close()
+    with pytest.raises(EngineError, match="closed"):
+        far.stream("Too late.")

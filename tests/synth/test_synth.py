@@ -177,11 +177,6 @@ def test_a_wrong_setting_is_named_at_the_call(synth, settings, error, message):
             method(**{**WHO, **settings})
 
 
-def test_fed_text_has_no_whole_layout(synth):
-    with pytest.raises(PromptError, match="streaming layout"):
-        synth.open(layout="whole", **WHO)
-
-
 def test_an_instruction_is_cleaned_like_text(tiny_projected):
     with Synthesizer.load(tiny_projected, device="cpu") as synth:
         plain, dirty = speak(synth, frames=4, instruct="Whisper."), speak(synth, frames=4, instruct=" Whisper.\x00\n")
@@ -291,6 +286,8 @@ def test_fed_text_gives_the_codes_of_the_text_at_once(margin_synth, pieces, limi
 
 
 def test_a_session_speaks_before_its_text_is_complete_and_counts_from_the_first(synth):
+    with pytest.raises(PromptError, match="streaming layout"):
+        synth.open(layout="whole", **WHO)
     session = synth.open(seed=1, max_frames=40, options=OFF, **WHO)
     session.feed(" ")
     begun_s = time.perf_counter()
