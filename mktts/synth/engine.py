@@ -44,7 +44,7 @@ class Engine:
         self._bell = Bell()
         self._tallies: defaultdict[EngineName, Tally] = defaultdict(Tally)
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._pid = os.getpid()
         self._worker = _Worker(self._inbox, list(executors), self._bell)
@@ -111,24 +111,20 @@ class Engine:
     def close(self) -> None:
         """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 for job in self._jobs:
                     job.cancel()
                 self._inbox.put(_CLOSE)
         if os.getpid() == self._pid and self._thread is not threading.current_thread():
             self._thread.join()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
 
 

@@ -266,22 +266,6 @@ async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
 # ---- fed text
 
 
-def test_text_may_be_fed_from_another_thread_while_chunks_are_taken(make):
-    text = "One two three four five."
-    with make(FakeBackend(eos_after=len(text))) as synth:
-        session = synth.open(seed=1, options=ONE)
-
-        def write() -> None:
-            for word in text.split(" "):
-                session.feed(word + " ")
-            session.finish()
-
-        writer = in_thread(write)
-        assert len(list(session)) == len(text)
-        joined(writer)
-        assert session.finish_reason == "eos"
-
-
 def test_a_stream_begins_with_its_first_visible_text_whoever_waits_for_it(make):
     with make() as synth:
         session = synth.open(seed=1, options=ONE, max_frames=2)
