@@ -14,8 +14,8 @@ from mktts.server.api_errors import ApiError, current_id, from_error, new_id
 from mktts.server.meters import Meters
 from mktts.server.schemas import Route, StreamState
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.speech.metrics import Player
 from mktts.speech.options import Chunk, Timings
-from mktts.speech.player import Player
 
 if TYPE_CHECKING:
     from mktts.speech.stream import Session, Stream

@@ -47,6 +47,9 @@ class Away(Protocol):
     def rested(self, job: Job) -> None:
         """`job.resting` has changed. Worker."""
 
+    def turn_over(self) -> None:
+        """Behind all that a turn of the worker gave. Worker."""
+
 
 class Bell:
     """Wakes event loops: those that the worker rang for are woken together, one call a loop. after: called with every

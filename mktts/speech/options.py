@@ -96,10 +96,6 @@ class Timings:
     predictor_ms: float
     codec_ms: float
 
-    @property
-    def compute_ms(self) -> float:
-        return self.prefill_ms + self.talker_ms + self.predictor_ms + self.codec_ms
-
 
 @dataclass(frozen=True, eq=False)
 class Chunk:

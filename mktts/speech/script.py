@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from mktts.model.prompt import Request
 from mktts.speech.text import FeedSplitter, split_text
@@ -19,16 +19,18 @@ from mktts.speech.text import FeedSplitter, split_text
 _END = object()
 
 
-class Script(Protocol):
-    """Hands out one prompt a segment."""
+class Script:
+    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from."""
 
-    started_s: float  # perf_counter of the call that timings count from
+    started_s: float
 
     def next_segment(self) -> Any | None:
         """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
+        raise NotImplementedError
 
     def ended(self) -> bool:
         """Whether every segment has been handed out and no more text can come."""
+        raise NotImplementedError
 
     def update(self) -> None:
         """Passes on what has been fed since the last call."""
@@ -37,7 +39,7 @@ class Script(Protocol):
         """The present segment has been spoken: text that comes from now on belongs to a new one."""
 
 
-class WholeScript:
+class WholeScript(Script):
     """Text that is known: `build` makes a prompt of each request when its turn comes."""
 
     def __init__(self, requests: Sequence[Request], build: Callable[[Request], Any], started_s: float) -> None:
@@ -51,14 +53,8 @@ class WholeScript:
     def ended(self) -> bool:
         return not self._requests
 
-    def update(self) -> None:
-        pass
 
-    def leave_segment(self) -> None:
-        pass
-
-
-class _Inbox:
+class _Inbox(Script):
     """What reaches the worker from the writing thread: cleaned pieces of text, then the end."""
 
     def __init__(self) -> None:
@@ -153,9 +149,6 @@ class CollectedScript(_Inbox):
 
     def ended(self) -> bool:
         return self._finished and not self._requests
-
-    def leave_segment(self) -> None:
-        pass
 
     def _take(self, piece: str) -> None:
         self._text += piece

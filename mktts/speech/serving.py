@@ -13,40 +13,21 @@ SWITCH_S = 0.5e-3  # between threads that want to run
 YOUNG_OBJECTS = 1_000_000
 MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process is set for many, until FEW are left
 
-
-class _Process:
-    """The settings of this process, and how many contexts want them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted = 0
-        self._before = contextlib.ExitStack()  # closing it puts back what was
-
-    def enter(self) -> None:
-        with self._lock:
-            self._wanted += 1
-            if self._wanted == 1:
-                self._set()
-
-    def leave(self) -> None:
-        with self._lock:
-            self._wanted -= 1
-            if not self._wanted:
-                self._before.close()
-
-    def _set(self) -> None:
-        switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
-        self._before.callback(sys.setswitchinterval, switch_s)
-        self._before.callback(gc.set_threshold, young, *older)
-        if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
-            self._before.callback(gc.unfreeze)
-            gc.freeze()
-        if young:  # 0: nothing is collected anyway
-            gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
-        sys.setswitchinterval(min(switch_s, SWITCH_S))
+_LOCK = threading.Lock()
+_BEFORE = contextlib.ExitStack()  # closing it puts back what was; under the lock
+_contexts = 0  # that want the settings; under the lock
 
 
-_PROCESS = _Process()
+def _set() -> None:
+    switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
+    _BEFORE.callback(sys.setswitchinterval, switch_s)
+    _BEFORE.callback(gc.set_threshold, young, *older)
+    if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
+        _BEFORE.callback(gc.unfreeze)
+        gc.freeze()
+    if young:  # 0: nothing is collected anyway
+        gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
+    sys.setswitchinterval(min(switch_s, SWITCH_S))
 
 
 @contextlib.contextmanager
@@ -63,13 +44,20 @@ def many_streams(collect: bool = True) -> Iterator[None]:
     first sets, the last to end puts back what was before the first.
     collect: whether the garbage of before is collected first, which takes as long as any full collection.
     """
+    global _contexts
     if collect:
         gc.collect()
-    _PROCESS.enter()
+    with _LOCK:
+        _contexts += 1
+        if _contexts == 1:
+            _set()
     try:
         yield
     finally:
-        _PROCESS.leave()
+        with _LOCK:
+            _contexts -= 1
+            if not _contexts:
+                _BEFORE.close()
 
 
 class ManyStreams:

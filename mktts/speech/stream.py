@@ -6,8 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,13 +21,22 @@ from mktts.speech.text import check_length, clean_piece
 
 if TYPE_CHECKING:
     from mktts.speech.front import FrontEndFeed
-    from mktts.speech.script import CollectedScript, FedScript
 
 
 class Begins(Protocol):
     """The engine, as far as a stream knows it: kept alive, and given what makes it when text has come."""
 
     def begin(self, job: Job, work: Any, on: EngineName) -> None: ...
+
+
+class Fed(Protocol):
+    """A script that text is fed through, as a stream knows it."""
+
+    started_s: float
+
+    def feed(self, piece: str) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Stream:
@@ -45,7 +53,9 @@ class Stream:
         self.seed = seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._job = job
-        weakref.finalize(self, job.cancel).atexit = False
+        # Called once, it holds the job no more, whose error may hold this, by the frames that it was raised through.
+        self._give_up = weakref.finalize(self, job.cancel)
+        self._give_up.atexit = False
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -109,7 +119,7 @@ class Stream:
         try:
             chunk = self._job.take()
         except BaseException:
-            self._job.cancel()
+            self._give_up()
             raise
         if chunk is None:
             raise StopIteration
@@ -122,10 +132,10 @@ class Stream:
             return await self._job.take_async(within_s)
         except TimeoutError:
             if within_s is None:
-                self._job.cancel()
+                self._give_up()
             raise
         except BaseException:  # cancelling the task that waits cancels the generation
-            self._job.cancel()
+            self._give_up()
             raise
 
     def __aiter__(self) -> Stream:
@@ -141,28 +151,41 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._job.cancel()
 
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._job.cancel()
 
 
-class WrittenStream(Stream):
-    """A stream whose text is written while it is spoken: what may be written when, wherever it goes.
+class Session(Stream):
+    """A stream whose text is written while it is spoken.
 
-    `feed` and `finish` never wait and may be called from any thread.
+    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
+    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
+    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
+    them, other words for the end of the next one.
     """
 
-    def __init__(self, engine: Begins, job: Job, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Begins,
+        job: Job,
+        seed: int,
+        make: Callable[[], tuple[Any, Fed, EngineName]],
+        front_end: FrontEndFeed | None = None,
+    ) -> None:
+        """make: called when the first visible text has come; until then nothing knows of the stream but its owner.
+        Gives what makes it, the script that it is fed through, and the engine that it begins on.
+        front_end: what the text goes through."""
         super().__init__(engine, job, seed)
+        self._make = make
+        self._front_end = front_end
+        self._script: Fed | None = None
+        self._early: list[str] = []  # pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
         self._finished = False
@@ -180,9 +203,15 @@ class WrittenStream(Stream):
             if self._job.over:
                 return
             check_length(self._chars + len(piece))
-            words = self._words(piece)
+            words = piece if self._front_end is None else self._front_end.push(piece)
             self._chars += len(piece)
-            self._take(words, bool(piece.strip()))
+            if self._script is not None:
+                self._script.feed(words)
+                self._job.tell()
+            elif piece.strip():
+                self._begin(words, time.perf_counter())
+            else:
+                self._early.append(words)
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing.
@@ -194,87 +223,20 @@ class WrittenStream(Stream):
             if self._finished:
                 return
             self._finished = True
-            if self._begun:
-                self._end()
+            if self._script is not None:
+                self._end(self._script)
             elif not self._job.over:
                 self._job.cancel()
                 raise TextError("expected text to speak before finish, got none")
 
-    @property
-    def _begun(self) -> bool:
-        """Whether visible text has been taken."""
-        raise NotImplementedError
-
-    def _words(self, piece: str) -> str:
-        """What is spoken for it."""
-        return piece
-
-    def _take(self, words: str, visible: bool) -> None:
-        """More text. visible: of what was written."""
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        """No more comes, and there was some."""
-        raise NotImplementedError
-
-
-class FedWork(NamedTuple):
-    """What makes a stream whose text is fed, the script that it is fed through, and the engine that it begins on."""
-
-    work: Any
-    script: FedScript | CollectedScript
-    engine: EngineName
-
-
-class Session(WrittenStream):
-    """A stream whose text is written while it is spoken.
-
-    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
-    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
-    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
-    them, other words for the end of the next one.
-    """
-
-    def __init__(
-        self,
-        engine: Begins,
-        job: Job,
-        seed: int,
-        make: Callable[[], FedWork],
-        front_end: FrontEndFeed | None = None,
-    ) -> None:
-        """make: called when the first visible text has come; until then nothing knows of the stream but its owner.
-        front_end: what the text goes through."""
-        super().__init__(engine, job, seed)
-        self._make = make
-        self._front_end = front_end
-        self._script: FedScript | CollectedScript | None = None
-        self._early: list[str] = []  # pieces without anything visible
-
-    @property
-    def _begun(self) -> bool:
-        return self._script is not None
-
-    def _words(self, piece: str) -> str:
-        return piece if self._front_end is None else self._front_end.push(piece)
-
-    def _take(self, words: str, visible: bool) -> None:
-        if self._script is not None:
-            self._script.feed(words)
-            self._job.tell()
-        elif visible:
-            self._begin(words, time.perf_counter())
-        else:
-            self._early.append(words)
-
-    def _end(self) -> None:
+    def _end(self, script: Fed) -> None:
         if self._front_end is not None and not self._job.over:
             try:
-                self._script.feed(self._front_end.finish())
+                script.feed(self._front_end.finish())
             except TextError:
                 self._job.cancel()
                 raise
-        self._script.finish()
+        script.finish()
         self._job.tell()
 
     def _begin(self, words: str, started_s: float) -> None:

@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Unpack
+from types import SimpleNamespace
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from mktts.model.voice import Voice
 from mktts.speech.executor import Standing, Wishes
 from mktts.speech.job import Bell, EngineName, Job, News
 from mktts.speech.options import Chunk, StreamOptions
-from mktts.speech.stream import Stream, WrittenStream
+from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text
 from mktts.synth.apart_engine import (
     Answer,
@@ -54,41 +55,17 @@ from mktts.synth.apart_engine import (
 from mktts.synth.synthesizer import StreamSettings
 
 
-class Elsewhere:
-    """What makes a stream, as its job here knows it. See `mktts.speech.job.Work`."""
+class _SentScript:
+    """Text that another process speaks. say: tells that one a piece, or with None the end."""
 
-    finish_reason = None
-    pending_frames = 0
+    started_s = 0.0  # told to nobody: the other process counts from when the text comes
 
-    def __init__(self) -> None:
-        self.codes: list[Any] = []
-        self.cancelled = False
+    def __init__(self, job: Job, say: Callable[[str | None], None]) -> None:
+        self._job, self.feed = job, say
 
-    def ready(self) -> bool:
-        """Nothing is made here."""
-        return False
-
-    def close(self) -> None:
-        """Nothing is held here."""
-
-
-class ApartSession(WrittenStream):
-    """As `mktts.speech.stream.Session`; what a front end has no words for ends the stream with its TextError."""
-
-    _begun = False
-
-    def __init__(self, engine: Any, job: Job, seed: int, say: Callable[[str | None], None]) -> None:
-        """say: tells the other process a piece, or with None the end."""
-        super().__init__(engine, job, seed)
-        self._say = say
-
-    def _take(self, words: str, visible: bool) -> None:
-        self._begun = self._begun or visible
-        self._say(words)
-
-    def _end(self) -> None:
+    def finish(self) -> None:
         if not self._job.over:
-            self._say(None)
+            self.feed(None)
 
 
 _TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
@@ -111,9 +88,8 @@ class ApartSynthesizer:
     def __init__(self, checkpoint: Checkpoint, name: str, revision: str | None, settings: dict[str, Any]) -> None:
         """checkpoint: for this process to look at. name, revision, settings: that the other one loads with."""
         self.checkpoint, self.sampling = checkpoint, checkpoint.sampling()
-        self._inbox: SimpleQueue[News | DropVoice | _StreamGone | None] = (
-            SimpleQueue()
-        )  # of what consumers do, to the teller
+        # To the teller: what consumers do, which voices and (by its number) which stream are over here; None: closed.
+        self._inbox: SimpleQueue[News | DropVoice | int | None] = SimpleQueue()
         self._bell = Bell()
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count(1)
@@ -149,11 +125,13 @@ class ApartSynthesizer:
         job, seed = self._open(clean_text(text), settings)
         return Stream(self, job, seed)
 
-    def open(self, **settings: Unpack[StreamSettings]) -> ApartSession:
+    def open(self, **settings: Unpack[StreamSettings]) -> Session:
+        """As `Synthesizer.open`; what a front end has no words for ends the stream with its TextError."""
         if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         job, seed = self._open(None, settings)
-        return ApartSession(self, job, seed, lambda text: self._say(Feed(job.name, text)))
+        script = _SentScript(job, lambda text: self._say(Feed(job.name, text)))
+        return Session(self, job, seed, lambda: (None, script, "batch"))
 
     def begin(self, job: Job, work: Any, on: EngineName) -> None:
         """Of `mktts.speech.stream.Begins`: the other process does."""
@@ -167,7 +145,7 @@ class ApartSynthesizer:
         sent.pop("voice", None)
         job = Job(options.buffer_frames, self._inbox, self._bell)
         job.name, job.watched = next(self._ids), True  # what is taken is told
-        job.begin(Elsewhere(), "batch")
+        job.begin(SimpleNamespace(codes=[], close=lambda: None), "batch")  # nothing is made or held here
         with self._lock:
             if self._closed:
                 raise EngineError("the synthesizer is closed: load another one")
@@ -266,7 +244,7 @@ class ApartSynthesizer:
             while self._told(self._inbox.get()):  # whose names are gone when it waits again: it keeps no stream
                 pass
 
-    def _told(self, news: News | DropVoice | _StreamGone | None) -> bool:
+    def _told(self, news: News | DropVoice | int | None) -> bool:
         """Tells news, and what comes within _TOLD_S of them. False: this synthesizer was closed."""
         time.sleep(_TOLD_S if news is not None else 0.0)
         taken: dict[int, int] = {}
@@ -274,8 +252,8 @@ class ApartSynthesizer:
         while news is not None:
             if isinstance(news, DropVoice):
                 self._say(news)
-            elif isinstance(news, _StreamGone):
-                gone.append(news.id)
+            elif isinstance(news, int):
+                gone.append(news)
             elif news.job.cancelled:
                 gone.append(news.job.name)
             else:
@@ -296,7 +274,7 @@ class ApartSynthesizer:
         """Thread: hands on what the other process says."""
         try:
             while True:
-                self._take_all(self._wire.receive())
+                self._take(*self._wire.receive())
                 self._bell.sound()
         except (EOFError, OSError):
             pass
@@ -312,30 +290,26 @@ class ApartSynthesizer:
             if self.on_gone is not None:
                 self.on_gone()
 
-    def _take_all(self, messages: list[Any]) -> None:
+    def _take(self, *messages: Any) -> None:
         for message in messages:
-            self._take(message)
+            if isinstance(message, Stands):
+                self._standing = message.engines
+            elif isinstance(message, Answer):
+                if (asked := self._asked.get(message.number)) is not None:
+                    asked.put(message)
+            elif (job := self._jobs.get(message.id)) is not None:  # else it was cancelled
+                self._hand_on(message, job)
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Stands):
-            self._standing = message.engines
-            return
-        if isinstance(message, Answer):
-            if (asked := self._asked.get(message.number)) is not None:
-                asked.put(message)
-            return
-        job = self._jobs.get(message.id)
-        if job is None:  # it was cancelled
-            return
+    def _hand_on(self, message: ChunkMessage | Rests | Over, job: Job) -> None:
         if isinstance(message, ChunkMessage):
             pcm = np.frombuffer(message.pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
             job.deliver(Chunk(pcm, message.start_s, message.frames, message.timings, message.pcm16))
         elif isinstance(message, Rests):
             job.rest(message.resting)
-        elif isinstance(message, Over):
+        else:
             del self._jobs[message.id]
             job.end(message.reason) if message.error is None else job.fail(message.error)
-            self._inbox.put(_StreamGone(message.id))
+            self._inbox.put(message.id)
 
     def _end_all(self, error: EngineError | None) -> None:
         while self._jobs:
@@ -348,9 +322,3 @@ class ApartSynthesizer:
         status = self._process.returncode
         how = "has closed its connection" if status is None else f"has ended with status {status}"
         return EngineError(f"the process that speaks {how}: its messages stand above; start the server again")
-
-
-class _StreamGone(NamedTuple):
-    """A stream that is over here: the other process may forget it."""
-
-    id: int

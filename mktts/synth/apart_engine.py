@@ -238,27 +238,24 @@ class Maker:
         """Returns when the other side is gone."""
         try:
             while True:
-                self._do_all(self._wire.receive())  # whose names are gone when it waits again: it keeps no voice
+                self._do(*self._wire.receive())  # whose names are gone when it waits again: it keeps no voice
         except (EOFError, OSError):
             pass
 
-    def _do_all(self, messages: list[Any]) -> None:
+    def _do(self, *messages: Any) -> None:
         for message in messages:
-            self._do(message)
-
-    def _do(self, message: Any) -> None:
-        if isinstance(message, Read):
-            self._read(message)
-        elif isinstance(message, Open):
-            self._open(message)
-        elif isinstance(message, Feed):
-            self._feed(message)
-        elif isinstance(message, KeepVoice):
-            self._voices[message.number] = message.voice
-        elif isinstance(message, DropVoice):
-            self._voices.pop(message.number, None)
-        elif isinstance(message, Ask):
-            self._sender.say(self._answer(message))
+            if isinstance(message, Read):
+                self._read(message)
+            elif isinstance(message, Open):
+                self._open(message)
+            elif isinstance(message, Feed):
+                self._feed(message)
+            elif isinstance(message, KeepVoice):
+                self._voices[message.number] = message.voice
+            elif isinstance(message, DropVoice):
+                self._voices.pop(message.number, None)
+            elif isinstance(message, Ask):
+                self._sender.say(self._answer(message))
 
     def _open(self, order: Open) -> None:
         settings = dict(order.settings)
@@ -317,7 +314,6 @@ def main(handle: int) -> None:
         return
     with synthesizer, many_streams():
         sender = Sender(wire, lambda: Stands(synthesizer.standing))
-        synthesizer.after_turn(sender.turn_over)
         facts = (synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, synthesizer.serves_many)
         sender.say(Answer(0, None, facts))
         Maker(wire, synthesizer, sender).run()

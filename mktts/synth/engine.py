@@ -4,7 +4,7 @@ Nothing here takes a lock that a garbage-collected stream could need: the worker
 and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
 nothing to do the worker sleeps.
 
-Threads: `open`, `expect`, `begin`, `add` and `close` may be called from any thread. A job has one consumer at a time.
+Threads: `expect`, `begin`, `add` and `close` may be called from any thread. A job has one consumer at a time.
 Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
 another one.
 """
@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ class Engine:
         self._bell = Bell()
         self._tallies: defaultdict[EngineName, Tally] = defaultdict(Tally)
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._pid = os.getpid()
         self._worker = _Worker(self._inbox, list(executors), self._bell)
@@ -68,33 +68,19 @@ class Engine:
         """Those of `open_streams` that the executor of that name makes."""
         return self._tallies[name].open
 
-    def open(
-        self,
-        work: Work,
-        buffer_frames: int,
-        on: EngineName = "single",
-        paced: bool = True,
-        away: tuple[Away, int] | None = None,
-    ) -> Job:
-        """Gives `work` its ticks from now on. on: the executor of that name makes it; paced, away: see Job.
-
-        Raises EngineError after `close` and in a forked child.
-        """
-        job = self.expect(buffer_frames, paced, away)
-        self.begin(job, work, on)
-        return job
-
     def expect(self, buffer_frames: int, paced: bool = True, away: tuple[Away, int] | None = None) -> Job:
-        """A stream that is to `begin` later. Raises as `open`."""
+        """A stream that is to `begin`. paced, away: see Job. Raises EngineError after `close` and in a forked child."""
         self._check_process()
         job = Job(buffer_frames, self._inbox, self._bell, paced, away)
+        if away is not None:
+            self._bell.after = away[0].turn_over
         with self._lock:
             self._check_open()
             self._jobs.add(job)
         return job
 
     def begin(self, job: Job, work: Work, on: EngineName) -> None:
-        """Gives an expected stream its ticks from now on. Raises as `open`."""
+        """Gives `work` its ticks from now on. on: the executor of that name makes it. Raises as `expect`."""
         self._check_process()
         with self._lock:
             self._check_open()
@@ -109,10 +95,6 @@ class Engine:
             self._check_open()
             self._inbox.put(executor)
 
-    def after_turn(self, call: Callable[[], None]) -> None:
-        """Has the worker call after every turn."""
-        self._bell.after = call
-
     def admit(self, wishes: Wishes) -> None:
         """What a server wants of admission, of every executor, those that are added later too."""
         self.ask(partial(self._worker.admit, wishes))
@@ -120,44 +102,40 @@ class Engine:
     @property
     def standing(self) -> dict[EngineName, Standing]:
         """How each executor stands at the moment."""
-        return {executor.name: executor.standing for executor in list(self._worker.executors)}
+        return {name: executor.standing for name, executor in list(self._worker.executors.items())}
 
     def ask(self, call: Callable[[], None]) -> None:
         """Has the worker's thread call, between two ticks; after `close`, nobody does."""
-        self._inbox.put(_Call(call))
+        self._inbox.put(call)
 
     def close(self) -> None:
         """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 for job in self._jobs:
                     job.cancel()
                 self._inbox.put(_CLOSE)
         if os.getpid() == self._pid and self._thread is not threading.current_thread():
             self._thread.join()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
 
 
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without
-    news. executors: changed by its own thread alone."""
+    news. executors: by their names, changed by its own thread alone."""
 
     def __init__(self, inbox: SimpleQueue[Any], executors: list[Executor], bell: Bell) -> None:
         self.sleeps = True
         self._inbox = inbox
-        self.executors: list[Executor] = []
+        self.executors: dict[EngineName, Executor] = {}
         self._wishes: Wishes | None = None
         self._bell = bell
         self._crowd = ManyStreams()
@@ -166,38 +144,35 @@ class _Worker:
 
     def admit(self, wishes: Wishes) -> None:
         self._wishes = wishes
-        for executor in self.executors:
+        for executor in self.executors.values():
             executor.admit(wishes)
 
     def _add(self, executor: Executor) -> None:
-        self.executors.append(executor)
-        executor.beside(lambda: sum(other.listeners for other in self.executors if other is not executor))
+        self.executors[executor.name] = executor
+        executor.beside(lambda: sum(other.listeners for other in self.executors.values() if other is not executor))
         if self._wishes is not None:
             executor.admit(self._wishes)
 
     def run(self) -> None:
         wake_s = math.inf
         while self._news(wake_s):
-            alone = sum(executor.open_jobs for executor in self.executors) == 1
-            wake_s = min(_turn(executor, alone) for executor in self.executors)
+            alone = sum(executor.open_jobs for executor in self.executors.values()) == 1
+            wake_s = min(_turn(executor, alone) for executor in self.executors.values())
             self._bell.sound()
-            self._count()
+            # Here, not in the executor: behind every turn, also one that failed or ended streams before they had begun.
+            batch = self.executors.get("batch")
+            self._crowd.count(0 if batch is None else batch.open_jobs)
             self.sleeps = wake_s == math.inf
-        for executor in self.executors:
+        for executor in self.executors.values():
             try:
                 executor.close()
             except BaseException:
                 _LOG.exception("an executor could not be closed")
         self._crowd.count(0)
-        for executor in self.executors:
+        for executor in self.executors.values():
             executor.beside(lambda: 0)  # no circle: nothing of it waits for the garbage collector
         self.executors.clear()  # the models are free, whoever keeps the closed engine
         self._bell.sound()
-
-    def _count(self) -> None:
-        """The process is set for many streams while the batch engine has them. Here, not in the executor: behind every
-        turn, also one that failed or that ended streams before they had begun."""
-        self._crowd.count(sum(executor.open_jobs for executor in self.executors if executor.name == "batch"))
 
     def _news(self, wake_s: float) -> bool:
         """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""
@@ -209,34 +184,17 @@ class _Worker:
                 if item is _CLOSE:
                     return False
                 if isinstance(item, Job):
-                    self._take(item)
+                    self.executors[item.engine].take(item)
                 elif isinstance(item, News):
-                    self._hear(item.job)
-                elif isinstance(item, _Call):
-                    _called(item.call)
+                    if item.job.engine is not None:  # else it was cancelled before it had begun
+                        self.executors[item.job.engine].hear(item.job)
+                elif callable(item):
+                    _called(item)
                 else:
                     self._add(item)
                 item = self._inbox.get_nowait()
         except Empty:
             return True
-
-    def _take(self, job: Job) -> None:
-        for executor in self.executors:
-            if executor.name == job.engine:
-                executor.take(job)
-                return
-        job.fail(EngineError(f"nothing here makes streams of the engine {job.engine!r}"))
-
-    def _hear(self, job: Job) -> None:
-        for executor in self.executors:
-            if executor.name == job.engine:
-                executor.hear(job)
-
-
-class _Call(NamedTuple):
-    """Something to be done in the worker's thread."""
-
-    call: Callable[[], None]
 
 
 def _called(call: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mktts.batch.executor import Together
     from mktts.synth.upstream import UpstreamModel
 
+    ServedBy = tuple[StepModel | UpstreamModel | LaneModel, EngineName]
 
 BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 EngineChoice = Literal["auto", "single", "batch"]
@@ -105,7 +106,11 @@ def load_models(
     Where both engines are wanted, a GPU gets the second when it is needed: it takes most of the memory, and seconds.
     """
     if wanted.backend == "upstream":
-        return _upstream_model(checkpoint, wanted), None, None
+        from mktts.synth.upstream import UpstreamModel, load_upstream
+
+        # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
+        prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+        return UpstreamModel(load_upstream(checkpoint, wanted.dtype, wanted.device), prompts), None, None
     single = step_model(wanted.backend, checkpoint, wanted.device, wanted.dtype) if wanted.single else None
     together = later = None
     cuda = wanted.device.type == "cuda"
@@ -182,14 +187,6 @@ def _together(checkpoint: Checkpoint, wanted: Loading, single: StepModel | None)
     return Together(model, admission)
 
 
-def _upstream_model(checkpoint: Checkpoint, wanted: Loading) -> UpstreamModel:
-    from mktts.synth.upstream import UpstreamModel, load_upstream
-
-    # The builder only checks requests and counts tokens here; on the CPU in the stored dtype its tables stay on disk.
-    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
-    return UpstreamModel(load_upstream(checkpoint, wanted.dtype, wanted.device), prompts)
-
-
 # Streams that are served singly where both engines are there: on an H200 two frames of the megakernel take 2.9 ms and
 # three 4.3; one frame of many together takes 4.0 to 4.5.
 SINGLE_STREAMS = 2
@@ -208,43 +205,30 @@ class Models:
         together: Together | None = None,
         later: Callable[[], Together] | None = None,
     ) -> None:
-        self._single, self._together = single, together
-        self._later = later
-        self._making = False
+        self.many = together is not None or later is not None  # many streams are made together, or will be
+        self.together = together  # the executor of the batch engine
+        self._single, self._later = single, later
         self._singly = SINGLE_STREAMS  # that are due at once and served so
         self.on_made: Callable[[Together], None] = lambda executor: None
 
     @property
     def room(self) -> int:
         """Streams that are made at once."""
-        return 1 if self._together is None else self._together.model.lanes.slots
-
-    @property
-    def many(self) -> bool:
-        """Whether many streams are made together, or will be once enough are open."""
-        return self._together is not None or self._later is not None or self._making
-
-    @property
-    def together(self) -> Together | None:
-        """The executor of the batch engine."""
-        return self._together
+        return 1 if self.together is None else self.together.model.lanes.slots
 
     def any(self) -> StepModel | UpstreamModel | LaneModel:
         """One of them, to check requests with. Raises EngineError after `let_go`."""
         if self._single is not None:
             return self._single
-        if self._together is None:
+        if self.together is None:
             raise EngineError("the synthesizer is closed: load another one")
-        return self._together.model
+        return self.together.model
 
     def prepare(self) -> None:
         """For a server: makes the second model now, where one is to come; and where streams of both would share a CPU,
         all of them are made together, so that one of the two knows how many are carried."""
-        later, self._later = self._later, None
-        if later is not None:
-            self._making = True
-            self._make(later)
-        if self._together is not None and self._single is not None and not self._single.overlaps:
+        self._make()
+        if self.together is not None and self._single is not None and not self._single.overlaps:
             self._singly = 0
 
     def check(self, sampling: Sampling) -> None:
@@ -254,9 +238,7 @@ class Models:
                 "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
             )
 
-    def pick(
-        self, due: int, singly: int, sampling: Sampling
-    ) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
+    def pick(self, due: int, singly: int, sampling: Sampling) -> ServedBy:
         """Who serves a stream that begins. due: others that wait neither for text nor for their reader, on either
         engine. singly: open on the single one, whether they wait or not. Raises as `check`."""
         self.check(sampling)
@@ -265,31 +247,28 @@ class Models:
             return model, "batch"
         if (due < self._singly and singly < OPEN_SINGLY) or sampling.rng == "torch":
             return model, "single"
-        if self._together is None:
-            self._begin()
+        if self.together is None:
+            if self._later is not None:  # a program that ends meanwhile waits: compilers that are cut off abort it
+                threading.Thread(target=self._make, name="mktts-batch-loading", daemon=False).start()
             return model, "single"
-        return self._together.model, "batch"
+        return self.together.model, "batch"
 
-    def each(self) -> list[tuple[StepModel | UpstreamModel | LaneModel, EngineName]]:
+    def each(self) -> list[ServedBy]:
         """All of them, by the name of the engine. Raises EngineError after `let_go`."""
         self.any()
-        together = None if self._together is None else self._together.model
+        together = None if self.together is None else self.together.model
         named: list[tuple[Any, EngineName]] = [(self._single, "single"), (together, "batch")]
         return [(model, name) for model, name in named if model is not None]
 
     def let_go(self) -> None:
         """Frees the models, as far as nobody else holds them."""
-        self._single = self._together = self._later = None
+        self._single = self.together = self._later = None
 
-    def _begin(self) -> None:
-        """Makes the second model in a thread of its own, once. A program that ends meanwhile waits for it: compilers
-        that are cut off abort the process."""
+    def _make(self) -> None:
+        """Makes the second model, once."""
         later, self._later = self._later, None
-        if later is not None:
-            self._making = True
-            threading.Thread(target=self._make, args=(later,), name="mktts-batch-loading", daemon=False).start()
-
-    def _make(self, later: Callable[[], Together]) -> None:
+        if later is None:
+            return
         try:
             with torch.inference_mode():
                 executor = later()
@@ -298,6 +277,4 @@ class Models:
             logging.getLogger(__name__).warning("streams go on taking turns, the batch engine cannot run: %s", reason)
         else:
             if self._single is not None:
-                self._together = executor
-        finally:
-            self._making = False
+                self.together = executor

@@ -6,7 +6,6 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class Loudspeaker:
     Raises BackendUnavailable where the package, its library or a sound device is missing.
     """
 
-    def __init__(self, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
+    def __init__(self) -> None:
         try:
             import sounddevice
         except ImportError:
@@ -45,10 +44,10 @@ class Loudspeaker:
                 "write a file"
             ) from None
         try:
-            self._stream: Any = sounddevice.OutputStream(sample_rate_hz, channels=1, dtype="float32")
+            self._stream: Any = sounddevice.OutputStream(SAMPLE_RATE_HZ, channels=1, dtype="float32")
         except (sounddevice.PortAudioError, ValueError) as error:
             raise BackendUnavailable(
-                f"expected a sound device that plays {sample_rate_hz} Hz, found none ({error}): write a file instead"
+                f"expected a sound device that plays {SAMPLE_RATE_HZ} Hz, found none ({error}): write a file instead"
             ) from None
 
     def __enter__(self) -> Loudspeaker:
@@ -60,7 +59,7 @@ class Loudspeaker:
             self._stream.start()  # not earlier: it would run dry before the first sound
         self._stream.write(pcm[:, None])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is not None:
                 self._stream.abort()
@@ -164,7 +163,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """The keyword arguments of Synthesizer.stream."""
-    request = {
+    return {
         "speaker": arguments.speaker or checkpoint.config.default_speaker,
         "language": arguments.language,
         "instruct": arguments.instruct,
@@ -172,10 +171,8 @@ def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str,
         "layout": arguments.layout,
         "seed": arguments.seed,
         "sampling": checkpoint.sampling().greedy() if arguments.greedy else None,
+        "max_frames": arguments.max_frames,
     }
-    if arguments.max_frames is not None:
-        request["max_frames"] = arguments.max_frames
-    return request
 
 
 def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | None:

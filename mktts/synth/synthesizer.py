@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from mktts.speech.front import FrontEnd
 from mktts.speech.guard import FinishReason, Guard
 from mktts.speech.job import Away, EngineName
 from mktts.speech.options import SCHEDULE, Chunk, Plan, StreamOptions, Timings
-from mktts.speech.stream import FedWork, Session, Stream
+from mktts.speech.stream import Session, Stream
 from mktts.speech.text import clean_text, segment_chars, split_text
 from mktts.synth.engine import Engine
 from mktts.synth.loading import BackendName, EngineChoice, Loading, Models, default_cpu_threads, load_models
@@ -36,7 +36,7 @@ from mktts.synth.one_by_one import OneByOne, StepModel
 if TYPE_CHECKING:
     from mktts.batch.executor import Together
     from mktts.batch.lanes import Lanes
-    from mktts.batch.model import LaneModel
+    from mktts.synth.loading import ServedBy
     from mktts.synth.upstream import UpstreamModel
 
 __all__ = [
@@ -167,8 +167,7 @@ class Synthesizer:
         settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError here; what fails
         later is raised by the stream.
         """
-        started_s = time.perf_counter()
-        return self._stream(text, settings, started_s, paced=True)
+        return self._stream(text, settings)
 
     def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
@@ -176,7 +175,7 @@ class Synthesizer:
 
     def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
-        with self._stream(text, settings, time.perf_counter(), paced=False) as stream:
+        with self._stream(text, settings, paced=False) as stream:
             return stream.read()
 
     def say_many(
@@ -222,11 +221,7 @@ class Synthesizer:
         until it is over."""
         if text is None:
             return self._listen(settings, away)
-        return self._stream(text, settings, time.perf_counter(), paced=True, away=away)
-
-    def after_turn(self, call: Callable[[], None]) -> None:
-        """Has the worker call after every turn, with what that gave."""
-        self._engine.after_turn(call)
+        return self._stream(text, settings, away=away)
 
     def _listen(self, settings: StreamSettings, away: tuple[Away, int] | None = None) -> Session:
         if settings.get("layout") == "whole":
@@ -234,37 +229,38 @@ class Synthesizer:
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
         self._models.check(plan.sampling)
-        make = partial(self._fed_work, request, max_chars, plan)
+
+        def make() -> tuple[Any, Any, EngineName]:
+            model, engine = self._pick(plan.sampling)
+            return *model.listen(request, max_chars, plan), engine
+
         feed = self.front_end and self.front_end.feed(request.language)
         job = self._engine.expect(plan.options.buffer_frames, away=away)
         return Session(self._engine, job, plan.seed, make, feed)
 
-    def _fed_work(self, request: Request, max_chars: int, plan: Plan) -> FedWork:
-        model, engine = self._pick(plan.sampling)
-        return FedWork(*model.listen(request, max_chars, plan), engine)
-
-    def _pick(self, sampling: Sampling) -> tuple[StepModel | UpstreamModel | LaneModel, EngineName]:
+    def _pick(self, sampling: Sampling) -> ServedBy:
         return self._models.pick(self._engine.due_streams, self._engine.open_on("single"), sampling)
 
     def _stream(
         self,
         text: str,
         settings: StreamSettings,
-        started_s: float,
-        paced: bool,
-        served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName] | None = None,
+        paced: bool = True,
+        served_by: ServedBy | None = None,
         away: tuple[Away, int] | None = None,
     ) -> Stream:
+        started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
         spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
         pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         model, engine = served_by or self._pick(plan.sampling)
         work = model.speak([replace(request, text=piece) for piece in pieces], plan, started_s)
-        job = self._engine.open(work, plan.options.buffer_frames, engine, paced, away)
+        job = self._engine.expect(plan.options.buffer_frames, paced, away)
+        self._engine.begin(job, work, engine)
         return Stream(self._engine, job, plan.seed)
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
-        return self._stream(text, settings, time.perf_counter(), paced=False)
+        return self._stream(text, settings, paced=False)
 
     @property
     def serves_many(self) -> bool:
@@ -304,19 +300,7 @@ class Synthesizer:
         """A second of streams as a server has them, so that `carries` is of this machine. Call it after `warm_up`."""
         for served_by in self._models.each():
             for streams in (1,) if served_by[1] == "single" else _CALIBRATION[self.device.type == "cuda"]:
-                self._crowd(streams, served_by)
-
-    def _crowd(self, streams: int, served_by: tuple[StepModel | UpstreamModel | LaneModel, EngineName]) -> None:
-        settings: StreamSettings = {"max_frames": _CALIBRATION_FRAMES, "options": StreamOptions(guard=Guard.off())}
-        crowd = [
-            self._stream(
-                "Ready.", {**settings, **self._any_voice(), "seed": seed}, time.perf_counter(), True, served_by
-            )
-            for seed in range(streams)
-        ]
-        for stream in crowd:
-            with stream, contextlib.suppress(BusyError):  # it carries fewer
-                stream.read()
+                self._crowd(streams, _CALIBRATION_FRAMES, served_by, paced=True)
 
     def warm_up(self) -> None:
         """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.
@@ -324,11 +308,20 @@ class Synthesizer:
         One chunk of every size of the default schedule is made.
         """
         for served_by in self._models.each():
-            options = StreamOptions(guard=Guard.off())
-            settings: StreamSettings = {"max_frames": sum(SCHEDULE), "seed": 0, "options": options}
-            with self._stream(
-                "Ready.", {**settings, **self._any_voice()}, time.perf_counter(), False, served_by
-            ) as stream:
+            self._crowd(1, sum(SCHEDULE), served_by, paced=False)
+
+    def _crowd(
+        self,
+        streams: int,
+        frames: int,
+        served_by: ServedBy,
+        paced: bool,
+    ) -> None:
+        options = StreamOptions(guard=Guard.off())
+        settings: StreamSettings = {"max_frames": frames, "options": options, **self._any_voice()}
+        crowd = [self._stream("Ready.", {**settings, "seed": seed}, paced, served_by) for seed in range(streams)]
+        for stream in crowd:
+            with stream, contextlib.suppress(BusyError):  # it carries fewer
                 stream.read()
 
     def forget(self, voice: Voice) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -106,7 +107,8 @@ def test_help_names_the_limits_and_the_key(capsys):
 def test_the_process_is_set_for_many_streams_while_a_batch_engine_serves_and_as_before_afterwards(
     checkpoint_cache, monkeypatch
 ):
-    monkeypatch.setattr(serving, "_PROCESS", serving._Process())  # no other test's engine has a part in it
+    monkeypatch.setattr(serving, "_contexts", 0)  # no other test's engine has a part in it
+    monkeypatch.setattr(serving, "_BEFORE", contextlib.ExitStack())
     gc.unfreeze()  # a server begins without what conftest.py froze
     before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     inside = []

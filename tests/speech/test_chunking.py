@@ -31,6 +31,8 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     for _ in range(0, len(whole), size):
         chunker.add(None)
         chunks.append(chunker.take(time.perf_counter()))
-    pcm = np.concatenate([chunk.pcm for chunk in chunks if chunk])
+    heard = [chunk for chunk in chunks if chunk]
     kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
-    assert np.array_equal(pcm, whole[kept:])
+    assert np.array_equal(np.concatenate([chunk.pcm for chunk in heard]), whole[kept:])
+    assert heard[0].start_s == pytest.approx(kept / SAMPLE_RATE_HZ)
+    assert sum(chunk.frames for chunk in heard) == len(chunks)

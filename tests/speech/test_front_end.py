@@ -39,14 +39,10 @@ def title(text: str) -> str:
     return re.sub(r"(?<![\w'])[a-z]", lambda match: match[0].upper(), text)
 
 
-def test_sixty_written_numbers_prices_times_dates_and_titles_are_read_right():
-    assert len(SEEN.splitlines()) == 60
-    assert misread(SEEN) == []
-
-
-def test_forty_that_the_rules_were_not_made_with():
-    assert len(UNSEEN.splitlines()) == 40
-    assert misread(UNSEEN) == []
+@pytest.mark.parametrize(("table", "lines"), [(SEEN, 60), (UNSEEN, 40)], ids=["seen by the rules", "unseen"])
+def test_written_numbers_prices_times_dates_and_titles_are_read_right(table, lines):
+    assert len(table.splitlines()) == lines
+    assert misread(table) == []
 
 
 @pytest.mark.parametrize("form", [str.upper, str.lower, title, lambda text: text.rstrip(".")])

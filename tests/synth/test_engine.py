@@ -1,27 +1,20 @@
-"""Turns, cancelling and backpressure, on a fake model whose every step is counted. No clocks."""
+"""Turns, cancelling, backpressure, event loops and fed text, on a fake model whose every step is counted. No clocks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from fakes import (
-    OFF,
-    ONE,
-    WAIT_S,
-    FakeBackend,
-    in_thread,
-    joined,
-    launched_ahead,
-    settle,
-    speak,
-)
+from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
 
-from mktts.speech.stream import Stream
+from mktts.errors import EngineError, TextError
+from mktts.speech import job
 
 # ---- turns
 
@@ -51,17 +44,6 @@ def test_the_first_frame_of_a_new_stream_does_not_wait_for_a_sentence(held):
     assert backend.order[:6] == [1] * 6
     assert backend.order.index(2) <= 6 + 1 + launched_ahead(synth)
     long.cancel()
-
-
-def test_streams_that_take_turns_give_what_each_gives_alone(make):
-    def pcm_and_codes(stream: Stream) -> tuple[np.ndarray, list]:
-        return stream.read(), stream.codes.tolist()
-
-    with make() as synth:
-        alone = [pcm_and_codes(speak(synth, seed, frames=25, options=OFF)) for seed in (1, 2, 3)]
-        together = [speak(synth, seed, frames=25, options=OFF) for seed in (1, 2, 3)]
-        for (pcm, codes), stream in zip(alone, together, strict=True):
-            assert np.array_equal(pcm, stream.read()) and codes == stream.codes.tolist()
 
 
 def test_streams_may_be_opened_and_read_from_many_threads(make):
@@ -94,37 +76,18 @@ def test_cancel_from_another_thread_takes_effect_within_one_frame(held):
     assert 4 <= backend.order.count(1) <= 4 + launched_ahead(synth)  # the frame that was being made, and no other
 
 
-def test_cancel_wakes_a_consumer_that_waits(held):
-    synth, backend = held
-    stream = speak(synth, seed=1)
-    got: list[object] = []
-    reader = in_thread(lambda: got.extend(stream))
-    backend.wait_entered(1)
-    stream.cancel()
-    joined(reader)
-    assert got == [] and stream.finish_reason == "cancelled"
-
-
-async def test_cancel_from_another_task_takes_effect_within_one_frame(held):
+@pytest.mark.parametrize("waits", ["a thread", "a task"])
+async def test_cancel_wakes_a_consumer_that_waits(held, waits):
     synth, backend = held
     stream = speak(synth, seed=1, frames=1_000)
-    chunks = []
-    first = asyncio.Event()
-
-    async def read() -> None:
-        async for chunk in stream:
-            chunks.append(chunk)
-            first.set()
-
-    reader = asyncio.create_task(read())
-    backend.let(1)
-    await asyncio.wait_for(first.wait(), WAIT_S)
+    read = asyncio.to_thread(stream.read) if waits == "a thread" else stream.aread()
+    reader = asyncio.create_task(read)
+    await asyncio.to_thread(backend.wait_entered, 1)
     stream.cancel()
-    await asyncio.wait_for(reader, WAIT_S)
+    assert len(await asyncio.wait_for(reader, WAIT_S)) == 0 and stream.finish_reason == "cancelled"
     backend.release()
     await asyncio.to_thread(settle, synth)
-    assert (len(chunks), stream.finish_reason) == (1, "cancelled")
-    assert backend.order.count(1) <= 2 + launched_ahead(synth)
+    assert backend.order.count(1) <= 1 + launched_ahead(synth)
 
 
 async def test_cancelling_the_task_that_waits_cancels_the_generation(held):
@@ -168,19 +131,13 @@ async def test_leaving_a_stream_cancels_it(make, leave):
         assert [chunk async for chunk in stream] == [] == list(stream)
 
 
-def test_cancelling_what_has_been_read_to_its_end_changes_nothing(make):
-    with make() as synth, speak(synth, seed=1) as stream:
-        assert len(list(stream)) == 6
-        stream.cancel()
-    assert stream.finish_reason == "max_frames"
-    assert len(stream.codes) == 6
-
-
-def test_taking_the_last_chunk_and_leaving_is_no_cancelling(make):
-    with make(FakeBackend(eos_after=2)) as synth, speak(synth, seed=1) as stream:
-        next(stream), next(stream)
-        settle(synth)
-    assert stream.finish_reason == "eos"
+def test_cancelling_what_has_been_read_or_taken_to_its_end_changes_nothing(make):
+    with make(FakeBackend(eos_after=2)) as synth:
+        with speak(synth, seed=1) as read, speak(synth, seed=2) as taken:
+            assert len(list(read)) == 2
+            next(taken), next(taken)
+            settle(synth)
+        assert (read.finish_reason, taken.finish_reason, len(read.codes)) == ("eos", "eos", 2)
 
 
 # ---- backpressure
@@ -201,17 +158,11 @@ def test_no_more_is_made_ahead_than_the_buffer_holds(make, schedule, bound):
     assert 0 < most <= bound
 
 
-def test_a_slow_consumer_does_not_hold_up_another_stream(make):
-    with make() as synth:
-        slow = speak(synth, seed=1, frames=None, options=replace(ONE, buffer_frames=2))
-        assert len(list(speak(synth, seed=2, frames=50))) == 50
-        slow.cancel()
-
-
 def test_waiting_streams_cost_no_turns(make):
-    """A stream that waits for text is asked nothing while others speak, nor while all wait."""
+    """A stream that waits for text makes no frame and is asked nothing while others speak, nor while all wait."""
     asked: list[str] = []
-    with make() as synth:
+    backend = FakeBackend()
+    with make(backend) as synth:
         session = synth.open(seed=1, options=ONE)
         session.feed("abc")
         assert [next(session).frames for _ in range(3)] == [1, 1, 1]
@@ -222,7 +173,138 @@ def test_waiting_streams_cost_no_turns(make):
             setattr(work, name, partial(lambda plain: asked.append("") or plain(), plain))
         assert len(list(speak(synth, seed=2, frames=50))) == 50
         settle(synth)
-        assert asked == []
+        assert asked == [] and backend.order.count(1) == 3
         session.feed("d")
         assert next(session).frames == 1 and asked
         session.cancel()
+
+
+# ---- event loops
+
+
+async def test_two_async_streams_and_a_heartbeat_share_a_loop(make):
+    """Between two chunks of either stream the loop gets round to the heartbeat: nothing in it waits for a frame."""
+    backend = FakeBackend(held=True)
+    events: list[str] = []
+    done = asyncio.Event()
+
+    async def read(name: str, seed: int) -> int:
+        frames = 0
+        async for chunk in synth.astream("Hello.", seed=seed, max_frames=10, options=ONE):
+            events.append(name)
+            frames += chunk.frames
+        return frames
+
+    async def heartbeat() -> None:
+        while not done.is_set():
+            events.append("beat")
+            backend.let(1)  # one more frame: without the heartbeat nothing is ever made
+            await asyncio.sleep(0)
+
+    with make(backend) as synth:
+        beating = asyncio.create_task(heartbeat())
+        frames = await asyncio.wait_for(asyncio.gather(read("a", 1), read("b", 2)), WAIT_S)
+        done.set()
+        await beating
+        backend.release()
+    assert frames == [10, 10]
+    for name in ("a", "b"):
+        at = [i for i, event in enumerate(events) if event == name]
+        assert len(at) == 10
+        assert all("beat" in events[i:j] for i, j in itertools.pairwise(at)), "the heartbeat was starved"
+
+
+async def test_streams_of_one_synthesizer_serve_two_event_loops(make):
+    with make() as synth:
+
+        async def read(seed: int) -> int:
+            return len([chunk async for chunk in synth.astream("Hi.", seed=seed, max_frames=30, options=ONE)])
+
+        results: list[int] = []
+        other = in_thread(lambda: results.append(asyncio.run(read(1))))
+        assert await read(2) == 30
+        await asyncio.to_thread(joined, other)
+    assert results == [30]
+
+
+async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, monkeypatch):
+    synth, backend = held
+    stream = speak(synth, seed=1)
+    loop, arrived = asyncio.get_running_loop(), threading.Event()
+    put = stream._job._put
+    monkeypatch.setattr(stream._job, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
+
+    def while_the_consumer_prepares_to_wait() -> asyncio.Future:
+        backend.let(1)
+        assert arrived.wait(WAIT_S)
+        return loop.create_future()
+
+    late = SimpleNamespace(
+        create_future=while_the_consumer_prepares_to_wait, call_soon_threadsafe=loop.call_soon_threadsafe
+    )
+    monkeypatch.setattr(job.asyncio, "get_running_loop", lambda: late)
+    chunk = await asyncio.wait_for(anext(stream), WAIT_S / 2)  # before the held backend gives up and wakes it
+    assert chunk.frames == 1
+
+
+async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
+    synth, backend = held
+    stream = speak(synth, seed=1)
+
+    def abandon() -> None:
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(stream._job.take_async())
+        loop.run_until_complete(asyncio.sleep(0))
+        waiting._log_destroy_pending = False
+        loop.close()
+
+    await asyncio.to_thread(abandon)
+    backend.release()
+    await asyncio.to_thread(settle, synth)
+
+
+# ---- fed text
+
+
+def test_a_stream_begins_with_its_first_visible_text_whoever_waits_for_it(make):
+    with make() as synth:
+        session = synth.open(seed=1, options=ONE, max_frames=2)
+        heard: list[int] = []
+        reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
+        session.feed(" \n")
+        settle(synth)
+        assert session.engine is None and synth._engine.open_streams == 0 and not session._job.over
+        session.feed("abc")
+        assert session.engine in ("single", "batch")
+        joined(reader)
+        assert heard == [1, 1]
+
+
+def test_a_stream_that_has_not_begun_ends_in_every_way(make):
+    with make() as synth:
+        cancelled, ended, closed, *silent = (synth.open() for _ in range(6))
+        cancelled.cancel()
+        with ended:
+            pass
+        for session, pieces in zip(silent, ([], [""], [" ", "\x00\n"]), strict=True):
+            for piece in pieces:
+                session.feed(piece)
+            with pytest.raises(TextError, match="got none"):
+                session.finish()
+    for session in (cancelled, ended, closed, *silent):
+        assert list(session) == [] and session.finish_reason == "cancelled"
+        assert session.engine is None and len(session.codes) == 0
+    for session in (cancelled, ended, closed):
+        session.feed("dropped")  # the writer may not know yet that the listener has interrupted
+        session.finish()
+
+
+def test_after_finish_and_of_another_type_text_is_refused(make):
+    with make() as synth:
+        session = synth.open()
+        session.feed("one")
+        with pytest.raises(TextError, match="must be a str, got int"):
+            session.feed(3)
+        session.finish()
+        with pytest.raises(EngineError, match="feed after finish"):
+            session.feed("two")

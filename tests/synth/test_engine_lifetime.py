@@ -7,15 +7,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from served import until
 
 from mktts.batch.executor import Together
 from mktts.errors import EngineError
@@ -39,50 +37,37 @@ def freed(references: list[weakref.ref]) -> bool:
     return bool(references) and all(reference() is None for reference in references)
 
 
-@pytest.mark.parametrize("end", ["dropped", "cancelled", "finished", "failed", "generator closed"])
-def test_an_ended_stream_frees_its_state(make, end):
-    backend = FakeBackend(fail_at=3 if end == "failed" else None)
-    with make(backend) as synth:
-        stream = speak(synth, seed=1, frames=3 if end == "finished" else None)
-        if end == "generator closed":
-            chunks = (chunk.pcm for chunk in stream)
-            next(chunks)
-            del stream
-            chunks.close()
-            del chunks
-        elif end == "dropped":
-            next(stream)
-            del stream
-        elif end == "cancelled":
-            next(stream)
-            stream.cancel()
-        elif end == "finished":
+def end(synth: Synthesizer, how: str) -> None:
+    """Opens a stream and leaves it in that way."""
+    stream = speak(synth, seed=7 if how == "failed" else 1, frames=3 if how == "finished" else None)
+    if how == "finished":
+        list(stream)
+    elif how == "failed":
+        with pytest.raises(FAILURE):
             list(stream)
-        else:
-            with pytest.raises(FAILURE):
-                list(stream)
-        gc.collect()
-        settle(synth)
-        assert freed(states(backend))
-
-
-def test_an_exception_in_the_consumer_frees_the_state(make):
-    backend = FakeBackend()
-    with make(backend) as synth:
+    elif how == "generator closed":
+        chunks = (chunk.pcm for chunk in stream)
+        next(chunks)
+        chunks.close()
+    elif how == "consumer raised":
         with pytest.raises(ZeroDivisionError):
-            for chunk in speak(synth, seed=1, frames=None):
+            for chunk in stream:
                 chunk.frames / 0
+    else:
+        next(stream)
+        if how == "cancelled":
+            stream.cancel()
+
+
+@pytest.mark.parametrize("how", ["dropped", "cancelled", "finished", "failed", "generator closed", "consumer raised"])
+def test_an_ended_stream_frees_its_state(make, how):
+    backend = FakeBackend(fail_at=3, failing_seed=7)
+    with make(backend) as synth:
+        for _ in range(10):
+            end(synth, how)
+        gc.collect()
         settle(synth)
         assert freed(states(backend))
-
-
-def test_dropping_many_streams_leaves_no_jobs(make):
-    with make() as synth:
-        for seed in range(50):
-            next(speak(synth, seed, frames=None))
-        gc.collect()
-        settle(synth)
-        gc.collect()
         assert len(synth._engine._jobs) <= 1  # the worker may still hold the last one it looked at
 
 
@@ -101,19 +86,16 @@ def test_a_failing_stream_raises_at_its_consumer_and_leaves_the_others_running(m
         assert len(list(speak(synth, seed=3))) == 6
 
 
-async def test_a_failure_reaches_an_async_consumer(make):
-    with make(FakeBackend(fail_at=0)) as synth:
-        with pytest.raises(FAILURE, match="made to fail|gave no number"):
-            await anext(speak(synth, seed=1))
-
-
-def test_what_fails_before_the_first_frame_is_raised_too(make):
+async def test_what_fails_before_the_first_frame_reaches_any_consumer(make):
     class NoStart(FakeBackend):
         def start(self, prompt, sampling, seed, max_frames, **_prefix):
             raise MemoryError("no room for a cache")
 
-    with make(NoStart()) as synth, pytest.raises((MemoryError, EngineError), match="no room"):
-        speak(synth, seed=1).read()
+    with make(NoStart()) as synth:
+        with pytest.raises((MemoryError, EngineError), match="no room"):
+            speak(synth, seed=1).read()
+        with pytest.raises((MemoryError, EngineError), match="no room"):
+            await anext(speak(synth, seed=2))
 
 
 # ---- closing
@@ -140,16 +122,14 @@ def test_a_closed_synthesizer_says_so(make):
             use()
 
 
-def test_a_stream_outlives_a_synthesizer_that_was_dropped(make):
-    stream = speak(make(), seed=1, frames=20)
-    gc.collect()
-    assert len(list(stream)) == 20
-
-
-def test_a_dropped_synthesizer_ends_its_thread(make):
+def test_a_dropped_synthesizer_ends_its_thread_once_its_streams_are_read(make):
     synth = make()
     thread = synth._engine._thread
+    stream = speak(synth, seed=1, frames=20)
     del synth
+    gc.collect()
+    assert len(list(stream)) == 20
+    del stream
     gc.collect()
     joined(thread)
 
@@ -162,20 +142,20 @@ def test_an_interpreter_exits_with_a_stream_still_running():
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def _use_in_child(synth: Synthesizer, pipe) -> None:
-    try:
-        synth.stream("Hello.")
-    except EngineError as error:
-        pipe.send(str(error))
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork_the_child_is_told_to_load_its_own(make):
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
+
+    def use_it() -> None:
+        try:
+            synth.stream("Hello.")
+        except EngineError as error:
+            there.send(str(error))
+
     with make() as synth:
-        child = context.Process(target=_use_in_child, args=(synth, there))
+        child = context.Process(target=use_it)
         child.start()
         assert here.poll(WAIT_S) and "fork" in here.recv()
         child.join(WAIT_S)
@@ -196,13 +176,7 @@ def is_set():
     before = now()
     many = SWITCH_S, (YOUNG_OBJECTS, *before[1][1:]), True
 
-    def wait(expected: bool) -> None:
-        until_s = time.monotonic() + WAIT_S
-        while now() != (many if expected else before):
-            assert time.monotonic() < until_s, f"expected {many if expected else before}, found {now()}"
-            time.sleep(1e-3)
-
-    yield wait
+    yield lambda expected: until(lambda: now() == (many if expected else before), f"{expected}, found {now()}")
     assert now() == before
     gc.freeze()
 
@@ -212,53 +186,38 @@ def opened(synth: Synthesizer, seed: int) -> Stream:
     return speak(synth, seed, frames=None, options=replace(ONE, buffer_frames=2))
 
 
-@pytest.mark.parametrize("engine", ["batch", "batch-ahead"])
+@pytest.mark.parametrize("engine", ["single", "batch"])
 def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_set, engine):
     with fake_synthesizer(engine=engine) as synth:
         streams = [opened(synth, seed) for seed in range(MANY - 1)]
         settle(synth)  # by one stream more
         is_set(False)
         streams += [opened(synth, seed) for seed in range(MANY - 1, MANY + 3)]
-        is_set(True)
+        settle(synth)
+        is_set(engine == "batch")
         while len(streams) > FEW + 2:
             streams.pop().cancel()
         settle(synth)
-        is_set(True)
+        is_set(engine == "batch")
         for stream in streams[:2]:
             stream.cancel()
         is_set(False)
 
 
-def test_the_process_is_not_set_for_streams_of_the_single_engine(is_set):
-    with fake_synthesizer(engine="single") as synth:
-        streams = [opened(synth, seed) for seed in range(MANY + 3)]
-        settle(synth)
-        is_set(False)
-        assert all(next(stream).frames for stream in streams)
-
-
-def test_of_several_engines_the_last_crowd_puts_back_what_was(is_set):
+def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ended_it(is_set, monkeypatch):
     first, second = (fake_synthesizer(engine="batch") for _ in range(2))
     with many_streams():
         streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
-        for synth in (first, second):
-            settle(synth)
+        settle(first), settle(second)
     is_set(True)
     first.close()
     is_set(True)
-    second.close()
+    assert {stream.finish_reason for stream in streams[: MANY + 1]} == {"cancelled"}
+    monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        streams[-1].read()
     is_set(False)
-    assert {stream.finish_reason for stream in streams} == {"cancelled"}
-
-
-def test_a_crowd_that_a_failing_turn_ends_leaves_nothing_set(is_set, monkeypatch):
-    with fake_synthesizer(engine="batch") as synth:
-        streams = [opened(synth, seed) for seed in range(MANY + 1)]
-        is_set(True)
-        monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            streams[0].read()
-        is_set(False)
+    second.close()
 
 
 def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
@@ -278,44 +237,16 @@ def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
         gc.set_threshold(*before[1])
 
 
-def test_contexts_of_many_threads_that_end_in_any_order_put_back_what_was(is_set):
-    seen, turns = [], threading.Barrier(8, timeout=WAIT_S)
-
-    def take_part(number: int) -> None:
-        for turn in range(50):
-            with many_streams(collect=False):
-                turns.wait()  # all are inside
-                seen.append(sys.getswitchinterval())
-                time.sleep(1e-4 * ((number + turn) % 8))
-            turns.wait()
-
-    threads = [in_thread(partial(take_part, number)) for number in range(8)]
-    for thread in threads:
-        joined(thread)
-    assert len(seen) == 400 and set(seen) == {SWITCH_S}
-    is_set(False)
-
-
 def executor_of(synth):
-    return synth._engine._worker.executors[0]
+    return next(iter(synth._engine._worker.executors.values()))
 
 
 @pytest.mark.parametrize("error", [KeyError("a wrong book"), MemoryError("no memory"), SystemExit(1)], ids=repr)
 def test_a_turn_that_raises_ends_its_streams_and_the_next_are_served(make, error, caplog):
     backend = FakeBackend(held=True)
     with make(backend) as synth:
-        streams = [speak(synth, seed, frames=1_000) for seed in range(3)]
-        session = synth.open()
-        session.feed("abc")
-        readers, told = [], []
-
-        def read(stream) -> None:
-            try:
-                stream.read()
-            except EngineError as told_of:
-                told.append(str(told_of))
-
-        readers = [in_thread(partial(read, stream)) for stream in (*streams, session)]
+        streams = [synth.open(), *(speak(synth, seed, frames=1_000) for seed in range(3))]
+        streams[0].feed("abc")
         backend.wait_entered(1)
         executor = executor_of(synth)
         turn = executor.turn
@@ -327,9 +258,9 @@ def test_a_turn_that_raises_ends_its_streams_and_the_next_are_served(make, error
 
         executor.turn = broken
         backend.release()
-        for reader in readers:
-            joined(reader)
-        assert len(told) == 4 and all(type(error).__name__ in message for message in told)
+        for stream in streams:
+            with pytest.raises(EngineError, match=type(error).__name__):
+                stream.read()
         assert "a turn failed" in caplog.text
         assert len(list(speak(synth, seed=9))) == 6
         settle(synth)
@@ -341,7 +272,7 @@ def test_the_streams_of_another_engine_go_on():
     with fake_synthesizer(backend, engine="auto") as synth:
         single = [speak(synth, seed, frames=30) for seed in (1, 2)]
         together = speak(synth, seed=3, frames=30)
-        broken = synth._engine._worker.executors[1]
+        broken = synth._engine._worker.executors["batch"]
         broken._look_round = lambda now_s: 1 / 0
         backend.release()
         with pytest.raises(EngineError, match="ZeroDivisionError"):
@@ -368,34 +299,14 @@ def test_a_turn_that_always_raises_does_not_spin(make):
         for seed in range(3):
             with pytest.raises(EngineError, match="never again"):
                 speak(synth, seed).read()
-        until_s = time.monotonic() + WAIT_S
-        while not (synth._engine._worker.sleeps and synth._engine._inbox.empty()):
-            assert time.monotonic() < until_s
+        until(lambda: synth._engine._worker.sleeps and synth._engine._inbox.empty(), "the worker to sleep")
         assert len(turns) <= 3 * 3
-
-
-def test_an_engine_that_nobody_serves_is_named(make):
-    with make() as synth:
-        job = synth._engine.open(_Work(), 8, "nothing")
-        with pytest.raises(EngineError, match="nothing here makes streams of the engine 'nothing'"):
-            job.take()
-        assert len(list(speak(synth, seed=2))) == 6
-
-
-class _Work:
-    codes, finish_reason, cancelled, pending_frames = [], None, False, 0
-
-    def ready(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog):
     synth = fake_synthesizer(engine="auto")
     streams = [synth.open(options=ONE) for _ in range(3)]
-    synth._engine._worker.executors[0].close = lambda: 1 / 0
+    executor_of(synth).close = lambda: 1 / 0
     synth.close()
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 3
     assert "could not be closed" in caplog.text and not synth._engine._thread.is_alive()
@@ -408,16 +319,3 @@ def test_a_closed_synthesizer_lets_go_of_its_models(make):
     synth.close()
     gc.collect()
     assert model() is None and isinstance(synth._engine, Engine)
-
-
-def test_the_worker_sleeps_when_nothing_is_to_be_done(make):
-    backend = FakeBackend(eos_after=50)
-    with make(backend) as synth:
-        waiting = synth.open(options=ONE)
-        waiting.feed("abc")
-        slow = speak(synth, seed=2, frames=None, options=replace(ONE, buffer_frames=3))
-        settle(synth)
-        made = backend.entered
-        time.sleep(0.02)  # not a synchronisation: a worker that goes on would make frames meanwhile
-        assert backend.entered == made and synth._engine._worker.sleeps
-        slow.cancel(), waiting.cancel()

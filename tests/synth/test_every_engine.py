@@ -126,10 +126,8 @@ def test_chunks_are_contiguous_float32_and_end_where_the_codes_end(make):
 def test_where_no_schedule_is_asked_for_chunks_of_many_streams_stay_small(make):
     with make() as synth:
         stream = synth.stream("Hello.", max_frames=16, seed=1)
-        frames, schedule = (
-            [chunk.frames for chunk in stream],
-            SCHEDULE if stream.engine == "single" else TOGETHER_SCHEDULE,
-        )
+        frames = [chunk.frames for chunk in stream]
+    schedule = SCHEDULE if stream.engine == "single" else TOGETHER_SCHEDULE
     assert tuple(frames[: len(schedule)]) == schedule
 
 

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import OFF, FakeBackend, FakeCodec, fake_model
+from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_model
 
-from mktts.codec.decoder import CodecDecoder
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS
 from mktts.speech.guard import Guard
 from mktts.speech.options import Chunk, Plan, StreamOptions
 from mktts.speech.text import SEGMENT_CHARS
@@ -23,19 +22,14 @@ from mktts.speech.utterance import MAX_SEGMENT_FRAMES
 from mktts.synth.one_by_one import Generation, StepModel
 
 HELLO = "Hello."
+NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
 
 
 def generation(
-    model: StepModel,
-    *texts: str,
-    options: StreamOptions = OFF,
-    max_frames: int | None = None,
-    seed: int = 5,
-    reference=None,
+    model: StepModel, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None
 ) -> Generation:
-    voice = None if reference is None else SimpleNamespace(codes=reference)
-    requests = [Request(text, voice=voice) for text in texts or (HELLO,)]
-    return model.speak(requests, Plan(Sampling(), seed, max_frames, options), time.perf_counter())
+    requests = [Request(text) for text in texts or (HELLO,)]
+    return model.speak(requests, Plan(Sampling(), 5, max_frames, options), time.perf_counter())
 
 
 def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
@@ -50,11 +44,6 @@ def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
 
 def pcm_of(chunks: list[Chunk]) -> np.ndarray:
     return np.concatenate([chunk.pcm for chunk in chunks])
-
-
-@pytest.fixture(scope="module")
-def codec(tiny) -> CodecDecoder:
-    return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
 
 class QueueingBackend(FakeBackend):
@@ -98,16 +87,6 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     assert np.array_equal(*map(pcm_of, chunks))
 
 
-def test_a_chunk_comes_with_the_frame_that_completes_it():
-    utterance = generation(fake_model(), max_frames=8)
-    given_after = []
-    while utterance.finish_reason is None:
-        assert utterance.ready()
-        if utterance.step() is not None:
-            given_after.append(len(utterance.codes))
-    assert given_after == [1, 2, 4, 8]
-
-
 def test_timings_add_up_over_the_frames_of_a_chunk():
     chunks = run(generation(fake_model(), max_frames=9))
     assert [chunk.timings.talker_ms for chunk in chunks] == [1.0 * chunk.frames for chunk in chunks]
@@ -115,63 +94,51 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     assert chunks[0].timings.prefill_ms > 0 and {chunk.timings.prefill_ms for chunk in chunks[1:]} == {0.0}
     ready = [chunk.timings.ready_ms for chunk in chunks]
     assert ready == sorted(ready) and ready[0] > 0
-    first = chunks[0].timings
-    assert first.compute_ms == first.prefill_ms + first.talker_ms + first.predictor_ms + first.codec_ms
+    earlier = fake_model().speak([Request(HELLO)], Plan(Sampling(), 0, 1, OFF), time.perf_counter() - 100)
+    assert earlier.step().timings.ready_ms > 100_000  # counted from the call
 
 
-def test_ready_ms_counts_from_the_call():
-    model = fake_model()
-    chunk = model.speak([Request(HELLO)], Plan(Sampling(), 0, 1, OFF), time.perf_counter() - 100).step()
-    assert chunk.timings.ready_ms > 100_000
+# ---- the end, and segments
 
 
-# ---- the end
-
-
-def test_max_frames_counts_the_whole_utterance():
-    backend = FakeBackend(eos_after=4)
-    utterance = generation(fake_model(backend), "One.", "Two.", "Three.", max_frames=10)
+@pytest.mark.parametrize(
+    ("backend", "text", "options", "max_frames", "ended", "cache_frames"),
+    [
+        (FakeBackend(eos_after=4), "One. Two. Three.", OFF, 10, ("max_frames", 10), [10, 6, 2]),
+        (FakeBackend(), "12345", StreamOptions(guard=Guard(None, 3.0, 10)), None, ("runaway", 25), [25]),
+        (FakeBackend(), "12", StreamOptions(), None, ("runaway", 100), [100]),  # the guard is on by default
+        (FakeBackend(), "12", OFF, None, ("max_frames", MAX_SEGMENT_FRAMES), [MAX_SEGMENT_FRAMES]),
+        # The longest repetition of real speech is no runaway.
+        (FakeBackend(code0=lambda frame: frame // 34), HELLO, NO_LENGTH, 200, ("max_frames", 200), [200]),
+    ],
+)
+def test_where_an_utterance_ends_and_how_long_its_caches_are(backend, text, options, max_frames, ended, cache_frames):
+    utterance = generation(fake_model(backend), *text.split(), options=options, max_frames=max_frames)
     run(utterance)
-    assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 10)
-    assert [state.max_frames for state in backend.states] == [10, 6, 2]
-
-
-def test_the_longest_repetition_of_real_speech_is_no_runaway():
-    longest = 34
-    backend = FakeBackend(code0=lambda frame: frame // longest)
-    utterance = generation(
-        fake_model(backend), options=StreamOptions(guard=Guard(frames_per_text_token=None)), max_frames=200
-    )
-    run(utterance)
-    assert utterance.finish_reason == "max_frames"
-
-
-def test_a_missing_end_of_speech_is_a_runaway_by_the_length_of_the_text():
-    guard = Guard(frames_per_text_token=3.0, slack_frames=10)
-    backend = FakeBackend()
-    utterance = generation(fake_model(backend), "12345", options=StreamOptions(guard=guard))
-    run(utterance)
-    assert (utterance.finish_reason, len(utterance.codes)) == ("runaway", 10 + 3 * 5)
-    assert backend.states[0].max_frames == 10 + 3 * 5  # and its key-value cache is no longer than that
-
-
-def test_the_guard_is_on_by_default_and_can_be_off():
-    text = "12"
-    assert run_length(StreamOptions(), text) == Guard().limit_frames(len(text)) == 100
-    assert run_length(OFF, text) == MAX_SEGMENT_FRAMES
-
-
-def run_length(options: StreamOptions, text: str) -> int:
-    utterance = generation(fake_model(), text, options=options)
-    run(utterance)
-    return len(utterance.codes)
+    assert (utterance.finish_reason, len(utterance.codes)) == ended
+    assert [state.max_frames for state in backend.states] == cache_frames
 
 
 def test_the_limit_of_the_model_bounds_a_segment():
-    backend = FakeBackend()
-    utterance = generation(fake_model(backend, positions=50), "12345")
+    utterance = generation(fake_model(positions=50), "12345")
     run(utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 45)
+
+
+def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
+    backend = FakeBackend(eos_after=3)
+    model = fake_model(backend)
+    utterance = generation(model, "One.", "Two.", "Three.")
+    chunks = run(utterance, steps=3)
+    assert model.prompts.built == ["One."]  # the others when their turns come
+    chunks += run(utterance)
+    assert utterance.finish_reason == "eos"
+    assert model.prompts.built == ["One.", "Two.", "Three."]
+    assert [state.seed for state in backend.states] == [5, 6, 7]
+    assert model.codec.starts == 1
+    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
+    at_once = FakeCodec().decode(torch.stack(utterance.codes), FakeCodecState())
+    assert np.array_equal(pcm_of(chunks), at_once.numpy())
 
 
 def test_a_cancelled_step_decodes_nothing_more():
@@ -183,94 +150,7 @@ def test_a_cancelled_step_decodes_nothing_more():
     assert model.codec.decoded == []
 
 
-# ---- long text
-
-
-def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
-    backend, model = FakeBackend(eos_after=3), None
-    model = fake_model(backend)
-    utterance = generation(model, "One.", "Two.", "Three.", seed=9)
-    chunks = run(utterance)
-    assert utterance.finish_reason == "eos"
-    assert model.prompts.built == ["One.", "Two.", "Three."]
-    assert [state.seed for state in backend.states] == [9, 10, 11]
-    assert model.codec.starts == 1
-    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
-
-
-def test_a_segment_is_built_when_its_turn_comes():
-    model = fake_model(FakeBackend(eos_after=3))
-    run(generation(model, "One.", "Two."), steps=3)
-    assert model.prompts.built == ["One."]
-
-
-def test_no_step_at_a_join_is_larger_than_inside(codec):
-    """The decoder goes on over a join, so its samples are those of one utterance; restarting it would jump."""
-    model = replace(fake_model(FakeBackend(eos_after=5)), codec=codec)
-    utterance = generation(model, "One.", "Two.", "Three.", "Four.")
-    pcm = pcm_of(run(utterance))
-    steps = np.abs(np.diff(pcm))
-    joins = np.array([5, 10, 15]) * SAMPLES_PER_FRAME - 1
-    inside = np.delete(steps, joins)
-    assert steps[joins].max() <= inside.max()
-    pieces = [codec.decode_all(piece).numpy() for piece in torch.stack(utterance.codes).split(5)]
-    restarted = np.concatenate(pieces)
-    assert (
-        np.abs(restarted - pcm).max() > 100 * np.abs(codec.decode_all(torch.stack(utterance.codes)).numpy() - pcm).max()
-    )
-
-
-# ---- an in-context voice
-
-
-@pytest.mark.parametrize("frames", [3, 40])
-def test_the_codec_hears_the_reference_first_and_its_audio_is_left_out(codec, frames):
-    reference = torch.randint(2048, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(1))
-    utterance = generation(replace(fake_model(), codec=codec), max_frames=12, reference=reference)
-    pcm = pcm_of(chunks := run(utterance))
-    whole = codec.decode_all(torch.cat((reference, torch.stack(utterance.codes)))).numpy()
-    assert np.abs(pcm - whole[frames * SAMPLES_PER_FRAME :]).max() <= 1e-5
-    assert chunks[0].start_s == 0
-
-
-# ---- the silent lead
-
-
-@pytest.mark.parametrize("silent", [0, 1, 5])
-def test_the_silent_lead_is_left_out_but_for_forty_milliseconds(silent):
-    model = fake_model(codec=FakeCodec(silent_frames=silent))
-    whole = pcm_of(run(generation(model, max_frames=12)))
-    trimmed_model = fake_model(codec=FakeCodec(silent_frames=silent))
-    utterance = generation(trimmed_model, options=replace(OFF, trim_lead=True), max_frames=12)
-    chunks = run(utterance)
-    start = max(0, silent * SAMPLES_PER_FRAME - SAMPLE_RATE_HZ * 40 // 1_000)
-    assert np.array_equal(pcm_of(chunks), whole[start:])
-    assert chunks[0].start_s == pytest.approx(start / SAMPLE_RATE_HZ)
-    assert sum(chunk.frames for chunk in chunks) == len(utterance.codes) == 12
-    # the schedule starts with the first chunk that is heard
-    assert [chunk.frames for chunk in chunks] == [silent + 1, 1, 2, 4, 8][: len(chunks) - 1] + [chunks[-1].frames]
-
-
-def test_forty_milliseconds_are_kept_across_the_edge_of_a_frame_and_a_click_is_silence():
-    """The first audible sample is the first of frame 2, so what is kept before it was decoded with frame 1."""
-
-    class Loud(FakeCodec):
-        def decode(self, codes, state):
-            pcm = super().decode(codes, state) * 0
-            if state.frames > 2:
-                pcm[:] = 0.5
-            elif state.frames == 1:
-                pcm[..., :48] = 10 ** (-51 / 20)  # the click that the shipped voice begins with
-            return pcm
-
-    utterance = generation(fake_model(codec=Loud()), options=replace(OFF, trim_lead=True), max_frames=4)
-    first = run(utterance)[0]
-    kept = SAMPLE_RATE_HZ * 40 // 1_000
-    assert first.pcm.tolist() == [0.0] * kept + [0.5] * SAMPLES_PER_FRAME
-    assert first.start_s == pytest.approx((2 * SAMPLES_PER_FRAME - kept) / SAMPLE_RATE_HZ)
-
-
-@pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 21])
+@pytest.mark.parametrize("frames", [1, 2, 16, 21])
 def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
     plain = run(generation(fake_model(), max_frames=frames))
     beside = generation(replace(fake_model(), overlaps=True), max_frames=frames)
@@ -283,16 +163,11 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
     assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
 
 
-def fed(model: StepModel, options: StreamOptions = OFF, max_frames: int | None = None):
-    max_chars = options.max_chars_per_segment or SEGMENT_CHARS
-    return model.listen(Request(""), max_chars, Plan(Sampling(), 5, max_frames, options))
+# ---- fed text
 
 
-def test_without_text_nothing_is_made():
-    backend = FakeBackend()
-    utterance, _ = fed(fake_model(backend))
-    assert not utterance.ready()
-    assert backend.entered == 0 and backend.states == []
+def fed(model: StepModel):
+    return model.listen(Request(""), SEGMENT_CHARS, Plan(Sampling(), 5, None, OFF))
 
 
 def test_the_model_steps_as_far_as_the_text_goes_and_hands_out_what_it_has():
@@ -348,10 +223,7 @@ def test_the_end_of_the_text_after_the_last_frame_ends_the_utterance():
         lambda: Guard(repeat_frames=1),
         lambda: Guard(frames_per_text_token=0),
         lambda: Guard(slack_frames=0),
-        lambda: Plan(Sampling(), -1, None, OFF),
         lambda: Plan(Sampling(), 2**63, None, OFF),
-        lambda: Plan(Sampling(), 0, 0, OFF),
-        lambda: Plan(Sampling(), "7", None, OFF),
     ],
 )
 def test_options_out_of_range_are_refused(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ def open_now(synth) -> int:
 
 @pytest.mark.parametrize("at_once", [None, 1, 5])
 def test_each_text_sounds_as_if_it_were_said_alone_and_in_its_turn(make, at_once):
-    with make(FakeBackend(eos_after=7)) as synth:
+    with make(FakeBackend(eos_after=7), slots=2) as synth:  # more than fit wait for their place
         alone = [synth.say(text, seed=4) for text in TEXTS]
         done = []
         many = synth.say_many(iter(TEXTS), seed=4, at_once=at_once, on_done=done.append)
@@ -40,15 +41,10 @@ def test_each_text_sounds_as_if_it_were_said_alone_and_in_its_turn(make, at_once
 
 
 def test_every_text_draws_a_seed_of_its_own_where_none_is_given(make):
-    with make(FakeBackend(eos_after=3)) as synth:
+    backend = FakeBackend(eos_after=3)
+    with make(backend) as synth:
         list(synth.say_many(["Same."] * 5))
-        seeds = {seed for seed in synth_backend(synth).order if seed != 999}
-        assert len(seeds) == 5
-
-
-def synth_backend(synth) -> FakeBackend:
-    model = synth._models.any()
-    return model.lanes.backend if hasattr(model, "lanes") else model.backend
+        assert len(set(backend.order)) == 5
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -65,21 +61,6 @@ def test_no_more_streams_are_open_than_asked_for(make, at_once):
     assert max(open_streams) <= at_once - 1  # one more is opened then
 
 
-def test_as_many_as_the_engine_has_room_for_where_nothing_is_asked_for():
-    for engine, room in (("single", 1), ("batch", 3), ("auto", 3)):
-        with fake_synthesizer(engine=engine, **({} if engine == "single" else {"slots": 3})) as synth:
-            taken = []
-            many = synth.say_many((taken.append(text) or text for text in TEXTS), max_frames=3)
-            next(many)
-            assert len(taken) == room + 1
-            many.close()
-
-
-def test_more_than_fit_wait_for_their_place():
-    with fake_synthesizer(FakeBackend(eos_after=4), engine="batch", slots=2) as synth:
-        assert len(list(synth.say_many(TEXTS, at_once=12))) == len(TEXTS)
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 @pytest.mark.parametrize("fails", ["opening", "speaking"])
 def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_once, fails):
@@ -94,35 +75,58 @@ def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_on
         assert len(got) == 2 and open_now(synth) == 0 and list(synth.say_many([])) == []
 
 
-@pytest.mark.parametrize("leave", ["close", "dropped", "raised", "on_done"])
-def test_leaving_early_ends_what_is_open(make, leave):
+@pytest.mark.parametrize(("engine", "room"), [("single", 1), ("batch", 16), ("auto", 16)])
+def test_as_many_are_open_as_there_is_room_for_and_a_few_more_where_they_are_asked_for_one_by_one(engine, room):
+    with fake_synthesizer(engine=engine, slots=16) as synth:
+        taken = []
+        many = synth.say_many((taken.append(text) or text for text in itertools.repeat("Text.")), max_frames=3)
+        next(many)
+        assert len(taken) == room + 1
+        many.close()
+        taken.clear()
+        said = synth.say_each(lambda: taken.append(1) or Asked("Text.", {"max_frames": 2}))
+        next(said)
+        assert len(taken) == room + room // 8 + 1
+        said.close()
+
+
+def fails(*_):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["say_many", "say_each"])
+@pytest.mark.parametrize("leave", ["close", "dropped", "raised", "a callback raised"])
+def test_leaving_early_ends_what_is_open(make, method, leave):
+    calls_back = leave == "a callback raised"
+    settings = {"max_frames": 20, "options": ONE}
     with make() as synth:
-
-        def on_done(done: int) -> None:
-            if leave == "on_done":
-                raise ZeroDivisionError
-
-        many = synth.say_many(TEXTS, at_once=4, max_frames=20, options=ONE, on_done=on_done)
-        if leave == "on_done":
-            with pytest.raises(ZeroDivisionError):
-                next(many)
+        if method == "say_many":
+            made = synth.say_many(TEXTS, at_once=4, on_done=fails if calls_back else None, **settings)
         else:
-            next(many)
-            if leave == "close":
-                many.close()
-            elif leave == "raised":
-                with pytest.raises(KeyError):
-                    many.throw(KeyError())
-            else:
-                del many
+            asked = [Asked(text, settings) for text in TEXTS]
+            made = synth.say_each(lambda: fails() if calls_back and len(asked) < 7 else asked.pop(), at_once=4)
+        if calls_back:
+            with pytest.raises(ZeroDivisionError):
+                list(made)
+        else:
+            next(made)
+        if leave == "close":
+            made.close()
+        elif leave == "raised":
+            with pytest.raises(KeyError):
+                made.throw(KeyError())
+        del made
         assert open_now(synth) == 0
         assert all(job.over for job in list(synth._engine._jobs))
 
 
-@pytest.mark.parametrize("at_once", [0, -1, 1.5, True, "2"])
-def test_how_many_at_once_is_checked_at_the_call(make, at_once):
-    with make() as synth, pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
-        synth.say_many(TEXTS, at_once=at_once)
+def test_how_many_at_once_is_checked_at_the_call():
+    with fake_synthesizer() as synth:
+        for at_once in (0, 1.5, True, "2"):
+            with pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
+                synth.say_many(TEXTS, at_once=at_once)
+            with pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
+                synth.say_each(lambda: None, at_once=at_once)
 
 
 # ---- each as soon as it is over
@@ -157,35 +161,3 @@ def test_what_is_asked_for_because_of_the_last_one_is_made_too(make):
             if len(names) < 4:
                 left.append(Asked("More.", {}, said.asked.name + 1))
         assert names == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("leave", ["close", "dropped", "ask"])
-def test_leaving_them_early_ends_what_is_open(make, leave):
-    with make() as synth:
-        asked = [Asked("Text.", {"max_frames": frames, "options": ONE}) for frames in (1, 20, 20, 20)]
-
-        def ask():
-            if not asked and leave == "ask":
-                raise ZeroDivisionError
-            return asked.pop(0) if asked else None
-
-        said = synth.say_each(ask, at_once=3)
-        if leave == "ask":
-            with pytest.raises(ZeroDivisionError):
-                list(said)
-        else:
-            next(said)
-            if leave == "close":
-                said.close()
-            else:
-                del said
-        assert open_now(synth) == 0
-
-
-def test_as_many_as_fit_and_a_few_more_are_open():
-    with fake_synthesizer(engine="batch", slots=16) as synth:
-        taken = []
-        said = synth.say_each(lambda: taken.append(1) or Asked("Text.", {"max_frames": 2}))
-        next(said)
-        assert len(taken) == 16 + 2 + 1
-        said.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FAKE_ENGINES, OFF, ONE, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
-from mktts.batch.tick import TickModel
-from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, SamplingError, TextError
+from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
 from mktts.speech.job import Job
-from mktts.speech.stream import Session
 from mktts.synth import Synthesizer, one_by_one
 from mktts.synth.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
 from mktts.synth.one_by_one import MAX_FRAMES_AHEAD, OneByOne
@@ -27,6 +25,8 @@ from mktts.synth.synthesizer import BatchSettings
 SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))
 TOGETHER = SimpleNamespace(model=BATCH)
 TORCH = Sampling(rng="torch")
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+DTYPE = r"dtype must be torch\.bfloat16, torch\.float32 or None"
 
 
 @pytest.mark.parametrize(
@@ -52,26 +52,6 @@ def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
         for use in (synth.stream, lambda text, **settings: synth.open(**settings), synth.say):
             with pytest.raises(SamplingError, match="take backend='torch', engine='single'"):
                 use("Hello.", sampling=TORCH)
-
-
-def test_every_engine_is_warmed_up():
-    with fake_synthesizer(engine="auto") as synth:
-        opened = []
-        plain = synth._engine.open
-        synth._engine.open = lambda work, frames, on, *more: opened.append(on) or plain(work, frames, on, *more)
-        synth.warm_up()
-        assert opened == ["single", "batch"]
-    with pytest.raises(EngineError, match="closed"):
-        synth.warm_up()
-
-
-def test_room_and_letting_go():
-    models = Models(SINGLE, TOGETHER)
-    assert (models.room, Models(SINGLE, None).room, models.any()) == (7, 1, SINGLE)
-    models.let_go()
-    for use in (models.any, lambda: models.pick(0, 0, Sampling()), lambda: models.check(Sampling())):
-        with pytest.raises(EngineError, match="closed"):
-            use()
 
 
 def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
@@ -102,12 +82,20 @@ def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
         ({"deterministic": True, "backend": "megakernel"}, BackendUnavailable, "deterministic=True"),
         ({"deterministic": True, "backend": "upstream"}, BackendUnavailable, "deterministic=True"),
         ({"batch": {"max_streams": 3}}, OptionsError, "must be BatchSettings or None, got dict"),
+        ({"backend": "megakernel"}, BackendUnavailable, "needs a CUDA device"),
+        ({"backend": "banana"}, BackendUnavailable, "banana"),
+        ({"device": "tpu"}, BackendUnavailable, "tpu"),
+        ({"device": "meta"}, BackendUnavailable, "meta"),
+        pytest.param({"device": "cuda"}, BackendUnavailable, "no CUDA device", marks=NO_CUDA),
+        ({"dtype": "bfloat16"}, BackendUnavailable, DTYPE),
+        ({"dtype": torch.float16}, BackendUnavailable, DTYPE),
+        ({"checkpoint": "no/such/folder"}, CheckpointError, "no/such/folder"),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_what_contradicts_itself_is_refused_by_name(tiny, settings, error, said):
+def test_what_cannot_be_loaded_is_refused_by_name(tiny, settings, error, said):
     with pytest.raises(error, match=said):
-        Synthesizer.load(tiny, device="cpu", **settings)
+        Synthesizer.load(**{"checkpoint": tiny, "device": "cpu", **settings})
 
 
 @pytest.mark.parametrize(
@@ -118,11 +106,9 @@ def test_what_contradicts_itself_is_refused_by_name(tiny, settings, error, said)
         ({"backend": "megakernel"}, True, False),
         ({"engine": "single"}, True, False),
         ({"engine": "batch"}, False, True),
-        ({"engine": "batch", "backend": "torch"}, False, True),
         ({"deterministic": True}, False, True),
         ({"deterministic": True, "backend": "torch"}, False, True),
         ({"deterministic": False}, True, True),
-        ({"deterministic": True, "engine": "batch"}, False, True),
     ],
     ids=str,
 )
@@ -130,23 +116,6 @@ def test_what_is_loaded_for_what_is_asked(settings, single, together):
     asked = {"backend": "auto", "engine": "auto", "deterministic": None, **settings}
     wanted = Loading.checked(device="cpu", dtype=None, cpu_threads=None, batch=None, **asked)
     assert (wanted.single, wanted.together) == (single, together)
-
-
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        ({}, ["single", "single", "batch"]),
-        ({"deterministic": True}, ["batch"] * 3),
-    ],
-    ids=str,
-)
-def test_streams_say_what_makes_them(tiny, settings, engines):
-    with Synthesizer.load(tiny, device="cpu", **settings) as synth:
-        streams = [synth.stream("Hello there.", seed=seed, max_frames=200) for seed in range(3)]
-        assert [stream.engine for stream in streams] == engines
-        for stream in streams:
-            next(stream)
-            stream.cancel()
 
 
 def test_the_batch_may_be_limited(tiny):
@@ -159,47 +128,10 @@ def test_the_batch_may_be_limited(tiny):
 SLOW = replace(ONE, buffer_frames=2)
 
 
-class Launches(FakeBackend):
-    """Notes how many frames each launch of the single engine makes."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.launched: list[int] = []
-
-    def frames(self, state: Any, rows: Sequence[torch.Tensor | None]) -> Iterator[Any]:
-        self.launched.append(len(rows))
-        return super().frames(state, rows)
-
-
 @pytest.fixture
 def synth() -> Iterator[Synthesizer]:
     with fake_synthesizer(engine="auto") as made:
         yield made
-
-
-def waiting(synth: Synthesizer, seed: int = 1) -> Session:
-    """A stream that has spoken what it has, and waits for more text."""
-    session = synth.open(seed=seed, options=ONE)
-    session.feed("abc")
-    assert [next(session).frames for _ in range(3)] == [1, 1, 1]
-    settle(synth)
-    return session
-
-
-def test_streams_without_text_count_for_nothing(synth):
-    idle = [synth.open() for _ in range(100)]
-    streams = [speak(synth, seed, frames=400, options=replace(ONE, buffer_frames=10_000)) for seed in range(3)]
-    assert [stream.engine for stream in streams][:2] == ["single", "single"]
-    assert {session.engine for session in idle} == {None}
-    assert synth._engine.open_streams <= 3
-
-
-def test_streams_that_wait_for_text_or_for_their_reader_leave_the_single_engine_to_others(synth):
-    resting = [waiting(synth), speak(synth, seed=2, frames=None, options=SLOW)]
-    settle(synth)
-    assert [stream.engine for stream in resting] == ["single", "single"]
-    assert (synth._engine.open_streams, synth._engine.due_streams) == (2, 0)
-    assert speak(synth, seed=3).engine == "single"
 
 
 def test_resting_streams_pile_up_on_the_single_engine_only_so_far(synth):
@@ -239,97 +171,20 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
             session.cancel()
 
 
-@pytest.mark.parametrize("batched", ["none", "speaking", "waiting"])
-def test_while_batched_streams_are_open_a_launch_of_the_megakernel_makes_one_frame(batched):
-    backend = Launches()
-    with fake_synthesizer(backend, engine="auto") as synth:
-        holding = [waiting(synth, seed) for seed in range(2 * OPEN_SINGLY)] if batched == "waiting" else []
-        for session in holding:
-            if session.engine == "single":
-                session.cancel()
-        settle(synth)
-        backend.launched.clear()
-        if batched == "speaking":
-            backend.held = True
-            singles = [speak(synth, seed, frames=40) for seed in range(SINGLE_STREAMS)]
-            holding = [speak(synth, 5, frames=4_000, options=replace(ONE, buffer_frames=10_000))]
-            for stream in singles:
-                stream.cancel()
-            backend.release()
-        beside = [stream for stream in holding if not stream._job.over]
-        assert all(stream.engine == "batch" for stream in beside) and bool(beside) == (batched != "none")
-        model, _ = synth._models.each()[0]
-        stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, 0.0, True, (model, "single"))
-        assert sum(chunk.frames for chunk in stream) == 40
-        assert max(backend.launched, default=1) == (MAX_FRAMES_AHEAD if batched == "none" else 1)
-        for other in beside:
-            other.cancel()
+@pytest.mark.parametrize("beside", [False, True])
+def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(synth, beside):
+    single, batch = synth._models.each()
+    resting = synth._stream("Hello.", {"seed": 2, "options": SLOW}, True, batch) if beside else None
+    settle(synth)
+    launched, frames = [1], single[0].backend.frames
+    single[0].backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
+    stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, True, single)
+    assert sum(chunk.frames for chunk in stream) == 40
+    assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
+    assert resting is None or resting.rests
 
 
-# ---- streams that have not begun, on every engine
-
-
-@pytest.fixture(params=FAKE_ENGINES)
-def made(request) -> Iterator[Synthesizer]:
-    with fake_synthesizer(engine=request.param) as synth:
-        yield synth
-
-
-def test_a_stream_begins_with_its_first_visible_text(made):
-    session = made.open(seed=1, options=ONE)
-    session.feed(" \n")
-    settle(made)
-    assert session.engine is None and made._engine.open_streams == 0 and not session._job.over
-    session.feed("ab")
-    assert session.engine in ("single", "batch")
-    assert next(session).frames == 1
-    session.cancel()
-
-
-def test_a_stream_that_has_not_begun_ends_in_every_way(made):
-    cancelled, ended, silent, closed = (made.open() for _ in range(4))
-    cancelled.cancel()
-    with ended:
-        pass
-    for session in (cancelled, ended):
-        assert list(session) == [] and session.finish_reason == "cancelled"
-        session.feed("dropped"), session.finish()
-        assert session.engine is None and len(session.codes) == 0
-    with pytest.raises(TextError, match="expected text"):
-        silent.finish()
-    made.close()
-    assert closed.finish_reason == "cancelled" and list(closed) == []
-    closed.feed("dropped"), closed.finish()
-    with pytest.raises(EngineError, match="closed"):
-        made.open()
-
-
-def test_whoever_waits_for_a_stream_that_has_not_begun_gets_what_it_then_makes(made):
-    session = made.open(seed=1, options=ONE, max_frames=2)
-    heard: list[int] = []
-    reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
-    session.feed("abc")
-    joined(reader)
-    assert heard == [1, 1]
-
-
-class Work:
-    """An utterance whose frames take a time that is known."""
-
-    def __init__(self, clock: Any, frame_s: float) -> None:
-        self.codes: list[int] = []
-        self.finish_reason, self.cancelled, self.pending_frames = None, False, 0
-        self._clock, self._frame_s = clock, frame_s
-
-    def ready(self) -> bool:
-        return True
-
-    def step(self) -> None:
-        self._clock.now_s += self._frame_s
-        self.codes.append(0)
-
-    def close(self) -> None:
-        pass
+# ---- admission to the single engine, on a clock of the test
 
 
 @pytest.fixture
@@ -339,9 +194,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def opened(executor: OneByOne, clock: Any, frame_s: float, paced: bool = True) -> Job:
-    job = Job(10_000, SimpleQueue(), paced=paced)
-    job.begin(Work(clock, frame_s), "single")
+def opened(executor: OneByOne, clock: Any, frame_s: float) -> Job:
+    """A stream whose frames take a time that is known."""
+    work = SimpleNamespace(codes=[], finish_reason=None, cancelled=False, pending_frames=0)
+
+    def step() -> None:
+        clock.now_s += frame_s
+        work.codes.append(0)
+
+    work.ready, work.step, work.close = lambda: True, step, lambda: None
+    job = Job(10_000, SimpleQueue())
+    job.begin(work, "single")
     executor.take(job)
     executor.turn(clock.now_s, False)
     return job
@@ -365,21 +228,6 @@ def test_nobody_is_refused_before_a_server_asks_for_it(clock):
     executor = OneByOne()
     jobs = [opened(executor, clock, 0.05) for _ in range(50)]
     assert all(job.open and job.error is None for job in jobs)
-
-
-def test_who_waits_comes_in_when_somebody_leaves_and_is_refused_in_time(clock):
-    executor = OneByOne()
-    executor.admit(Wishes(max_listeners=1, max_waiting=2, max_wait_s=1.0))
-    first, second, third = (opened(executor, clock, 0.001) for _ in range(3))
-    assert executor.standing.waiting == 2 and second.open and third.open
-    first.cancel()
-    executor.turn(clock.now_s, False)
-    executor.turn(clock.now_s, False)
-    assert executor.standing.waiting == 1 and second.codes
-    clock.now_s += 1.5
-    executor.turn(clock.now_s, False)
-    assert isinstance(third.error, BusyError) and "no place came free in time" in str(third.error)
-    assert executor.open_jobs == 1
 
 
 @pytest.mark.parametrize("engine", ["single", "batch"])
@@ -410,7 +258,3 @@ def test_ticks_are_counted_by_how_long_they_took():
 def test_impossible_wishes_are_refused(wrong):
     with pytest.raises(OptionsError):
         Wishes(**wrong)
-
-
-def test_the_model_of_a_tick_needs_a_part():
-    assert OneByOne().carries >= 1 and isinstance(OneByOne()._model, TickModel)

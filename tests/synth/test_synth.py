@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes import FakeBackend, fake_synthesizer
+from fakes import ONE, FakeBackend, fake_synthesizer
+from served import until
 
+import mktts
 from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import BackendUnavailable, CheckpointError, EngineError, OptionsError, PromptError, TextError
+from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Sampling
+from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.speech.front import FrontEnd
 from mktts.speech.guard import Guard
 from mktts.speech.options import SCHEDULE, StreamOptions
 from mktts.speech.stream import Stream
-from mktts.speech.text import MAX_TEXT_CHARS, clean_text
+from mktts.speech.text import MAX_TEXT_CHARS
 from mktts.synth import Synthesizer
 from mktts.synth.loading import step_backend
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
-_CUDA = {"device": "cuda", "engine": "batch", "batch": _SMALL}
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
@@ -59,18 +68,19 @@ def synth(tiny, loading):
 
 
 @pytest.fixture(scope="module")
-def margin_synth(tiny_margin, loading):
-    with Synthesizer.load(tiny_margin, **loading) as synthesizer:
-        yield synthesizer
-
-
-@pytest.fixture(scope="module")
 def codec(tiny):
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
 
 def speak(synth: Synthesizer, text: str = TEXT, frames: int = 12, **settings) -> Stream:
     return synth.stream(text, **{"seed": 1, "max_frames": frames, "options": OFF, **WHO, **settings})
+
+
+def voice(seed: int, reference_frames: int = 0) -> Voice:
+    """With frames of a reference, one that is continued in context."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(64, (reference_frames, NUM_CODEBOOKS), generator=draw) if reference_frames else None
+    return Voice(torch.randn(64, generator=draw), codes, "Reference speech." if reference_frames else None, "0b6")
 
 
 # ---- what comes out
@@ -84,18 +94,16 @@ def test_the_pcm_is_what_the_codec_makes_of_the_codes_offline(synth, codec, limi
     assert pcm.dtype == np.float32 and pcm.shape == (20 * SAMPLES_PER_FRAME,)
 
 
-def test_the_same_seed_gives_the_same_samples_and_another_seed_others(synth):
-    first, again, other = speak(synth), speak(synth), speak(synth, seed=2)
-    pcm = first.read()
-    assert np.array_equal(pcm, again.read())
-    assert not np.array_equal(pcm, other.read())
-
-
-def test_a_drawn_seed_is_told_and_repeats_the_utterance(synth):
-    first = speak(synth, seed=None)
-    pcm = first.read()
-    assert np.array_equal(pcm, speak(synth, seed=first.seed).read())
-    assert speak(synth, seed=None).seed != first.seed
+def test_the_seed_decides_the_samples_where_they_are_drawn(synth, tiny):
+    drawn = speak(synth, seed=None)
+    pcm = drawn.read()
+    assert np.array_equal(pcm, speak(synth, seed=drawn.seed).read())
+    assert np.array_equal(pcm, synth.say(TEXT, max_frames=12, seed=drawn.seed, options=OFF, **WHO))
+    assert np.array_equal(pcm, speak(synth, seed=drawn.seed, sampling=tiny.sampling()).read())  # the checkpoint's
+    other = speak(synth, seed=None)
+    assert other.seed != drawn.seed and not np.array_equal(pcm, other.read())
+    greedy, same = (speak(synth, seed=seed, sampling=Sampling().greedy()).read() for seed in (1, 2))
+    assert np.array_equal(greedy, same) and not np.array_equal(greedy, pcm)
 
 
 def test_the_chunk_schedule_does_not_change_the_samples(synth, limit):
@@ -117,26 +125,6 @@ def test_interleaved_streams_give_what_each_gives_alone(synth):
     assert all(np.array_equal(a, np.concatenate(b)) for a, b in zip(alone, mixed, strict=True))
 
 
-def test_say_is_the_joined_stream_and_the_default_is_the_checkpoint_s_sampling(synth, tiny):
-    pcm = synth.say(TEXT, max_frames=9, seed=1, options=OFF, **WHO)
-    assert np.array_equal(pcm, speak(synth, frames=9).read())
-    assert np.array_equal(pcm, speak(synth, frames=9, sampling=tiny.sampling()).read())
-    assert not np.array_equal(pcm, speak(synth, frames=9, sampling=tiny.sampling().greedy()).read())
-
-
-def test_greedy_speech_does_not_depend_on_the_seed(synth):
-    greedy = Sampling().greedy()
-    assert np.array_equal(speak(synth, seed=1, sampling=greedy).read(), speak(synth, seed=2, sampling=greedy).read())
-
-
-def test_long_text_is_spoken_in_segments_with_one_codec(synth, codec, limit):
-    text = "One short sentence here. And then another one follows. Here is the third of them."
-    options = StreamOptions(guard=Guard(repeat_frames=None, frames_per_text_token=None), max_chars_per_segment=30)
-    stream = synth.stream(text, seed=1, max_frames=30, options=options, **WHO)
-    pcm = stream.read()
-    assert np.abs(pcm - codec.decode_all(stream.codes).numpy()).max() <= limit
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -156,53 +144,37 @@ def test_odd_text_is_spoken(synth, text):
     assert len(stream.read()) == 3 * SAMPLES_PER_FRAME
 
 
-def test_ten_thousand_characters_are_spoken_to_the_end():
-    text = clean_text(("The cat sat on the mat, and Mr. Brown paid 3.50 for it. " * 180)[:10_000])
-    with fake_synthesizer(FakeBackend(eos_after=3)) as synth:
-        stream = synth.stream(text)
-        pcm = stream.read()
-        spoken = synth._models.any().prompts.built
-        assert (" ".join(spoken), stream.finish_reason) == (text, "eos")
-        assert len(pcm) == 3 * len(spoken) * SAMPLES_PER_FRAME and len(spoken) > 30
-
-
 # ---- what is refused, at the call
 
 
-@pytest.mark.parametrize("method", ["stream", "astream", "say"])
-@pytest.mark.parametrize("text", ["", " \n", "\x00\x01", None, 7, "a" * (MAX_TEXT_CHARS + 1)])
-def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, method, text):
-    with pytest.raises(TextError):
-        getattr(synth, method)(text, **WHO)
+@pytest.mark.parametrize("text", [" \n", None, "a" * (MAX_TEXT_CHARS + 1)], ids=["blank", "none", "long"])
+def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, text):
+    for method in (synth.stream, synth.astream, synth.say):
+        with pytest.raises(TextError):
+            method(text, **WHO)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "error", "message"),
     [
-        pytest.param({"speaker": "nobody"}, id="unknown-speaker"),
-        pytest.param({"language": "klingon"}, id="unknown-language"),
-        pytest.param({"layout": "sideways"}, id="unknown-layout"),
-        pytest.param({"instruct": "Whisper."}, id="instruction-for-0.6B"),
+        ({"temperature": 0.5}, OptionsError, r"sampling=Sampling\(talker=Choice\(temperature="),
+        ({"colour": "red"}, OptionsError, "no setting 'colour'; expected one of language, speaker"),
+        ({"options": (1, 1)}, OptionsError, r"must be StreamOptions, got tuple"),
+        ({"sampling": {"top_k": 5}}, OptionsError, "must be a Sampling, got dict"),
+        ({"seed": -1}, OptionsError, "seed must"),
+        ({"seed": 1.5}, OptionsError, "seed must"),
+        ({"max_frames": 0}, OptionsError, "max_frames must"),
+        ({"speaker": "nobody"}, PromptError, "speaker must be one of"),
+        ({"language": "klingon"}, PromptError, "language must be"),
+        ({"layout": "sideways"}, PromptError, "layout must be"),
+        ({"instruct": "Whisper."}, PromptError, "instruct"),
     ],
+    ids=str,
 )
-def test_what_the_checkpoint_does_not_have_is_refused_at_the_call(synth, settings):
-    with pytest.raises(PromptError):
-        synth.stream(TEXT, **{**WHO, **settings})
-    with pytest.raises(PromptError):
-        synth.open(**{**WHO, **settings})
-
-
-def test_fed_text_has_no_whole_layout(synth):
-    with pytest.raises(PromptError, match="streaming layout"):
-        synth.open(layout="whole", **WHO)
-
-
-@pytest.mark.parametrize("settings", [{"seed": -1}, {"max_frames": 0}, {"seed": 1.5}])
-def test_options_out_of_range_are_refused_at_the_call(synth, settings):
-    with pytest.raises(OptionsError):
-        synth.stream(TEXT, **WHO, **settings)
-    with pytest.raises(OptionsError):
-        synth.open(**WHO, **settings)
+def test_a_wrong_setting_is_named_at_the_call(synth, settings, error, message):
+    for method in (partial(synth.stream, TEXT), synth.open):
+        with pytest.raises(error, match=message):
+            method(**{**WHO, **settings})
 
 
 def test_an_instruction_is_cleaned_like_text(tiny_projected):
@@ -213,20 +185,6 @@ def test_an_instruction_is_cleaned_like_text(tiny_projected):
             synth.stream(TEXT, instruct="\x07", **WHO)
         with pytest.raises(TextError, match="instruct must be a str"):
             synth.stream(TEXT, instruct=["a"], **WHO)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"backend": "megakernel", "device": "cpu"}, "needs a CUDA device"),
-        ({"backend": "banana"}, "banana"),
-        ({"device": "tpu"}, "tpu"),
-        ({"device": "meta"}, "meta"),
-    ],
-)
-def test_a_backend_or_device_that_cannot_run_here_is_named(tiny, settings, said):
-    with pytest.raises(BackendUnavailable, match=said):
-        Synthesizer.load(tiny, **settings)
 
 
 def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_says_why(tiny, monkeypatch, caplog):
@@ -245,25 +203,25 @@ def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_s
         step_backend("megakernel", tiny, cuda, torch.bfloat16)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device_is_refused(tiny):
-    with pytest.raises(BackendUnavailable, match="no CUDA device"):
-        Synthesizer.load(tiny, device="cuda")
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(CheckpointError):
-        Synthesizer.load(tmp_path / "nothing")
-
-
 # ---- loading
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attributes_say_what_was_loaded(tiny, dtype):
-    with Synthesizer.load(tiny, device="cpu", dtype=dtype) as synth:
-        assert (synth.backend_name, synth.device, synth.dtype) == ("torch", torch.device("cpu"), dtype)
-        assert synth.checkpoint is tiny and synth.sampling == tiny.sampling()
+def test_the_shortest_program_loads_what_this_machine_has_and_speaks_with_the_first_speaker(tiny):
+    cuda = torch.cuda.is_available()
+    with Synthesizer.load(tiny) as synth:
+        assert synth.device.type == ("cuda" if cuda else "cpu")
+        assert synth.dtype == (torch.bfloat16 if cuda else torch.float32)
+        assert synth.checkpoint is tiny and synth.sampling == tiny.sampling() and synth.front_end is None
+        assert repr(synth).startswith(f"<Synthesizer: {tiny.folder.name}, {synth.backend_name} on {synth.device}, ")
+        first, second, *_ = tiny.config.speakers
+        pcm = synth.say("Hello.", seed=1, max_frames=3)
+        assert np.array_equal(pcm, synth.say("Hello.", speaker=first, seed=1, max_frames=3))
+        assert not np.array_equal(pcm, synth.say("Hello.", speaker=second, seed=1, max_frames=3))
+
+
+def test_a_cpu_computes_in_bfloat16_where_that_is_asked_for(tiny):
+    with Synthesizer.load(tiny, device="cpu", dtype=torch.bfloat16) as synth:
+        assert (synth.backend_name, synth.device, synth.dtype) == ("torch", torch.device("cpu"), torch.bfloat16)
         assert len(speak(synth, frames=2).read()) == 2 * SAMPLES_PER_FRAME
 
 
@@ -278,22 +236,40 @@ def test_only_the_worker_uses_the_cpu_threads_asked_for(tiny, asked, used, monke
     assert set(seen) == {used} and torch.get_num_threads() == before
 
 
-def test_auto_takes_what_this_machine_has(tiny):
-    with Synthesizer.load(tiny) as synth:
-        cuda = torch.cuda.is_available()
-        assert synth.device.type == ("cuda" if cuda else "cpu")
-        assert synth.dtype == (torch.bfloat16 if cuda else torch.float32)
-
-
 @pytest.mark.parametrize("checkpoint", ["tiny", "tiny_base", "tiny_design"])
 def test_every_type_warms_up(request, checkpoint):
     with Synthesizer.load(request.getfixturevalue(checkpoint), device="cpu") as synth:
         synth.warm_up()
+        assert len(synth.standing) == 2 and all(sum(one.ticks.counts) for one in synth.standing.values())
     with pytest.raises(EngineError):
         synth.warm_up()
 
 
+def test_everything_exported_exists_where_it_is_said_to_be():
+    assert set(mktts.__all__) == set(mktts._HOME) <= set(dir(mktts))
+    for name, home in mktts._HOME.items():
+        assert getattr(mktts, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no attribute 'synthesiser'"):
+        _ = mktts.synthesiser
+
+
+def test_the_import_is_light_and_loading_a_voice_makes_none():
+    loads = "import sys, mktts; print('torch' in sys.modules); mktts.Synthesizer; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True).stdout
+    first, modules = printed.splitlines()
+    assert first == "False"
+    mine = [name for name in modules.split() if name.startswith("mktts.")]
+    assert not [name for name in mine if "random." in name or "upstream" in name or ".kernel" in name]
+    assert "num2words" not in modules.split()  # only where a checkpoint reads by it
+
+
 # ---- text that comes later
+
+
+@pytest.fixture(scope="module")
+def margin_synth(tiny_margin, loading):
+    with Synthesizer.load(tiny_margin, **loading) as synthesizer:
+        yield synthesizer
 
 
 @pytest.mark.parametrize("pieces", [[TEXT], [word + " " for word in TEXT.split(" ")], list(TEXT)])
@@ -309,43 +285,188 @@ def test_fed_text_gives_the_codes_of_the_text_at_once(margin_synth, pieces, limi
     assert torch.equal(session.codes, whole.codes)
 
 
-def test_a_session_speaks_before_its_text_is_complete(synth):
+def test_a_session_speaks_before_its_text_is_complete_and_counts_from_the_first(synth):
+    with pytest.raises(PromptError, match="streaming layout"):
+        synth.open(layout="whole", **WHO)
     session = synth.open(seed=1, max_frames=40, options=OFF, **WHO)
+    session.feed(" ")
+    begun_s = time.perf_counter()
     session.feed("Hello there, my good ")
     first = next(session)
-    assert first.frames == 1 and first.timings.ready_ms > 0
+    assert first.frames == 1 and 0 < first.timings.ready_ms <= 1e3 * (time.perf_counter() - begun_s)
     session.feed("friend.")
     session.finish()
     assert first.frames + sum(chunk.frames for chunk in session) == 40
 
 
-def test_ready_ms_of_a_session_counts_from_the_first_text(synth):
-    session = synth.open(seed=1, max_frames=2, options=OFF, **WHO)
-    session.feed(" ")
-    begun_s = time.perf_counter()
-    session.feed("Hello there.")
-    session.finish()
-    chunk = next(session)
-    assert 0 < chunk.timings.ready_ms <= 1e3 * (time.perf_counter() - begun_s)
+# ---- reading it
 
 
-# ---- event loops
-
-
-async def test_astream_gives_what_stream_gives(synth):
-    pcm = speak(synth).read()
-    stream = synth.astream(TEXT, seed=1, max_frames=12, options=OFF, **WHO)
-    assert np.array_equal(np.concatenate([chunk.pcm async for chunk in stream]), pcm)
+async def test_however_it_is_read_the_samples_are_the_same_and_a_second_time_is_an_error(synth):
+    stream, other, left = speak(synth), synth.astream(TEXT, seed=1, max_frames=12, options=OFF, **WHO), speak(synth)
+    pcm = stream.read()
+    assert np.array_equal(np.concatenate([chunk.pcm async for chunk in other]), pcm)
     assert np.array_equal(await speak(synth).aread(), pcm)
+    first = next(iter(left))
+    assert np.array_equal(np.concatenate((first.pcm, left.read())), pcm)
+    for again in (stream.read, lambda: list(stream)):
+        with pytest.raises(EngineError, match="make another stream"):
+            again()
+    with pytest.raises(EngineError, match="make another stream"):
+        await stream.aread()
+    assert repr(stream) == "<Stream: 12 frames, max_frames, seed 1>"
 
 
-def test_a_voice_that_holds_nan_ends_its_stream_by_name_and_the_next_one_is_right(tiny_base, loading):
-    size = tiny_base.config.talker.hidden_size
-    broken, sound = (Voice(torch.full((size,), 0.1), None, None, tiny_base.config.model_size) for _ in range(2))
-    broken.embedding.fill_(torch.nan)  # which no voice is made with
+# ---- what fails
+
+
+def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, loading):
+    broken, sound = voice(1), voice(2)
+    broken.embedding[3] = torch.nan  # which no voice is made with
     settings = {"seed": 1, "max_frames": 4, "options": OFF}
     with Synthesizer.load(tiny_base, **loading) as synth:
-        before = synth.say(TEXT, voice=sound, **settings)
+        wanted = synth.say(TEXT, voice=sound, **settings)
+        beside, bad, later = (synth.stream(TEXT, voice=who, **settings) for who in (sound, broken, sound))
         with pytest.raises(EngineError, match="gave no number.*prompt or voice holds NaN"):
-            synth.say(TEXT, voice=broken, **settings)
-        assert np.array_equal(synth.say(TEXT, voice=sound, **settings), before)
+            bad.read()
+        assert np.array_equal(beside.read(), wanted) and np.array_equal(later.read(), wanted)
+        assert np.array_equal(synth.say(TEXT, voice=sound, **settings), wanted)  # also what has its slot and pages then
+
+
+# ---- many at once on the batch engine of a CPU: the truth is the oracle's, one stream after the other
+
+
+def sampling(talker: dict[str, Any], predictor: dict[str, Any], penalty: float) -> Sampling:
+    return Sampling(Choice(**talker), Choice(**predictor), penalty)
+
+
+SENTENCES = "One sentence to say. And a second one, a little longer. Then the last."
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling().greedy()},
+    {"sampling": sampling({"top_k": 5}, {"top_p": 0.8}, 1.3)},
+    {"sampling": sampling({"temperature": 0.4, "top_p": 0.9}, {"do_sample": False}, 1.0)},
+    {"max_frames": 1},
+    {"options": replace(OFF, max_chars_per_segment=25)},
+    {"options": replace(OFF, trim_lead=True, schedule=(3,))},
+    {"options": StreamOptions(guard=Guard(frames_per_text_token=0.2, slack_frames=3)), "max_frames": None},
+    {"layout": "streaming"},
+]
+OF_A_TYPE: dict[str, list[dict[str, Any]]] = {
+    "tiny": [*PLAIN, {"language": "english"}],
+    "tiny_projected": [{}, {"instruct": "Whisper it."}, {"instruct": "Shout it, as loud as you can.", "seed": 4}],
+    "tiny_design": [{"instruct": "An old man."}, {"instruct": "A young woman, far away."}, {}],
+    "tiny_base": [{"voice": voice(1)}, {"voice": voice(2)}, {"voice": voice(3, 9)}, {"voice": voice(4, 70)}],
+}
+
+
+def heard(stream: Stream) -> tuple[np.ndarray, list, str, str]:
+    return stream.read(), stream.codes.tolist(), stream.finish_reason, stream.engine
+
+
+@pytest.mark.parametrize("checkpoint", OF_A_TYPE)
+def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_one(request, checkpoint):
+    kind = request.getfixturevalue(checkpoint)
+    asked = [{"seed": index, **changes} for index, changes in enumerate(OF_A_TYPE[checkpoint])]
+    with Synthesizer.load(kind, device="cpu", engine="single") as synth:
+        wanted = [heard(synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one})) for one in asked]
+    with Synthesizer.load(kind, device="cpu", engine="batch") as synth:
+        streams = [synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one}) for one in asked]
+        found = [heard(stream) for stream in streams]
+    for (pcm, *end, engine), (other_pcm, *other_end, other_engine) in zip(wanted, found, strict=True):
+        assert end == other_end and (engine, other_engine) == ("single", "batch")
+        assert len(pcm) == len(other_pcm) and np.abs(pcm - other_pcm).max() < 1e-5
+    assert len({str(codes) for _, codes, *_ in wanted}) == len(wanted)  # they can be told apart
+    reasons = {reason for *_, reason, _ in wanted}
+    assert "max_frames" in reasons and (checkpoint != "tiny" or "runaway" in reasons)
+
+
+def test_deterministic_is_the_batch_engine_from_one_stream_on(tiny):
+    with Synthesizer.load(tiny, device="cpu", deterministic=True) as synth:
+        stream = speak(synth, frames=1)
+        assert synth.lanes.deterministic and len(stream.read()) and stream.engine == "batch"
+
+
+HOW = {"seed": 1, "max_frames": 6}
+
+
+@pytest.fixture(params=["single", "batch"])
+def synthesizer(request, tiny_base):
+    with Synthesizer.load(tiny_base, device="cpu", engine=request.param) as made:
+        yield made
+
+
+def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
+    """Which caches hold something of the voice."""
+    found = set()
+    for model, engine in synthesizer._models.each():
+        primed = model.primed if engine == "single" else model.lanes._primed
+        found |= {"codec"} if id(of.codes) in primed._states else set()
+        found |= {"rows"} if any(of.digest in key for key in model.prompts._heads) else set()
+        if engine == "batch":
+            found |= {"pages"} if model.lanes.pages.known(lambda key: of.digest in key) else set()
+    return found
+
+
+def test_caches_let_one_voice_go_and_keep_the_others(synthesizer):
+    anna, ben = voice(1, 5), voice(2, 5)
+    said = synthesizer.say("Hello.", voice=anna, **HOW)
+    synthesizer.say("Hello.", voice=ben, **HOW)
+    assert held(synthesizer, anna) >= {"codec", "rows"} and held(synthesizer, anna) == held(synthesizer, ben)
+    kept = held(synthesizer, ben)
+    with synthesizer.stream("Hello.", voice=anna, **HOW) as stream:
+        synthesizer.forget(anna)
+        assert np.array_equal(stream.read(), said)
+    synthesizer.forget(anna)
+    until(lambda: not held(synthesizer, anna), "the voice to be let go")
+    assert held(synthesizer, ben) == kept
+    assert np.array_equal(synthesizer.say("Hello.", voice=anna, **HOW), said)
+
+
+# ---- text that a front end reads first
+
+
+@pytest.fixture(params=["single", "batch"])
+def reading(request):
+    with fake_synthesizer(FakeBackend(eos_after=3), engine=request.param) as synthesizer:
+        synthesizer.front_end = FrontEnd.ready("english", ["auto", "english"])
+        yield synthesizer
+
+
+def test_known_text_is_given_to_the_model_as_words_and_cut_by_their_length(reading):
+    built = reading._models.any().prompts.built
+    reading.say("DR. Smith paid $12")
+    assert built == ["Doctor smith paid twelve dollars."]
+    reading._whole_chars = 100
+    reading.say("It is 1,777,777. So is 1,777,777.")
+    assert len(built) == 1 + 2
+    for text, named in (("你好", "CJK"), ("?!...", "letter or a digit")):
+        with pytest.raises(TextError, match=named):
+            reading.stream(text)
+
+
+def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading):
+    with reading.open(options=ONE) as session:
+        session.feed("I pay $1")
+        with pytest.raises(TextError, match="CYRILLIC"):
+            session.feed("день")
+        for piece in ("2.50 on Jan", ". 5 to D", "r. No"):
+            session.feed(piece)
+        session.finish()
+        session.read()
+    (prompt,) = reading._models.any().prompts.opened
+    assert prompt.text == "I pay twelve dollars and fifty cents on january fifth to doctor no."
+    with reading.open(options=ONE) as session:
+        session.feed("… 😀")
+        with pytest.raises(TextError, match="letter or a digit"):
+            session.finish()
+        assert session.finish_reason == "cancelled"
+
+
+def test_a_checkpoint_gets_the_front_end_that_it_names(tiny, tmp_path):
+    folder = shutil.copytree(tiny.folder, tmp_path / "named")
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"text_front_end": "english"}))
+    with Synthesizer.load(folder, device="cpu", backend="torch") as named:
+        languages = set(named.checkpoint.config.spoken_languages) - {"auto"}
+        assert named.front_end.name == "english" and set(named.front_end.languages) == languages

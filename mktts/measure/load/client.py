@@ -21,7 +21,7 @@ from mktts.audio import first_audible_sample
 from mktts.errors import CapacityError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.speech.player import Player
+from mktts.speech.metrics import Player
 from mktts.speech.serving import many_streams
 
 _BEAT_S = 0.01  # by which the loop's lateness is seen
