@@ -348,9 +348,3 @@ def test_a_source_that_is_nothing_is_refused(source: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="expected"):
         open_checkpoint(source)
-
-
-def test_importing_the_package_loads_no_maker_of_random_checkpoints():
-    code = "import sys, mktts.checkpoint; print([name for name in sys.modules if 'checkpoint.random' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
