@@ -24,8 +24,13 @@ class TestMore:
 """
 
 
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def record(*words: object) -> int:
-    return gpu_record.main([*map(str, words), "-p", "no:cacheprovider", "-p", "no:xdist"])
+    return gpu_record.main([*map(str, words), "-p", "no:cacheprovider"])
 
 
 def sums(file: Path) -> tuple[int, ...]:
