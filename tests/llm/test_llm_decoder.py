@@ -377,19 +377,3 @@ def test_a_seed_repeats_and_standard_input_is_a_prompt(capsys, monkeypatch):
         assert main(words) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] != outs[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["text", "", *RANDOM], "at least one token"),
-        (["text", "Hi.", "--checkpoint", "absent-folder"], "absent-folder"),
-        (["text", "Hi.", *RANDOM, "--backend", "megakernel", "--device", "cpu"], "megakernel"),
-        (["text", "Hi.", *RANDOM, "--max-tokens", "0"], "max_tokens"),
-    ],
-    ids=["empty", "checkpoint", "backend", "tokens"],
-)
-def test_bad_input_is_one_line_and_status_2(capsys, words, message):
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
