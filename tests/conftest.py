@@ -8,16 +8,13 @@ import os
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from mktts.batch.admission import AdmissionSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.common import write_json
 from mktts.llm.tokens import TextVocabulary
-from mktts.measure.environment import environment
 from mktts.model.tokenizer import TextTokenizer
 from mktts.synth import loading
 
@@ -28,26 +25,6 @@ gc.disable()  # until all is imported: that makes a million objects which stay, 
 
 def pytest_collection_finish() -> None:
     gc.enable()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, metavar="FILE", help="write outcomes, durations and this machine as JSON")
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """With --record, every case that ran: its outcome and seconds. What was deselected or skipped is counted."""
-    if not (path := config.getoption("--record")):
-        return
-    stats = terminalreporter.stats
-    cases = {
-        report.nodeid: {"outcome": outcome, "seconds": round(getattr(report, "duration", 0.0), 2)}
-        for outcome in ("passed", "failed", "error")
-        for report in stats.get(outcome, [])
-    }
-    counts = {
-        outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped", "deselected")
-    }
-    write_json(path, {"environment": environment(), "arguments": list(config.args), "counts": counts, "cases": cases})
 
 
 @pytest.fixture(scope="session", autouse=True)

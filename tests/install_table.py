@@ -11,9 +11,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -22,12 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements.txt"
 TABLE = ROOT / "outputs" / "reference" / "install.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-SOURCE_ONLY = ("docopt",)  # pure Python that its authors never made a wheel of: needs no compiler
+SOURCE_ONLY = "docopt"  # pure Python that its authors never made a wheel of: needs no compiler
 _UNREACHABLE = re.compile(r"dns error|failed to fetch|error sending request|timed out|connect", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     """A system as people, uv and the markers of requirements.txt call it."""
 
     name: str
@@ -69,17 +67,10 @@ def resolve(system: System, python: str, folder: Path) -> dict[str, object]:
     listed = folder / "requirements.txt"
     listed.write_text("\n".join(map(str, requirements())), encoding="utf-8")
     command = [
-        uv.find_uv_bin(),
-        "pip",
-        "compile",
-        str(listed),
-        "--no-config",
-        "--quiet",
-        "--no-annotate",
-        "--no-header",
-    ]
-    command += ["--python-platform", system.uv_platform, "--python-version", python, "--only-binary", ":all:"]
-    command += [word for name in SOURCE_ONLY for word in ("--no-binary", name)]
+        uv.find_uv_bin(), "pip", "compile", listed, "--no-config", "--quiet", "--no-annotate", "--no-header",
+        "--python-platform", system.uv_platform, "--python-version", python, "--only-binary", ":all:",
+        "--no-binary", SOURCE_ONLY,
+    ]  # fmt: skip
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"}  # the oldest that PyTorch has wheels for
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     solved = done.returncode == 0
@@ -87,26 +78,17 @@ def resolve(system: System, python: str, folder: Path) -> dict[str, object]:
         raise IndexUnreachable(done.stderr.strip())
     found = {canonicalize_name(line.partition("==")[0]) for line in done.stdout.splitlines() if "==" in line}
     missing = left_out(system, python)
-    expected = {canonicalize_name(entry.name) for entry in requirements()} - set(map(canonicalize_name, missing))
-    row = {
-        "platform": system.name,
-        "python": python,
-        "packages": len(found),
-        "ok": solved and expected <= found,
-        "missing": missing,
-    }
-    return row if row["ok"] else {**row, "error": done.stderr.strip()}
-
-
-def rows(folder: Path) -> Iterator[dict[str, object]]:
-    yield from (resolve(system, python, folder) for system in SYSTEMS for python in PYTHONS)
+    ok = solved and {canonicalize_name(entry.name) for entry in requirements() if entry.name not in missing} <= found
+    row = {"platform": system.name, "python": python, "packages": len(found), "ok": ok, "missing": missing}
+    return row if ok else {**row, "error": done.stderr.strip()}
 
 
 if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as scratch:
-        table = {"date": datetime.date.today().isoformat(), "rows": list(rows(Path(scratch)))}
+        rows = [resolve(system, python, Path(scratch)) for system in SYSTEMS for python in PYTHONS]
+    table = {"date": datetime.date.today().isoformat(), "rows": rows}
     TABLE.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    for row in table["rows"]:
+    for row in rows:
         print(row)

@@ -165,13 +165,7 @@ class Talk:
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Goes on once `condition` holds."""
-
-        async def wait() -> None:
-            while not condition():
-                await asyncio.sleep(0.002)
-                self._collect()
-
-        await asyncio.wait_for(wait(), WAIT_S)
+        await until(lambda: self._collect() or condition())
 
     async def ended(self) -> None:
         """Waits until the pipeline has ended by itself."""

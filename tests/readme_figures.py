@@ -23,12 +23,12 @@ CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
 CARDS_FILE = "outputs/reference/h100/architectures.json"
 DIVISORS = {"GB": 1e9, "MB": 1e6}  # any other unit is written as it is recorded
 
-# Row of the table -> (suffix of the three engines' figures in the bench's document, what makes it ms).
+# Row of the table -> suffix of the three engines' figures in the bench's document.
 ROWS = {
-    "codes of a frame": ("frame_ms", 1.0),
-    "frame with codec": ("frame_with_codec_ms", 1.0),  # steady chunks of eight frames; of qwen-tts a whole utterance
-    "first PCM of three words": ("ttfc_ms", 1.0),
-    "first PCM of a sentence": ("ttfc_sentence_ms", 1.0),
+    "codes of a frame": "frame_ms",
+    "frame with codec": "frame_with_codec_ms",  # steady chunks of eight frames; of qwen-tts a whole utterance
+    "first PCM of three words": "ttfc_ms",
+    "first PCM of a sentence": "ttfc_sentence_ms",
 }
 ENGINES = {"mktts": "", "faster-qwen3-tts": "faster_", "qwen-tts": "upstream_"}
 DOES_NOT_STREAM = "qwen-tts"
@@ -57,11 +57,11 @@ def speed_table(document: dict[str, Any]) -> list[str]:
     lacks is "not measured"."""
     heads = [name_of(engine, document) for engine in ENGINES]
     lines = [f"| ms, p50 / p95 | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for row, (suffix, factor) in ROWS.items():
+    for row, suffix in ROWS.items():
         cells = []
         for engine, prefix in ENGINES.items():
             streams = not (row.startswith("first") and engine == DOES_NOT_STREAM)
-            cells.append(cell(document["figures"].get(prefix + suffix), factor) if streams else "does not stream")
+            cells.append(cell(document["figures"].get(prefix + suffix)) if streams else "does not stream")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     packages = {"torch": document["torch"], **document["packages"]}
     versions = (f"{name} {packages[name]}" for name in ("torch", "torchaudio", "transformers", "tokenizers"))
@@ -77,14 +77,14 @@ def name_of(engine: str, document: dict[str, Any]) -> str:
     return f"{name} {document['packages'].get(name) or ''}".strip()
 
 
-def cell(figure: dict[str, Any] | None, factor: float) -> str:
+def cell(figure: dict[str, Any] | None) -> str:
     """`1.48 / 1.49`, to three digits; of fewer than ten measurements their median and number: there is no p95."""
     if figure is None:
         return "not measured"
-    median = three_digits(figure["median"] * factor)
+    median = three_digits(figure["median"])
     if figure["n"] < _ENOUGH_FOR_P95 and "mean of" not in figure["unit"]:
         return f"{median} (n = {figure['n']})"
-    return f"{median} / {three_digits(figure['p95'] * factor)}"
+    return f"{median} / {three_digits(figure['p95'])}"
 
 
 def three_digits(value: float) -> str:

@@ -1,18 +1,20 @@
-"""A server on a real socket, in a thread of the test, over a synthesizer that remembers its streams."""
+"""Servers on a real socket, in a thread of the test; one over a synthesizer that remembers its streams."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from running import running
+import uvicorn
 
 from mktts.checkpoint import Checkpoint
 from mktts.model.voice import Voice
-from mktts.server import Limits, listen
+from mktts.server import Limits, listen, url_of
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
 from mktts.server.uploads import VoiceFolder
@@ -74,11 +76,31 @@ class Watched:
 
     def wasted_frames(self, stream: Stream) -> int:
         """Frames made after the end was asked for; the worker has had turns for more since then."""
-        self._take_turns(3)
+        self._synthesizer.say("Hm.", speaker=first_speaker(self._synthesizer.checkpoint), max_frames=3)
         return len(stream.codes) - self.made_at_cancel[id(stream)]
 
-    def _take_turns(self, frames: int) -> None:
-        self._synthesizer.say("Hm.", speaker=first_speaker(self._synthesizer.checkpoint), max_frames=frames)
+
+@contextlib.contextmanager
+def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
+    """Serves on `bound`; yields the base URL. Leaving the block stops the server as a signal would."""
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive(), "the server to start")
+    assert server.started, "the server did not start: its log says why"
+    try:
+        yield url_of(bound)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
+    """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
+    from mktts.agent.web import PageServer, create_app
+
+    with listen("127.0.0.1", 0, Limits()) as bound, running(PageServer(create_app(settings, api_key)), bound) as url:
+        yield url
 
 
 @dataclass
@@ -104,10 +126,7 @@ def served(
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
     studio = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
-    with (
-        listen("127.0.0.1", 0, studio.limits) as bound,
-        running(SpeechServer(studio, **access), bound) as url,
-    ):
+    with listen("127.0.0.1", 0, studio.limits) as bound, running(SpeechServer(studio, **access), bound) as url:
         yield Served(url, studio, watched)
 
 

@@ -55,10 +55,11 @@ def test_say_writes_a_wav_of_the_frames_asked_for_and_calls_random_weights_noise
     assert RANDOM_WEIGHTS in capsys.readouterr().err
 
 
-def test_say_to_a_pipe_gives_the_samples_of_the_file(capfdbinary):
+def test_say_from_a_pipe_to_a_pipe_gives_the_samples_of_the_file(capfdbinary, monkeypatch):
     assert main([*SAY, "-o", "out.wav"]) == 0
     capfdbinary.readouterr()
-    assert main([*SAY, "-o", "-"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
+    assert main(["say", "-", *SAY[2:], "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
 
 
@@ -85,14 +86,12 @@ def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
 
 
 @needs("av")
-@pytest.mark.parametrize("name", ["out.aac", "out.mp3", "out.opus", "out.flac", "out.ogg", "out.wav"])
-def test_the_end_of_the_name_is_the_format(name, tmp_path):
-    assert main([*SAY, "-o", name]) == 0
-    main([*SAY, "-o", "plain.wav"])
-    codec, pcm, rate_hz = decoded((tmp_path / name).read_bytes())
-    wanted = {"aac": "aac", "mp3": "mp3", "opus": "opus", "flac": "flac", "ogg": "vorbis", "wav": "pcm"}
-    assert codec.startswith(wanted[name.partition(".")[2]])
-    assert len(pcm) / rate_hz == pytest.approx(len(read_wav("plain.wav")) / SAMPLE_RATE_HZ, abs=0.1)
+@pytest.mark.parametrize("codec", ["aac", "mp3"])
+def test_the_end_of_the_name_is_the_format(codec, tmp_path):
+    assert main([*SAY, "-o", f"out.{codec}"]) == 0
+    found, pcm, rate_hz = decoded((tmp_path / f"out.{codec}").read_bytes())
+    assert found.startswith(codec)
+    assert len(pcm) / rate_hz == pytest.approx(FRAMES * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ, abs=0.1)
 
 
 @needs("av")
@@ -102,13 +101,6 @@ def test_speed_changes_the_length_of_the_file_and_of_the_pipe(capfdbinary):
     capfdbinary.readouterr()
     assert main([*SAY, "-o", "-", "--speed", "1.6"]) == 0
     assert np.frombuffer(capfdbinary.readouterr().out, "<i2").tolist() == read_wav("fast.wav").tolist()
-
-
-def test_say_reads_its_text_from_standard_input(monkeypatch):
-    assert main([*SAY, "-o", "given.wav"]) == 0
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
-    assert main(["say", "-", *SAY[2:], "-o", "read.wav"]) == 0
-    assert np.array_equal(read_wav("read.wav"), read_wav("given.wav"))
 
 
 def test_greedy_does_not_depend_on_the_seed():
@@ -137,6 +129,10 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", "Hi.", "-o", "x.wav", "--checkpoint", "random:tiny:base"], "expected --ref-audio RECORDING"),
         (["say", "Hi.", "-o", "x.wav", "--ref-text", "a", "--ref-audio", "absent.wav", *BASE], "absent.wav"),
         (["say", "Hi.", "-o", "x.wav", "--ref-text", " ", "--ref-audio", "absent.wav", *BASE], "--ref-text must be"),
+        (["text", "", *RANDOM], "at least one token"),
+        (["text", "Hi.", "--checkpoint", "absent-folder"], "absent-folder"),
+        (["text", "Hi.", *RANDOM, "--backend", "megakernel", "--device", "cpu"], "megakernel"),
+        (["text", "Hi.", *RANDOM, "--max-tokens", "0"], "max_tokens"),
         (["voice", "absent.wav", "-o", "v.safetensors", *BASE], "absent.wav"),
         (["voice", "absent.wav", "-o", "absent/v.safetensors", *BASE], "absent/v.safetensors: expected a file name"),
         (["inspect", "random:enormous"], "enormous"),
@@ -232,11 +228,7 @@ def test_closing_the_pipe_ends_the_generation_quietly():
         (EngineError("the worker stopped"), 1, "the worker stopped"),
         (OSError(errno.ENOSPC, "No space left on device", "out.wav"), 1, "out.wav: No space left on device"),
         (OSError("timed out"), 1, "timed out"),
-        (
-            FileNotFoundError(errno.ENOENT, "No such file or directory", "in.wav"),
-            2,
-            "in.wav: No such file or directory",
-        ),
+        (FileNotFoundError(errno.ENOENT, "no such file", "in.wav"), 2, "in.wav: no such file"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )

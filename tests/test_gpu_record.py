@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import gpu_record
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
 import pytest
 @pytest.mark.gpu
@@ -26,63 +24,60 @@ class TestMore:
 """
 
 
-def record(*words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tests" / "gpu_record.py", *words, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def merge(*words: object) -> subprocess.CompletedProcess:
-    file, *parts = map(str, words)
-    command = [sys.executable, str(ROOT / "tests" / "gpu_record.py"), file, "--merge", *parts]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+def record(*words: object) -> int:
+    return gpu_record.main([*map(str, words), "-p", "no:cacheprovider"])
 
 
-def test_what_passed_failed_and_was_skipped_is_counted_by_file(tmp_path):
+def sums(file: Path) -> tuple[int, ...]:
+    found = json.loads(file.read_text())
+    return tuple(found[outcome] for outcome in gpu_record.OUTCOMES)
+
+
+def test_what_passed_failed_and_was_skipped_is_counted_by_file(tmp_path, capsys):
     folder, file = tmp_path / "group", tmp_path / "gpu_tests.json"
     folder.mkdir()
     (folder / "test_it.py").write_text(TESTS)
     (folder / "test_broken.py").write_text("import no_such_module")
-    words = (folder, f"--rootdir={tmp_path}", "--continue-on-collection-errors", "-o", "markers=gpu")
-    ended = record(file, *words)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert record(file, folder, f"--rootdir={tmp_path}", "--continue-on-collection-errors", "-o", "markers=gpu") == 1
+    assert sums(file) == (3, 2, 1) and json.loads(capsys.readouterr().out.splitlines()[-1])["passed"] == 3
     found = json.loads(file.read_text())
-    assert {name: found[name] for name in ("passed", "failed", "skipped")} == {"passed": 3, "failed": 2, "skipped": 1}
     by_file = {name: (row["passed"], row["failed"]) for name, row in found["files"].items()}
     assert by_file == {"group/test_it.py": (3, 1), "group/test_broken.py": (0, 1)}
     assert found["date"] and found["revision"] and found["environment"]["python"]
-    assert json.loads(ended.stdout.splitlines()[-1])["passed"] == 3
 
 
 def test_a_run_without_tests_leaves_the_file_as_it_was(tmp_path):
     (tmp_path / "test_none.py").write_text("")
     file = tmp_path / "gpu_tests.json"
     file.write_text("before")
-    assert record(file, tmp_path, f"--rootdir={tmp_path}").returncode != 0
+    assert record(file, tmp_path, f"--rootdir={tmp_path}") != 0
     assert file.read_text() == "before"
 
 
-def part(path: Path, files: dict[str, tuple[int, int]], **facts: str) -> Path:
+def part(path: Path, files: dict[str, tuple[int, int]], **facts: str) -> str:
     """A record of some files of tests, by how many passed and failed."""
     rows = {name: {"passed": good, "failed": bad, "skipped": 1, "seconds": 0.5} for name, (good, bad) in files.items()}
-    sums = {word: sum(row[word] for row in rows.values()) for word in ("passed", "failed", "skipped")}
+    whole = {word: sum(row[word] for row in rows.values()) for word in gpu_record.OUTCOMES}
     head = {"device": "H100", "driver": "1", "torch": "2", "revision": "abc", "date": "2026-01-02", "environment": {}}
-    path.write_text(json.dumps({**head, **sums, "files": rows, **facts}))
-    return path
+    path.write_text(json.dumps({**head, **whole, "files": rows, **facts}))
+    return str(path)
 
 
 def test_parts_become_one_record(tmp_path):
+    file = tmp_path / "all.json"
     first = part(tmp_path / "1", {"group/b.py": (3, 0), "group/c.py": (1, 0)}, date="2026-01-03")
-    second = part(tmp_path / "2", {"group/a.py": (5, 0)})
-    ended = merge(tmp_path / "all.json", first, second)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads((tmp_path / "all.json").read_text())
-    assert {name: found[name] for name in ("passed", "failed", "skipped")} == {"passed": 9, "failed": 0, "skipped": 3}
-    assert json.loads(ended.stdout.splitlines()[-1])["passed"] == 9
-    assert list(found["files"]) == ["group/a.py", "group/b.py", "group/c.py"] and found["date"] == "2026-01-02"
+    assert gpu_record.main([str(file), "--merge", first, part(tmp_path / "2", {"group/a.py": (5, 0)})]) == 0
+    found = json.loads(file.read_text())
+    assert sums(file) == (9, 0, 3) and found["date"] == "2026-01-02"
+    assert list(found["files"]) == ["group/a.py", "group/b.py", "group/c.py"]
     assert found["files"]["group/c.py"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 0.5}
-    failed = part(tmp_path / "3", {"group/d.py": (1, 1)})
-    assert merge(tmp_path / "all.json", first, failed).returncode == 1
-    assert json.loads((tmp_path / "all.json").read_text())["failed"] == 1
+    assert gpu_record.main([str(file), "--merge", first, part(tmp_path / "3", {"group/d.py": (1, 1)})]) == 1
+    assert sums(file) == (5, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +86,10 @@ def test_parts_become_one_record(tmp_path):
         ("group/b.py", {"revision": "abd"}, "parts of one revision, found abc, abd"),
         ("group/b.py", {"device": "H200"}, "parts of one device, found H100, H200"),
         ("group/a.py", {}, "found in several: group/a.py"),
-        (None, {}, "needs records to merge"),
     ],
 )
-def test_parts_that_do_not_belong_together_leave_the_file_as_it_was(tmp_path, second, facts, message):
-    file = tmp_path / "all.json"
-    file.write_text("before")
+def test_parts_that_do_not_belong_together_make_no_record(tmp_path, second, facts, message):
     parts = [part(tmp_path / "1", {"group/a.py": (1, 0)}), part(tmp_path / "2", {second: (1, 0)}, **facts)]
-    ended = merge(file, *(parts if second else ()))
-    assert ended.returncode == 1 and message in ended.stderr
-    assert file.read_text() == "before"
+    with pytest.raises(SystemExit, match=message):
+        gpu_record.main([str(tmp_path / "all.json"), "--merge", *parts])
+    assert not (tmp_path / "all.json").exists()

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from install_table import PYTHONS, ROOT, SYSTEMS, TABLE, IndexUnreachable, left_out, requirements, resolve
@@ -70,29 +70,26 @@ def test_messages_name_extras_as_a_checkout_installs_them():
     assert "ray" in named and set(named) <= set(EXTRAS)
 
 
-def test_a_room_imports_nothing_but_the_core_and_its_extras():
-    modules = {
-        "ipython": "IPython",
-        "pillow": "PIL",
-        "pipecat-ai": "pipecat",
-        "pyzmq": "zmq",
-    }  # of distributions of another name
-    wrong = {}
-    for path in (ROOT / "mktts").rglob("*.py"):
-        room = path.relative_to(ROOT / "mktts").parts[0]
+def test_a_file_imports_nothing_but_what_is_installed_for_it():
+    """Of a room: the core and the room's extras. Of the tests: requirements.txt. Wherever the import stands."""
+    modules = {"ipython": "IPython", "pillow": "PIL", "pipecat-ai": "pipecat", "pyzmq": "zmq"}  # of distributions
+
+    @cache
+    def known(of_tests: bool, room: str) -> set[str]:
         extras = [entry for extra in ROOM_EXTRAS.get(room, ()) for entry in with_inner(extra)]
-        known = {modules.get(name, name.replace("-", "_")) for name in names(CORE + extras)} | {"mktts", "triton"}
-        found = third_party(path) - known
+        installed = names(requirements() if of_tests else CORE + extras)
+        beside = {path.stem for path in (ROOT / "tests").rglob("*.py") if of_tests}
+        return {modules.get(name, name.replace("-", "_")) for name in installed} | {"mktts", "triton"} | beside
+
+    wrong = {}
+    for path in (path for folder in ("mktts", "tests") for path in (ROOT / folder).rglob("*.py")):
+        folder, room = path.relative_to(ROOT).parts[:2]
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        found = {name.split(".")[0] for name in found} - sys.stdlib_module_names - known(folder == "tests", room)
         wrong |= {str(path.relative_to(ROOT)): found} if found else {}
     assert wrong == {}
-
-
-def third_party(path: Path) -> set[str]:
-    """Packages that the file imports, wherever the import stands."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    return {name.split(".")[0] for name in whole | parts} - sys.stdlib_module_names
 
 
 def test_the_makefile_takes_the_pythons_that_the_package_takes():
@@ -124,16 +121,11 @@ def test_without_a_gpu_pytorch_comes_from_its_own_cpu_index(tmp_path):
         return [line.partition(" -m pip ")[2] for line in done.stdout.splitlines() if " -m pip install" in line]
 
     (torch,) = (str(entry) for entry in requirements() if entry.name == "torch")
-    everything = "install -r requirements.txt"
+    everything, own_index = "install -r requirements.txt", 'install --no-deps --index-url "{}" "{}"'.format
     assert installs() == installs("CPU=0") == [everything]
+    assert installs("TORCH_INDEX=https://host.example/cu") == [own_index("https://host.example/cu", torch), everything]
     first, second = installs("CPU=1")
-    assert re.fullmatch(rf'install --no-deps --index-url "https://\S+/whl/cpu" "{re.escape(torch)}"', first)
-    assert second == everything
-    assert installs("TORCH_INDEX=https://host.example/cu") == [first.replace(*hosts(first)), everything]
-
-
-def hosts(line: str) -> tuple[str, str]:
-    return re.search(r'"(https://\S+)"', line)[1], "https://host.example/cu"
+    assert re.fullmatch(own_index(r"https://\S+/whl/cpu", re.escape(torch)), first) and second == everything
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from chromium import Tab, binary, chromium
 from loguru import logger
-from running import running_agent
+from served import running_agent
 
 from mktts.agent import user_speech
 from mktts.agent.settings import AgentSettings

@@ -23,7 +23,7 @@ from pipecat.frames.frames import (
 )
 from pipecat.observers.base_observer import FramePushed
 from pipecat.processors.frame_processor import FrameDirection
-from running import running_agent
+from served import running_agent
 
 from mktts.agent import intents, user_speech
 from mktts.agent.page_transport import PageObserver, PcmSerializer

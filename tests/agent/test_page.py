@@ -24,7 +24,7 @@ from chromium import NAMES, binary, chromium
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.staticfiles import StaticFiles
 from pipecat_fakes import until
-from running import running_agent
+from served import running_agent
 
 import mktts
 from mktts.agent.settings import AgentSettings

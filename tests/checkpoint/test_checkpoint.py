@@ -14,19 +14,37 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weight_bytes import file_bytes
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.make import small_files
-from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
+from mktts.checkpoint.tensors import TensorSpecs, expected_codec_tensors, expected_tensors
 from mktts.errors import CheckpointError
+from mktts.llm import checkpoint as text
 from mktts.spec import ModelConfig
 from mktts.speech.text import SEGMENT_CHARS, segment_chars
 from mktts.synth import upstream
 
 CODEC_PARAMS = 170_557_441
+
+
+def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -> tuple[bytes, int]:
+    """Of a safetensors file that holds `specs`: its length and compact JSON in name order, padded to 8; and the bytes
+    of the data."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, spec in sorted(specs.items()):
+        start, end = end, end + spec.nbytes(dtype)
+        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
+    packed = json.dumps(header, separators=(",", ":")).encode()
+    packed += b" " * (-len(packed) % 8)
+    return struct.pack("<Q", len(packed)) + packed, end
+
+
+def file_bytes(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -> int:
+    header, data_bytes = header_of(specs, dtype, metadata)
+    return len(header) + data_bytes
 
 
 def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
@@ -51,6 +69,16 @@ def test_layout_gives_the_released_files_to_the_byte(
     assert len(layout) == tensors
     assert sum(spec.params for spec in layout.values()) == params
     assert file_bytes(layout, "BF16", metadata) == published_bytes
+
+
+def test_the_text_models_layout_gives_the_released_file_to_the_byte(tmp_path) -> None:
+    """Qwen/Qwen3-0.6B: tied, and the head stored all the same."""
+    (tmp_path / "config.json").write_text(json.dumps(text.config_json("0.6b")))
+    layout = text.expected_text_tensors(text.TextConfig.load(tmp_path))
+    assert sum(spec.params for spec in layout.values()) == 596_049_920
+    layout[text.HEAD] = layout[text.EMBEDDING]
+    assert len(layout) == 311
+    assert file_bytes(layout, "BF16", {"format": "pt"}) == 1_503_300_328
 
 
 def test_codec_layout_gives_the_released_file_to_the_byte() -> None:
@@ -283,15 +311,10 @@ print(sum(v.nbytes for v in views.values()), (peak_kib() - before) * 1024)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and writes a sparse file")
 def test_opening_0_6b_maps_the_weights_and_copies_none(tmp_path: Path) -> None:
     layout = expected_tensors(config_of("0.6b", "custom_voice", tmp_path))
-    header, end = {}, 0
-    for name, spec in layout.items():
-        start, end = end, end + spec.nbytes("BF16")
-        header[name] = {"dtype": "BF16", "shape": spec.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, data_bytes = header_of(layout, "BF16", None)
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)  # sparse: takes no disk
+        file.write(header)
+        file.truncate(len(header) + data_bytes)  # sparse: takes no disk
     done = subprocess.run(
         [sys.executable, "-c", OPEN_AND_WEIGH, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -348,9 +371,3 @@ def test_a_source_that_is_nothing_is_refused(source: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="expected"):
         open_checkpoint(source)
-
-
-def test_importing_the_package_loads_no_maker_of_random_checkpoints():
-    code = "import sys, mktts.checkpoint; print([name for name in sys.modules if 'checkpoint.random' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

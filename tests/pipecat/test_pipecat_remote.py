@@ -16,8 +16,7 @@ from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTS
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
-from running import running
-from served import Served, first_speaker, served
+from served import Served, first_speaker, running, served
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed

@@ -1,14 +1,16 @@
-"""What `write_whole` does to the things that stand at a path: files, links, FIFOs, devices."""
+"""What `write_whole` does to the things that stand at a path: files, links, FIFOs, devices; lines for people."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
+import time
 
 import pytest
 
-from mktts.common import require_writable, write_whole
+from mktts.common import announced, counted, require_writable, write_whole
 from mktts.errors import MkttsError
 
 DATA = b"whole" * 50_000  # more than a FIFO holds
@@ -94,3 +96,19 @@ def test_a_read_only_file_and_folder_are_refused(tmp_path):
 def test_a_folder_in_which_even_root_makes_no_files_is_refused():
     with pytest.raises(MkttsError, match="can be written to"):
         require_writable("/proc/new.wav")
+
+
+def test_quick_work_says_nothing(capsys):
+    with announced("working", patience_s=60):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_slow_work_says_what_it_does_and_how_long_it_took(capsys):
+    with announced("working", patience_s=0):
+        time.sleep(0.05)
+    assert re.fullmatch(r"working \.\.\. \d+\.\d s\n", capsys.readouterr().err)
+
+
+def test_one_thing_is_counted_as_one():
+    assert [counted(number, "listener") for number in (0, 1, 2)] == ["0 listeners", "1 listener", "2 listeners"]
