@@ -111,11 +111,6 @@ class MegakernelBackend:
         self.embeddings = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a thread block."""
-        return self._launcher.kernel.shared_bytes
-
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
         """Raises SamplingError for draws by torch's generator, else as `Backend.start`."""

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -40,11 +39,18 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     widths = (config.hidden_size, config.head_dim)
     if device.type != "cuda" or dtype not in _DTYPES or any(width.bit_count() != 1 for width in widths):
         return None
-    try:
-        return _triton_kernels(device)
-    except BackendUnavailable as reason:
-        logging.getLogger(__name__).warning("prompt rows take plain operators: %s", reason)
+    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
+        from mktts.kernel import rows
+
+        some = torch.zeros(2, 16, device=device)
+        with torch.cuda.device(device):
+            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
+        logging.getLogger(__name__).warning(
+            "prompt rows take plain operators: triton cannot build the kernels between their products here (%r)", error
+        )
         return None
+    return rows
 
 
 class FusedRows:
@@ -105,22 +111,6 @@ class FusedRows:
         return _attended(q, keys, values, mask)
 
 
-def _triton_kernels(device: torch.device) -> ModuleType:
-    try:
-        from mktts.kernel import rows
-    except ImportError as error:
-        raise BackendUnavailable(f"the kernels between their products need triton: {error}") from None
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
-        some = torch.zeros(2, 16, device=device)
-        with torch.cuda.device(device):
-            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise
-        raise BackendUnavailable(
-            f"triton cannot build the kernels between their products here ({type(error).__name__}: {error})"
-        ) from error
-    return rows
-
-
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
 ROW_BUCKETS = (16, 64, 128, 256)
 # Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
@@ -129,21 +119,6 @@ FIRST_EXTENT = 128
 EXTENT_FACTOR = 4
 _ALIGNMENT = 16  # positions: attention kernels take a mask as it is only with such rows
 _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
-
-
-@dataclass(frozen=True, eq=False)
-class CachedPrefix:
-    """Keys and values of positions [0, length), apart from the workspace they were made in."""
-
-    keys_values: Tensor  # (2, layers, kv heads, length, head_dim)
-
-    @property
-    def length(self) -> int:
-        return self.keys_values.shape[3]
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys_values.nbytes
 
 
 class Prefill:
@@ -186,7 +161,7 @@ class Prefill:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise BackendUnavailable(f"CUDA graphs need a stack on CUDA, this one is on {self.device}: graphs=False")
-        self._length = 0
+        self.length = 0  # positions that are filled
         self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
         self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
@@ -203,11 +178,6 @@ class Prefill:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
 
     @property
-    def length(self) -> int:
-        """Positions that are filled."""
-        return self._length
-
-    @property
     def nbytes(self) -> int:
         """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs."""
         held = (self._kv, self._rotary, self._input, self._hidden, self._counts)
@@ -218,7 +188,7 @@ class Prefill:
     def keys_values(self) -> Tensor:
         """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
         next call."""
-        return self._kv[:, :, :, : self._length]
+        return self._kv[:, :, :, : self.length]
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
@@ -234,29 +204,30 @@ class Prefill:
             for piece in rows.split(self.buckets[-1]):
                 self._advance(piece, past)
                 past += len(piece)
-        self._length = past
+        self.length = past
         return self._hidden.clone()
 
     @torch.inference_mode()
-    def keep(self, length: int) -> CachedPrefix:
-        """A copy of positions [0, length), for `restore`. Raises CapacityError where they are not filled."""
-        if not 0 < length <= self._length:
-            raise CapacityError(f"{self._length} positions are filled, {length} were asked for")
-        return CachedPrefix(self._kv[:, :, :, :length].clone())
+    def keep(self, length: int) -> Tensor:
+        """A copy of `keys_values` [0, length), for `restore`. Raises CapacityError where they are not filled."""
+        if not 0 < length <= self.length:
+            raise CapacityError(f"{self.length} positions are filled, {length} were asked for")
+        return self._kv[:, :, :, :length].clone()
 
     @torch.inference_mode()
-    def restore(self, kept: CachedPrefix) -> None:
+    def restore(self, kept: Tensor) -> None:
         """Makes the first positions those of `kept`, and them the only filled ones. Raises CapacityError."""
-        expected = (*self._kv.shape[:3], min(kept.length, self.capacity), self._kv.shape[4])
-        if kept.keys_values.shape != expected:
-            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.keys_values.shape)}")
-        self._kv[:, :, :, : kept.length].copy_(kept.keys_values)
-        self._length = kept.length
+        length = kept.shape[3]
+        expected = (*self._kv.shape[:3], min(length, self.capacity), self._kv.shape[4])
+        if kept.shape != expected:
+            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.shape)}")
+        self._kv[:, :, :, :length].copy_(kept)
+        self.length = length
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Captures every graph that a prompt can need. The filled positions are lost."""
-        self._length = 0
+        self.length = 0
         with self._on_device():
             self._past.fill_(0)
             self._end.fill_(1)
@@ -272,8 +243,8 @@ class Prefill:
             raise PromptError(f"prompt rows must be (L >= 1, {width}), got {tuple(rows.shape)}")
         if rows.dtype != dtype or rows.device != self.device:
             raise PromptError(f"prompt rows must be {dtype} on {self.device}, got {rows.dtype} on {rows.device}")
-        if not 0 <= past <= self._length:
-            raise PromptError(f"past must be in 0..{self._length}, the filled positions, got {past}")
+        if not 0 <= past <= self.length:
+            raise PromptError(f"past must be in 0..{self.length}, the filled positions, got {past}")
         if past + len(rows) > self.capacity:
             raise CapacityError(
                 f"prefill holds {self.capacity} positions, {past + len(rows)} were asked for: shorten the prompt "

@@ -42,6 +42,11 @@ class LayerWeights:
     qkv: Tensor | None = None
     gate_up: Tensor | None = None
 
+    @classmethod
+    def read(cls, get: Callable[[str], Tensor], index: int) -> LayerWeights:
+        """`get`: a stack's tensor by its name in the stack."""
+        return cls(**{field: get(f"layers.{index}.{name}.weight") for field, name in _LAYER_NAMES.items()})
+
     def fused(self) -> LayerWeights:
         """The same weights as fewer, larger matrices. Copies: the separate ones are free once nobody holds them."""
         qkv, gate_up = torch.cat((self.q, self.k, self.v)), torch.cat((self.gate, self.up))
@@ -127,13 +132,10 @@ class Qwen3Stack(Stack):
         self, config: StackConfig, tensors: Mapping[str, Tensor], prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
         def get(name: str) -> Tensor:
-            return tensors[f"{prefix}{name}.weight"].to(device, dtype)
+            return tensors[prefix + name].to(device, dtype)
 
-        super().__init__(config, get("norm"))
-        self.layers = [
-            LayerWeights(**{field: get(f"layers.{i}.{name}") for field, name in _LAYER_NAMES.items()})
-            for i in range(config.num_hidden_layers)
-        ]
+        super().__init__(config, get("norm.weight"))
+        self.layers = [LayerWeights.read(get, index) for index in range(config.num_hidden_layers)]
 
     def layer_weights(self, index: int) -> LayerWeights:
         """As `Stack.layer_weights`; the layer is fused in place, with one more layer in memory while that is done.
