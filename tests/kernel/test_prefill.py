@@ -29,7 +29,7 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # f
 PIECES = {"capacity": 512, "buckets": (4, 16, 64)}
 WIDE = replace(SMALL, hidden_size=64)  # of widths that the kernels take
 MHA = replace(WIDE, num_attention_heads=3, num_key_value_heads=3, head_dim=32, intermediate_size=96)
-MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_104)
+MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_136)
 
 
 def small(dtype: torch.dtype = torch.float32, **settings) -> Prefill:
