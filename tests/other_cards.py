@@ -11,13 +11,9 @@ blocks and older code cost, not how fast that card is.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +25,8 @@ from mktts.checkpoint.open import SMALL
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
-from mktts.kernel.build import TARGETS, Card, build_for, fingerprint
-from mktts.kernel.grid import choose_shape
+from mktts.kernel.build import TARGETS, Card, fingerprint
 from mktts.measure.environment import head
-from mktts.measure.inspection import config_at
-from mktts.measure.machine import kernel_missing
 from mktts.measure.parity.probe import Observed, forced, probe_of
 from mktts.measure.parity.ratio import ErrorRatio
 from mktts.model.backend import Backend, PromptRows
@@ -167,11 +160,6 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
 # ---- every case
 
 
-def shape_config(name: str) -> ModelConfig:
-    """Of a model of MODELS."""
-    return open_checkpoint(name).config if name == SMALL else config_at(name)
-
-
 def record_case(path: Path, name: str, card_name: str, row: dict[str, Any]) -> None:
     """Puts a row of `case_of` into the document at `path`, with its revision and the kernel's fingerprint. Rows of the
     same kernel that are not made again stay."""
@@ -181,23 +169,3 @@ def record_case(path: Path, name: str, card_name: str, row: dict[str, Any]) -> N
     kept = [old for old in rows if old.get("kernel") == kernel and (old["model"], old["card"]) != (name, card_name)]
     made = {"model": name, "card": card_name, "revision": about["revision"], "kernel": kernel, **row}
     write_json(path, {**about, "cases": [*kept, made]}, sort_keys=False)
-
-
-def compile_cases(cases: Sequence[tuple[str, Card]]) -> list[float]:
-    """Compiles the kernel of each (model, card), each in a process of its own, and has the driver translate it where
-    there is one; the seconds that each took."""
-    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
-        return list(pool.map(compile_case, cases))
-
-
-def compile_case(case: tuple[str, Card]) -> float:
-    """Seconds that one of `compile_cases` takes, in this process."""
-    from mktts.kernel.launch import Launcher
-
-    name, card = case
-    begun_s, defines = time.perf_counter(), choose_shape(shape_config(name), card.multiprocessors).defines
-    if kernel_missing():
-        build_for(defines, card)
-    else:
-        Launcher("frame.cu", "mktts_frames", defines, torch.device("cuda"), card)
-    return time.perf_counter() - begun_s

@@ -1,4 +1,4 @@
-"""The kernel as other cards would run it, without a card: models, errors, the record, and compiling."""
+"""The kernel as other cards would run it, without a card: models, errors and the record."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from other_cards import CASES, Model, run
 
 from mktts.kernel.build import CSRC, fingerprint
-from mktts.kernel.grid import choose_shape
-from mktts.measure.inspection import config_at
 from mktts.model.oracle import TorchBackend
 
 
@@ -55,15 +53,6 @@ def test_the_record_has_a_row_a_case_of_the_kernel_that_is_here(monkeypatch, tmp
     monkeypatch.setattr(cards, "fingerprint", lambda: "another kernel")
     cards.record_case(path, "small", "L4", {"equal": True})
     assert list(rows()) == ["L4"]
-
-
-def test_without_a_gpu_a_kernel_is_compiled_for_the_card_that_is_named(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(cards, "kernel_missing", lambda: "no CUDA device")
-    monkeypatch.setattr(cards, "build_for", lambda defines, card: compiled.append((defines, card)))
-    assert cards.compile_case(("tiny-projected", CASES["L4"])) >= 0
-    shape = choose_shape(config_at("tiny-projected"), 58)
-    assert compiled == [(shape.defines, CASES["L4"])]
 
 
 def test_a_kernels_fingerprint_leaves_out_comments_alone(tmp_path):

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mktts.checkpoint import open_checkpoint
+from mktts.measure.parity.probe import forced
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, Request
@@ -64,31 +66,16 @@ def compare(backend, prompt, sampling: Sampling, frames: int, step) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_oracles_codes_are_the_choosers(setting, tiny, monkeypatch):
+def test_the_oracles_codes_are_the_choosers(setting, tiny):
     backend = TorchBackend(tiny.config, tiny.tensors())
     prompt = PromptBuilder(tiny.config, tiny.tensors(), tiny.tokenizer()).build(TEXT)
-    raw: list[Tensor] = []
-    code0_logits = backend.code0_logits
-
-    def record_code0(state):
-        raw.append(code0_logits(state))
-        return raw[-1]
-
-    def record(logits, *settings):
-        raw.append(logits)
-        return choose(logits, *settings)
 
     def step(state, text):
-        raw.clear()
+        before = state.copy()
         codes = backend.step(state, text).codes
-        heads = [raw[0], *raw[2:]]  # the second is code 0 again, penalised
-        logits = torch.zeros(NUM_CODEBOOKS, len(raw[0]))
-        for row, head in zip(logits, heads, strict=codes is not None):
-            row[: len(head)] = head
-        return codes, logits
+        seen = forced(backend, before, text, torch.zeros(NUM_CODEBOOKS, dtype=torch.int64) if codes is None else codes)
+        return codes, pad_sequence(seen.logits, batch_first=True)
 
-    monkeypatch.setattr(backend, "code0_logits", record_code0)
-    monkeypatch.setattr("mktts.model.oracle.choose", record)
     compare(backend, prompt, SETTINGS[setting], 8, step)
 
 
