@@ -4,6 +4,7 @@ csrc/ptx.cuh."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -42,45 +43,43 @@ class Changed:
 
 def build(shape: Shape, folder: Path, changed: Changed) -> ctypes.CDLL:
     """Compiles into `folder`."""
-    shutil.copytree(CSRC, folder / "csrc")
-    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
-    code = source(folder=folder / "csrc") + (HOST / "launch.h").read_text()
-    for csrcs, ours in (
-        (r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {changed.most_rows}"),
+    changes = [
         (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(changed.talker_copies)),
         (r"MOST_NAPS = 1 << 23", "MOST_NAPS = 1 << 10"),
         (r"extern __shared__ .* dynamic\[\];", "u8* dynamic = now->block->shared.data();"),
         (r'(#define EXPORT\(.*\) extern "C") __device__', r"\1"),
-    ):
+    ]
+    return _compiled(
+        "frame.cu", "launch.h", folder, changed.most_rows, changes, {**shape.defines, "RING": changed.ring}
+    )
+
+
+def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
+    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
+    library = _compiled("rows.cu", "launch_rows.h", folder, most_rows, [], {**shape.defines, "__shared__": "static"})
+    seeds = itertools.count(1)
+
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(next(seeds)))
+
+    return launch
+
+
+def _compiled(
+    unit: str, host: str, folder: Path, most_rows: int, changes: list[tuple[str, str]], defines: dict[str, int | str]
+) -> ctypes.CDLL:
+    """A library of csrc/`unit` with what launches it on the CPU, host/`host`, behind it; each change is made once."""
+    shutil.copytree(CSRC, folder / "csrc")
+    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
+    code = source(unit, folder / "csrc") + (HOST / host).read_text()
+    for csrcs, ours in ((r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}"), *changes):
         code, count = re.subn(csrcs, ours, code)
         assert count == 1, csrcs
-    return compiled(code, folder, {**shape.defines, "RING": changed.ring})
-
-
-def compiled(code: str, folder: Path, defines: dict[str, int | str]) -> ctypes.CDLL:
-    """A library of C++ source, built in `folder`."""
     (folder / "kernel.cpp").write_text(code)
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fno-strict-aliasing", "-shared", "-fPIC"]
     flags += [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run([COMPILER, *flags, "-o", folder / "kernel.so", folder / "kernel.cpp"], check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
-
-
-def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
-    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
-    shutil.copytree(CSRC, folder / "csrc")
-    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
-    code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()
-    code, count = re.subn(r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}", code)
-    assert count == 1
-    library, seed = compiled(code, folder, {**shape.defines, "__shared__": "static"}), 0
-
-    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
-        nonlocal seed
-        seed += 1
-        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(seed))
-
-    return launch
 
 
 def observed(

@@ -12,8 +12,7 @@ from machine_code import code_of
 from traces import FRAMES, GHZ, launch_of
 
 from mktts.checkpoint import open_checkpoint
-from mktts.errors import BackendUnavailable, EngineError
-from mktts.kernel import build as kernel_build
+from mktts.errors import EngineError
 from mktts.kernel import trace
 from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
@@ -59,17 +58,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
     assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
     assert len(marking) > len(usual)
     assert small(arch, TRACE=100, STILL=1) != marking
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@needs_nvrtc
-def test_the_frame_kernel_without_marks_is_that_from_which_they_were_cut(arch, monkeypatch):
-    defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2}
-    usual = code_of(compile_kernel(defines, arch).image)
-    whole = kernel_build.source
-    monkeypatch.setattr(kernel_build, "source", lambda *a: re.sub(r"(?m)^ *MARK\(c, \d+\);$", "", whole(*a)))
-    assert code_of(compile_kernel(defines, arch).image) == usual
 
 
 @pytest.mark.slow
@@ -182,11 +170,6 @@ def test_frames_between_the_first_and_the_last_of_a_launch_are_steady():
 
 def test_there_is_room_for_a_launch_and_one_word_more():
     assert room_of(frame_points(28, 5)) == 8 * 1_237 + 1
-
-
-def test_without_a_device_recording_says_so(tiny):
-    with pytest.raises(BackendUnavailable, match="CUDA device"):
-        TracedBackend(tiny.config, tiny.tensors(), "cpu")
 
 
 @pytest.mark.gpu
