@@ -255,31 +255,25 @@ def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher
     backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
     backend._launcher = launcher
     point(backend._fixed, {"embeddings0": torch.zeros(8)})
-    states = [
-        TextKernelState(
-            kv=torch.zeros(2, 2, 2, slots, 2, 8, dtype=torch.bfloat16),
-            hidden=torch.zeros(8, dtype=torch.bfloat16),
-            out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
-            choice=Choice(),
-            seed=slots,
-            prompt_tokens=10,
-            max_tokens=40,
-            fixed=backend._fixed,
-        )
-        for slots in (4, 5)
-    ]
+    state = TextKernelState(
+        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
+        hidden=torch.zeros(8, dtype=torch.bfloat16),
+        out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
+        choice=Choice(),
+        seed=5,
+        prompt_tokens=10,
+        max_tokens=40,
+        fixed=backend._fixed,
+    )
     debug = torch.zeros(2, 8, dtype=torch.bfloat16)
-    for asked in (None, debug, None):
-        for state in states:
-            before = state.tokens
-            assert backend.step(state, 2, asked) == [before, before + 1]
-    assert [params.debug_logits for params in driver.params] == [None, None, *[debug.data_ptr()] * 2, None, None]
-    for turn, params in enumerate(driver.params):
-        own, tokens = params.stream, 2 * (turn // 2)
-        assert (own.slots, own.seed_lo, own.out) == (4 + turn % 2, 4 + turn % 2, states[turn % 2].out.data_ptr())
-        assert (own.frame, own.position, own.token) == (tokens, 9 + tokens, max(0, tokens - 1))
-        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + 2 * turn * TAGS, backend._fixed.embeddings0)
-    assert [len(state.done.recorded) for state in states] == [3, 3]
+    for before, asked in ((0, None), (2, debug), (4, None)):
+        assert backend.step(state, 2, asked) == [before, before + 1]
+        params, own = driver.params[-1], driver.params[-1].stream
+        assert params.debug_logits == (None if asked is None else debug.data_ptr())
+        assert (own.slots, own.seed_lo, own.out) == (4, 5, state.out.data_ptr())
+        assert (own.frame, own.position, own.token) == (before, 9 + before, max(0, before - 1))
+        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + before * TAGS, backend._fixed.embeddings0)
+    assert len(state.done.recorded) == 3
 
 
 # ---- structures
