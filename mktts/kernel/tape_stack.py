@@ -164,8 +164,7 @@ def _launches(shape: Shape, tape: Tensor) -> Launch:
     early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
 
     def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
-        kernel = kernels[name]
         with torch.cuda.device(tape.device):
-            (kernel.launch_early if early else kernel.launch_grid)(grid, _ROWS_THREADS, parameters)
+            kernels[name].launch_grid(grid, _ROWS_THREADS, parameters, early)
 
     return launch

@@ -67,11 +67,12 @@ def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_la
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
     kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
-    kernel.launch_early((16, 4), 256, params)
-    assert seen == [([16, 4, 1, 256, 1, 1, 0], 5, 1, (6, 1), 7), bytes(params)]
+    for early in (True, False):
+        kernel.launch_grid((16, 4), 256, params, early)
+        assert seen[-2:] == [([16, 4, 1, 256, 1, 1, 0], 5, early, (6, 1), 7), bytes(params)]
     status = 801
     with pytest.raises(EngineError, match="cuLaunchKernelEx failed: 801"):
-        kernel.launch_early((16, 4), 256, params)
+        kernel.launch_grid((16, 4), 256, params)
 
 
 def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(driver, launcher, monkeypatch):
