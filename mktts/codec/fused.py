@@ -43,16 +43,15 @@ class FusedCodec(StreamingCodec):
 
     Products run on fp16 matrix units with fp32 sums. Every operand is split in two fp16 numbers, which costs three
     products and keeps fp32's accuracy to about 2 bits (88 dB above the difference to fp32, of 300 frames at full size
-    and random weights, H200). With `fast` the operands of the waveform blocks (the residual units and their transposed
-    convolutions, 95 % of the arithmetic) are rounded to fp16 instead: one product, 57 dB.
+    and random weights, H200).
     Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`) go through the plain
     decoder, which is made again at the first one and stays (436 MiB more).
     The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
     """
 
-    def __init__(
-        self, plain: Callable[[], CodecDecoder], fast: bool = False, kernels: ModuleType | None = None
-    ) -> None:
+    name = "fused"
+
+    def __init__(self, plain: Callable[[], CodecDecoder], kernels: ModuleType | None = None) -> None:
         """`plain` makes the fp32 decoder whose weights are packed; it is let go, and made again for longer passes.
 
         `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run.
@@ -61,10 +60,9 @@ class FusedCodec(StreamingCodec):
         super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
-        self.name = "fused-fast" if fast else "fused"
         self._make_plain = plain
         self._kernels = kernels or _triton_kernels(self.device)
-        self._weights = CodecWeights.pack(decoder, fast)
+        self._weights = CodecWeights.pack(decoder, fast=False)
         new_rows = list(rows_per_frame(decoder))
         self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,10 +17,6 @@ from mktts.model.cuda_graph import Recorded, record
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
-
-# How exactly a CUDA device decodes: "full" is nearly fp32, "fast" takes fp16 products in the waveform blocks. In dB:
-# see FusedCodec.
-Precision = Literal["full", "fast"]
 
 
 class GraphedCodec:
@@ -38,7 +33,6 @@ class GraphedCodec:
         self.name = decoder.name
         self.config = decoder.config
         self.device = decoder.device
-        self.dtype = decoder.dtype
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
@@ -127,37 +121,19 @@ class GraphedCodec:
 
 
 def codec_for(
-    config: CodecConfig,
-    tensors: Mapping[str, Tensor],
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    precision: Precision = "full",
+    config: CodecConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> CodecDecoder | GraphedCodec:
-    """The fastest decoder for `device`: with graphs on CUDA. Other arguments as for `CodecDecoder`.
-
-    On CUDA with float32 it runs fused kernels; with "full" precision plain operators where those cannot run.
-    Raises BackendUnavailable for "fast" where this device, dtype or machine cannot run it.
-    """
-    cuda = torch.device(device).type == "cuda"
-    if precision not in get_args(Precision):
-        raise BackendUnavailable(f"codec precision must be one of {get_args(Precision)}, got {precision!r}")
-    fast = precision == "fast"
-    if fast and (not cuda or dtype != torch.float32):
-        raise BackendUnavailable(
-            f"codec precision 'fast' needs a CUDA device and a float32 state, got {device} and {dtype}: use 'full'"
-        )
-    plain = partial(CodecDecoder, config, tensors, device, dtype)
-    if not cuda:
+    """The fastest decoder for `device`, in fp32: on CUDA graphs, of fused kernels, or of plain operators where those
+    cannot run. Arguments as for `CodecDecoder`."""
+    plain = partial(CodecDecoder, config, tensors, device)
+    if torch.device(device).type != "cuda":
         return plain()
-    if dtype == torch.float32:
-        from mktts.codec.fused import FusedCodec
+    from mktts.codec.fused import FusedCodec
 
-        try:
-            return GraphedCodec(FusedCodec(plain, fast))
-        except BackendUnavailable as reason:  # no triton here
-            if fast:
-                raise BackendUnavailable(f"codec precision 'fast' cannot run: {reason}; use 'full'") from None
-            logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
+    try:
+        return GraphedCodec(FusedCodec(plain))
+    except BackendUnavailable as reason:  # no triton here
+        logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
     return GraphedCodec(plain())
 
 
