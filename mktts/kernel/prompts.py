@@ -74,15 +74,12 @@ class KernelPrefill:
 class PrefixCache:
     """Keys and values of prefixes, by the key that the prompt's builder gives (`Prompt.prefix_key`).
 
-    Looking one up asks nothing of the device. The least recently used ones go first when there are more than
-    `max_entries` or they take more than `max_bytes` of device memory (a row is 112 KiB at the released sizes).
-    One thread at a time, as its Prefill.
+    Looking one up asks nothing of the device. The least recently used ones go first when they take more than
+    `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time, as its Prefill.
     """
 
-    def __init__(self, prefill: Prefill, max_entries: int = 64, max_bytes: int = 64 << 20) -> None:
-        """0 of either keeps nothing."""
-        self.prefill = prefill
-        self.max_entries, self.max_bytes = max_entries, max_bytes
+    def __init__(self, prefill: Prefill, max_bytes: int = 64 << 20) -> None:
+        self.prefill, self.max_bytes = prefill, max_bytes
         self.nbytes = 0
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
@@ -135,10 +132,10 @@ class PrefixCache:
     def _make(self, rows: Tensor, key: Hashable | None) -> Tensor:
         self.prefill.run(rows)
         kept = self.prefill.keep(len(rows))
-        if key is not None and self.max_entries and kept.nbytes <= self.max_bytes:
+        if key is not None and kept.nbytes <= self.max_bytes:
             self._kept[key] = kept
             self.nbytes += kept.nbytes
-            while len(self._kept) > self.max_entries or self.nbytes > self.max_bytes:
+            while self.nbytes > self.max_bytes:
                 self.nbytes -= self._kept.popitem(last=False)[1].nbytes
         return kept
 

@@ -148,30 +148,25 @@ def test_the_kernel_compiles_for_the_grids_of_smaller_cards(arch, size, multipro
     assert_registers_suffice(build, arch, SPILLED_SMALL)
 
 
-@pytest.mark.parametrize("arch", targets())
-@pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
-@needs_nvrtc
-def test_the_unpacking_of_a_layer_compiles_for_every_target(arch, size):
-    build = compile_kernel(choose_shape(config_at(size), 132).defines, arch, "unpack.cu")
-    assert 0 < build.registers <= 128 and build.spill_bytes == 0  # 512 threads: 65 536 registers of a multiprocessor
-    assert build.constants["params_bytes"] == ctypes.sizeof(UnpackParams)
-
-
 @pytest.mark.parametrize(
-    ("arch", "size", "multiprocessors"),
+    ("arch", "unit", "size", "multiprocessors"),
     [
-        *targets("tiny", 132),
-        ("sm_90a", "1.7b", 132),
-        pytest.param("sm_80", "1.7b", 132, marks=SLOW),
-        *(pytest.param("sm_89", size, 58, marks=SLOW) for size in ("0.6b", "1.7b")),
+        *targets("unpack.cu", "tiny-projected", 132),
+        *targets("unpack.cu", "1.7b", 132),
+        *targets("rows.cu", "tiny", 132),
+        ("sm_90a", "rows.cu", "1.7b", 132),
+        pytest.param("sm_80", "rows.cu", "1.7b", 132, marks=SLOW),
+        *(pytest.param("sm_89", "rows.cu", size, 58, marks=SLOW) for size in ("0.6b", "1.7b")),
     ],
 )
 @needs_nvrtc
-def test_the_kernels_of_few_prompt_rows_compile_for_every_target(arch, size, multiprocessors):
-    build = compile_kernel(choose_shape(config_at(size), multiprocessors).defines, arch, "rows.cu")
-    # 256 threads; 224 bytes are stored and loaded at 56 blocks, where a block multiplies 224 rows of gates and ups
-    assert 0 < build.registers <= 255 and build.spill_bytes <= (256 if size == "1.7b" and multiprocessors < 132 else 0)
-    assert build.constants["params_bytes"] == ctypes.sizeof(RowsParams)
+def test_the_kernels_of_prompts_compile_for_every_target(arch, unit, size, multiprocessors):
+    build = compile_kernel(choose_shape(config_at(size), multiprocessors).defines, arch, unit)
+    threads, structure = (512, UnpackParams) if unit == "unpack.cu" else (256, RowsParams)
+    assert 0 < build.registers <= min(65_536 // threads, 255)  # of a multiprocessor
+    # 224 bytes are stored and loaded at 56 blocks, where a block multiplies 224 rows of gates and ups
+    assert build.spill_bytes <= (256 if size == "1.7b" and multiprocessors < 132 else 0)
+    assert build.constants["params_bytes"] == ctypes.sizeof(structure)
 
 
 # Warps a block: eight that multiply and one that feeds the ring; a whole warpgroup where registers are handed over.

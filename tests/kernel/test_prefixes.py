@@ -180,7 +180,7 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(pref
     assert len(prefixes) == 3
     rows = prompts[0].prefix_rows + sum(prompt.prefix_rows for prompt in prompts[-2:])
     assert prefixes.nbytes == rows * prefill.stack.config.kv_bytes_per_position
-    nothing = PrefixCache(prefill, max_entries=0)
+    nothing = PrefixCache(prefill, max_bytes=0)
     assert equal(run(nothing, prompts[0]), expected[0]) and not len(nothing)
     hidden = nothing.run(prompts[0].embeds, prompts[0].prefix_rows, None)
     assert torch.equal(hidden, expected[0][0])
@@ -188,15 +188,12 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(pref
 
 def test_the_least_recently_used_goes_first(prefill):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
-    prefixes = PrefixCache(prefill, max_entries=2)
+    each = ryan.prefix_rows * prefill.stack.config.kv_bytes_per_position
+    prefixes = PrefixCache(prefill, max_bytes=2 * each)
     for prompt in (ryan, vivian, ryan, serena):
         run(prefixes, prompt)
     assert [prefixes.find(p.prefix_key, p.prefix_rows) is None for p in (ryan, vivian, serena)] == [False, True, False]
-    each = prefixes.nbytes // 2
-    by_bytes = PrefixCache(prefill, max_bytes=2 * each)
-    for prompt in (ryan, vivian, serena):
-        run(by_bytes, prompt)
-    assert len(by_bytes) == 2 and by_bytes.nbytes == 2 * each
+    assert len(prefixes) == 2 and prefixes.nbytes == 2 * each
     small = PrefixCache(prefill, max_bytes=each - 1)
     run(small, ryan)
     assert len(small) == small.nbytes == 0

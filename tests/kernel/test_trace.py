@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compiler import needs_nvrtc
-from machine_code import code_of
+from test_megakernel import prompt_of
 from traces import FRAMES, GHZ, launch_of
 
 from mktts.checkpoint import open_checkpoint
@@ -18,7 +18,6 @@ from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_so
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, frame_points, room_of, steady
 from mktts.measure.inspection import config_at
-from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 
 LAYERS = (3, 2)
@@ -39,11 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) small(co
 }"""
 
 
-def small(arch: str, code: str = SMALL, **more: int) -> list[int]:
+def small(arch: str, code: str = SMALL, **more: int) -> bytes:
     """The machine code of SMALL at tiny shapes."""
     defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2, **more}
     flags = ["--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
-    return code_of(compile_source(source(SHARED) + code, SHARED, arch, flags)[0])
+    return compile_source(source(SHARED) + code, SHARED, arch, flags)[0]
 
 
 # ---- the kernel's side
@@ -178,8 +177,7 @@ def test_there_is_room_for_a_launch_and_one_word_more():
 def test_marks_change_no_code_and_are_those_of_whole_frames(source):
     checkpoint = open_checkpoint(source)
     backend = TracedBackend(checkpoint.config, checkpoint.tensors())
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", torch.bfloat16)
-    prompt = builder.build(Request("Some words, and a few more.", speaker="ryan", layout="streaming"))
+    prompt = prompt_of(checkpoint)
     states = [backend.start(prompt, Sampling(), 7, 40) for _ in range(3)]
     for state in states:
         list(backend.frames(state, [None]))
