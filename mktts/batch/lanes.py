@@ -16,7 +16,7 @@ from torch import Tensor
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick, TickModel
-from mktts.codec.graphs import Precision
+from mktts.codec.packed import Precision
 from mktts.model.sampling import Sampling
 
 

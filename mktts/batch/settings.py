@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mktts.codec.graphs import Precision
+from mktts.codec.packed import Precision
 from mktts.common import whole_number
 from mktts.errors import OptionsError
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -135,47 +134,6 @@ class PendingPcm:
         return self._result
 
 
-class DecoderStream:
-    """A CUDA stream for one decoder alone; nothing on the CPU, so that the code around it is the same."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after_caller(self, *used: Tensor) -> Iterator[None]:
-        """Queues what runs inside behind what the caller's stream holds. `used`: tensors that the work touches."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        for tensor in used:
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)  # freed by the caller, its memory still waits for this work
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def caller_waits(self) -> None:
-        """Whatever the caller's stream is given from now on runs after the work queued so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def host_memory(self, samples: int) -> Tensor:
-        """(samples,) float32 that the device can write: pinned. torch keeps such memory: cheap after the first."""
-        return torch.empty(samples, dtype=torch.float32, pin_memory=self._stream is not None)
-
-    def staged(self, codes: Tensor) -> Tensor:
-        """`codes` as int64 that can be copied without waiting: pinned, or on the device as they are."""
-        if self._stream is None or codes.is_cuda:
-            return codes
-        return torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
-
-    def pending(self, pcm: Tensor) -> PendingPcm:
-        """The result of the work queued so far, which writes `pcm`."""
-        if self._stream is None:
-            return PendingPcm(pcm)
-        return PendingPcm(pcm, self._stream.record_event())
-
-
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -286,20 +244,14 @@ class CodecDecoder(StreamingCodec):
         return pcm[:, 0].float().clamp_(-1.0, 1.0)
 
 
-class _Moved(Mapping[str, Tensor]):
+class _Moved(dict[str, Tensor]):
     """`tensors` on a device, each copied there when it is asked for, so that never all of them take memory there."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        self._tensors, self._device, self._dtype = tensors, device, dtype
+        self._move = lambda name: tensors[name].to(device, dtype)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._device, self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def __missing__(self, name: str) -> Tensor:
+        return self._move(name)
 
 
 def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
 
@@ -42,16 +43,15 @@ class FusedCodec(StreamingCodec):
 
     Products run on fp16 matrix units with fp32 sums. Every operand is split in two fp16 numbers, which costs three
     products and keeps fp32's accuracy to about 2 bits (88 dB above the difference to fp32, of 300 frames at full size
-    and random weights, H200). With `fast` the operands of the waveform blocks (the residual units and their transposed
-    convolutions, 95 % of the arithmetic) are rounded to fp16 instead: one product, 57 dB.
+    and random weights, H200).
     Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`) go through the plain
     decoder, which is made again at the first one and stays (436 MiB more).
     The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
     """
 
-    def __init__(
-        self, plain: Callable[[], CodecDecoder], fast: bool = False, kernels: ModuleType | None = None
-    ) -> None:
+    name = "fused"
+
+    def __init__(self, plain: Callable[[], CodecDecoder], kernels: ModuleType | None = None) -> None:
         """`plain` makes the fp32 decoder whose weights are packed; it is let go, and made again for longer passes.
 
         `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run.
@@ -60,18 +60,16 @@ class FusedCodec(StreamingCodec):
         super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
-        self.name = "fused-fast" if fast else "fused"
-        self._make_plain: Callable[[], CodecDecoder] = plain
-        self._plain: CodecDecoder | None = None
+        self._make_plain = plain
         self._kernels = kernels or _triton_kernels(self.device)
-        self._weights = CodecWeights.pack(decoder, fast)
+        self._weights = CodecWeights.pack(decoder, fast=False)
         new_rows = list(rows_per_frame(decoder))
         self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         frames = len(codes)
         if frames > MAX_FUSED_FRAMES:
-            return self._plain_decoder().advance(codes, state)
+            return self._plain.advance(codes, state)
         plan, run = self._plans[frames], self._kernels
         work = torch.empty(plan.words, device=self.device)
         flat = state.flat[: state.flat.numel() // 4 * 4].view(torch.float32)
@@ -85,11 +83,10 @@ class FusedCodec(StreamingCodec):
         run.move(work, flat, plan.save, state.position, frames)
         return pcm
 
-    def _plain_decoder(self) -> CodecDecoder:
+    @cached_property
+    def _plain(self) -> CodecDecoder:
         """Plain operators for longer passes, their weights brought to the device at the first one, to stay."""
-        if self._plain is None:
-            self._plain = self._make_plain()
-        return self._plain
+        return self._make_plain()
 
     def _attend(self, first: Tensor, work: Tensor, plan: _Buffers, position: Tensor, frames: int) -> Tensor:
         """The convolution before the transformer, and the transformer: (frames, latent)."""
@@ -194,17 +191,17 @@ def _newest(extended: Tensor, rows: int) -> Tensor:
 
 
 def _triton_kernels(device: torch.device) -> ModuleType:
-    try:
-        from mktts.codec import fused_kernels
-    except ImportError as error:
-        raise BackendUnavailable(f"the fused codec needs triton: {error}") from None
-    if device.type != "cuda" and not fused_kernels.INTERPRETED:
-        raise BackendUnavailable(f"the fused codec needs a CUDA device, got {device}")
     try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
+        from mktts.codec import fused_kernels
+
+        if device.type != "cuda" and not fused_kernels.INTERPRETED:
+            raise BackendUnavailable(f"the fused codec needs a CUDA device, got {device}")
         some, position = torch.zeros(2, device=device), torch.zeros((), dtype=torch.int64, device=device)
         fused_kernels.move(some, some, copies([(0, 1, 1)], device), position, 0)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise
+    except BackendUnavailable:
+        raise
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
         raise BackendUnavailable(
-            f"triton cannot build the fused codec's kernels here ({type(error).__name__}: {error})"
+            f"the fused codec needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
         ) from error
     return fused_kernels

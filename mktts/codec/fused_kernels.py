@@ -81,13 +81,11 @@ def _product_kernel(
         a *= 1.0 / _INPUT_SCALE
         a_high = a.to(tl.float16)
         total = tl.dot(a_high, w, total)
-        if low is not None:
-            a_low = ((a - a_high.to(tl.float32)) * _LOW_SCALE).to(tl.float16)
-            rest = tl.dot(a_low, w, rest)
-            w_low = tl.load(low + w_column + (k + step)[:, None], mask=w_mask, other=0.0)
-            rest = tl.dot(a_high, w_low, rest)
-    if low is not None:
-        total += rest * (1.0 / _LOW_SCALE)
+        a_low = ((a - a_high.to(tl.float32)) * _LOW_SCALE).to(tl.float16)
+        rest = tl.dot(a_low, w, rest)
+        w_low = tl.load(low + w_column + (k + step)[:, None], mask=w_mask, other=0.0)
+        rest = tl.dot(a_high, w_low, rest)
+    total += rest * (1.0 / _LOW_SCALE)
     total *= _INPUT_SCALE
     if NORM:
         total *= tl.rsqrt(squares / depth + eps)[:, None]

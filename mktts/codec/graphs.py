@@ -6,22 +6,17 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from mktts.codec.decoder import CodecDecoder, CodecState, DecoderStream, PendingPcm, StreamingCodec
+from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, StreamingCodec
 from mktts.common import announced
 from mktts.errors import BackendUnavailable
 from mktts.model.cuda_graph import Recorded, record
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
-
-# How exactly a CUDA device decodes: "full" is nearly fp32, "fast" takes fp16 products in the waveform blocks. In dB:
-# see FusedCodec.
-Precision = Literal["full", "fast"]
 
 
 class GraphedCodec:
@@ -38,11 +33,11 @@ class GraphedCodec:
         self.name = decoder.name
         self.config = decoder.config
         self.device = decoder.device
-        self.dtype = decoder.dtype
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
-        self._lane = DecoderStream(decoder.device)
+        # Of this decoder alone. Tests put eager passes on the CPU, which has no streams, in the place of the graphs.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def start(self) -> CodecState:
         """As `StreamingCodec.start`; states of the wrapped decoder and of this one are exchangeable."""
@@ -56,9 +51,10 @@ class GraphedCodec:
         """
         self._decoder.check(codes, state)
         pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, device=self.device)
-        with self._lane.after_caller(state.flat, codes, pcm):
-            self._replay(codes, state, pcm)
-        self._lane.caller_waits()
+        with self._after_caller(state.flat, codes, pcm):
+            self._replay(self._staged(codes), state, pcm)
+        if self._stream is not None:  # whatever the caller's stream is given from now on runs after this work
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return pcm
 
     @torch.inference_mode()
@@ -70,23 +66,44 @@ class GraphedCodec:
         the device may be passed to this decoder only, which keeps its calls in order.
         """
         self._decoder.check(codes, state)
-        pcm = self._lane.host_memory(len(codes) * SAMPLES_PER_FRAME)
-        with self._lane.after_caller(state.flat, codes):
-            self._replay(codes, state, pcm)
-            return self._lane.pending(pcm)
+        with self._after_caller(state.flat, codes):
+            return self._pending(self._staged(codes), state)
 
     @torch.inference_mode()
     def submit_unmade(self, codes: Tensor, state: CodecState) -> PendingPcm:
         """As `submit`, of `codes` (T, 16) int32 in pinned memory, which work that the caller's stream holds now is yet
         to write: they are read behind it, and must stay until the result is there. What they are is not checked."""
-        pcm = self._lane.host_memory(len(codes) * SAMPLES_PER_FRAME)
-        with self._lane.after_caller(state.flat):
-            self._replay(codes.to(self.device, non_blocking=True), state, pcm)
-            return self._lane.pending(pcm)
+        with self._after_caller(state.flat):
+            return self._pending(codes.to(self.device, non_blocking=True), state)
+
+    @contextmanager
+    def _after_caller(self, *used: Tensor) -> Iterator[None]:
+        """Queues what runs inside behind what the caller's stream holds. `used`: tensors that the work touches."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in used:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)  # freed by the caller, its memory still waits for this work
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _staged(self, codes: Tensor) -> Tensor:
+        """`codes` as int64 that can be copied without waiting: pinned, or on the device as they are."""
+        if self._stream is None or codes.is_cuda:
+            return codes
+        return torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
+
+    def _pending(self, codes: Tensor, state: CodecState) -> PendingPcm:
+        """The work, on its way to pinned memory; torch keeps such memory: cheap after the first."""
+        on_device = self._stream is not None
+        pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, dtype=torch.float32, pin_memory=on_device)
+        self._replay(codes, state, pcm)
+        return PendingPcm(pcm, self._stream.record_event() if on_device else None)
 
     def _replay(self, codes: Tensor, state: CodecState, pcm: Tensor) -> None:
         """Queues the whole work: `codes` of host or device -> `pcm` (T * 1920,), on the device or pinned."""
-        codes = self._lane.staged(codes)
         self._state.flat.copy_(state.flat)
         start = 0
         for frames in pieces(len(codes)):
@@ -104,37 +121,19 @@ class GraphedCodec:
 
 
 def codec_for(
-    config: CodecConfig,
-    tensors: Mapping[str, Tensor],
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    precision: Precision = "full",
+    config: CodecConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> CodecDecoder | GraphedCodec:
-    """The fastest decoder for `device`: with graphs on CUDA. Other arguments as for `CodecDecoder`.
-
-    On CUDA with float32 it runs fused kernels; with "full" precision plain operators where those cannot run.
-    Raises BackendUnavailable for "fast" where this device, dtype or machine cannot run it.
-    """
-    cuda = torch.device(device).type == "cuda"
-    if precision not in get_args(Precision):
-        raise BackendUnavailable(f"codec precision must be one of {get_args(Precision)}, got {precision!r}")
-    fast = precision == "fast"
-    if fast and (not cuda or dtype != torch.float32):
-        raise BackendUnavailable(
-            f"codec precision 'fast' needs a CUDA device and a float32 state, got {device} and {dtype}: use 'full'"
-        )
-    plain = partial(CodecDecoder, config, tensors, device, dtype)
-    if not cuda:
+    """The fastest decoder for `device`, in fp32: on CUDA graphs, of fused kernels, or of plain operators where those
+    cannot run. Arguments as for `CodecDecoder`."""
+    plain = partial(CodecDecoder, config, tensors, device)
+    if torch.device(device).type != "cuda":
         return plain()
-    if dtype == torch.float32:
-        from mktts.codec.fused import FusedCodec
+    from mktts.codec.fused import FusedCodec
 
-        try:
-            return GraphedCodec(FusedCodec(plain, fast))
-        except BackendUnavailable as reason:  # no triton here
-            if fast:
-                raise BackendUnavailable(f"codec precision 'fast' cannot run: {reason}; use 'full'") from None
-            logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
+    try:
+        return GraphedCodec(FusedCodec(plain))
+    except BackendUnavailable as reason:  # no triton here
+        logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
     return GraphedCodec(plain())
 
 

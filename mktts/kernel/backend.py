@@ -26,7 +26,6 @@ from mktts.kernel.launch import (
     STOP,
     Launcher,
     Params,
-    StreamParams,
     check_device,
     pinned_words,
     point,
@@ -67,8 +66,14 @@ class MegakernelStream:
     done: torch.cuda.Event | None = None  # the end of its newest launch of frames; they never overlap
 
     def __post_init__(self, fixed: Params) -> None:
+        """Parameters that stay the same over the stream's launches."""
         self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
-        _put_stream(self.params.stream, self)
+        stream, sampling = self.params.stream, self.sampling
+        point(stream, {"hidden": self.hidden, "sum": self.sum, "kv": self.kv, "seen": self.seen, "out": self.out})
+        stream.slots, stream.penalty = self.kv.shape[3], sampling.repetition_penalty
+        stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
+        set_choice(stream, sampling.talker, True)
+        set_choice(stream, sampling.predictor, False)
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,6 @@ class MegakernelBackend:
         self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
         self.embeddings = codec_embeddings(self._weights)
         self._fixed = self._fixed_params()
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a thread block."""
-        return self._launcher.kernel.shared_bytes
 
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
@@ -278,17 +278,6 @@ def new_state_tensors(shape: Shape, positions: int, dtype: torch.dtype, device: 
         "sum": rest[1],
         "seen": torch.zeros(shape.talker.vocab_size // 32, dtype=torch.int32, device=device),
     }
-
-
-def _put_stream(stream: StreamParams, state: MegakernelStream) -> None:
-    """What stays the same over a stream's launches."""
-    sampling = state.sampling
-    own = {"hidden": state.hidden, "sum": state.sum, "kv": state.kv, "seen": state.seen, "out": state.out}
-    point(stream, own)
-    stream.slots, stream.penalty = state.kv.shape[3], sampling.repetition_penalty
-    stream.seed_lo, stream.seed_hi = state.seed & 0xFFFFFFFF, state.seed >> 32
-    set_choice(stream, sampling.talker, True)
-    set_choice(stream, sampling.predictor, False)
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:

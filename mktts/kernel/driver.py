@@ -73,18 +73,17 @@ class PlainKernel:
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
         _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
 
-    def launch_grid(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
-        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied."""
-        arguments = _Arguments(ctypes.addressof(parameters))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _call("cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
+    def launch_grid(
+        self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure, early: bool = False
+    ) -> None:
+        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied.
 
-    def launch_early(self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure) -> None:
-        """As `launch_grid`, but blocks may come before the kernel ahead has ended, once all of that one's blocks let
-        them (programmatic dependent launch: compute capability 9.0 and later)."""
+        early: blocks may come before the kernel ahead has ended, once all of that one's blocks let them (programmatic
+        dependent launch: compute capability 9.0 and later).
+        """
         attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
+        config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), int(early))
         arguments = _Arguments(ctypes.addressof(parameters))
         _call("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
 

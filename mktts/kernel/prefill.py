@@ -4,8 +4,8 @@ Eager PyTorch spends its time on launches (a prefill of 28 layers has over a tho
 operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
 static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one
 product each (`Stack.layer_weights`): what lies between products is made by kernels of the project (`FusedRows`) where
-they fit, elsewhere by the same operators in the same order. A few rows may go through the frame kernel's tape as it is
-instead (`TapeRows`).
+they fit, elsewhere by operators (`PlainRows`). A few rows may go through the frame kernel's tape as it is instead
+(`TapeRows`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -26,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
-from mktts.model.qwen3 import LayerWeights, Stack, rms_norm, rotate
+from mktts.model.qwen3 import Stack, rms_norm, rotate
 from mktts.spec import StackConfig
 
 _SILU_BLOCK = 1024
@@ -40,20 +39,28 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     widths = (config.hidden_size, config.head_dim)
     if device.type != "cuda" or dtype not in _DTYPES or any(width.bit_count() != 1 for width in widths):
         return None
-    try:
-        return _triton_kernels(device)
-    except BackendUnavailable as reason:
-        logging.getLogger(__name__).warning("prompt rows take plain operators: %s", reason)
+    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
+        from mktts.kernel import rows
+
+        some = torch.zeros(2, 16, device=device)
+        with torch.cuda.device(device):
+            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
+        logging.getLogger(__name__).warning(
+            "prompt rows take plain operators: triton cannot build the kernels between their products here (%r)", error
+        )
         return None
+    return rows
 
 
-class FusedRows:
-    """`Stack.layer` over all layers, with the same roundings. One thread and one CUDA stream at a time."""
+class PlainRows:
+    """`Stack.layer` over all layers, with the same roundings, in plain operators. One thread and one CUDA stream at a
+    time."""
 
-    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
+    def __init__(self, stack: Stack, rotary: Tensor) -> None:
         """rotary (positions, 2, head_dim), in the stack's dtype: of all positions of the workspace, cosines, then
-        sines, whose first half is negated. kernels: as from `row_kernels`."""
-        self._stack, self._kernels = stack, kernels
+        sines, whose first half is negated."""
+        self._stack = stack
         self._cos, self._sin = rotary[:, 0], rotary[:, 1, stack.config.head_dim // 2 :]
 
     def run(self, rows: Tensor, index: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
@@ -67,8 +74,8 @@ class FusedRows:
         w = stack.layer_weights(0)
         self._add_norm(x, None, w.input_norm, normed)
         for layer, (keys, values) in enumerate(kv.unbind(1), 1):
-            attended = self._attend(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, mask, keys, values)
-            self._add_norm(x, F.linear(attended, w.o), w.post_norm, normed)
+            q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
+            self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
             delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
             if layer < layers:
                 w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
@@ -77,22 +84,51 @@ class FusedRows:
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
         """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
+        if delta is not None:
+            x += delta
+        out.copy_(rms_norm(x, norm, self._stack.config.rms_norm_eps))
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
+        gate, up = gate_up.chunk(2, 1)
+        return F.silu(gate) * up
+
+    def _turned(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
+        c, kv_heads = self._stack.config, self._stack.config.num_key_value_heads
+        heads = qkv.view(len(qkv), -1, c.head_dim).transpose(0, 1)
+        q, k, v = heads.split((c.num_attention_heads, kv_heads, kv_heads))
+        turns = self._cos[index], self._sin[index].repeat(1, 2)
+        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
+        values.index_copy_(1, index, v)
+        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
+
+
+class FusedRows(PlainRows):
+    """As `PlainRows`, with one kernel of the project in the place of the operators between two products."""
+
+    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
+        """kernels: as from `row_kernels`."""
+        super().__init__(stack, rotary)
+        self._kernels = kernels
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
         adds, eps = delta is not None, self._stack.config.rms_norm_eps
         self._kernels.add_norm[(len(x),)](
             x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
         )  # fmt: skip
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         grid = len(out), -(-out.shape[1] // _SILU_BLOCK)
         self._kernels.silu_mul[grid](gate_up, out, N=out.shape[1], BLOCK=_SILU_BLOCK)
         return out
 
-    def _attend(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, mask: Tensor, keys: Tensor, values: Tensor
+    def _turned(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> the heads' outputs (R, heads * head_dim)."""
         c, rows = self._stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         tile = math.gcd(kv_heads, _HEADS)
@@ -102,23 +138,7 @@ class FusedRows:
             qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
             HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
         )  # fmt: skip
-        return _attended(q, keys, values, mask)
-
-
-def _triton_kernels(device: torch.device) -> ModuleType:
-    try:
-        from mktts.kernel import rows
-    except ImportError as error:
-        raise BackendUnavailable(f"the kernels between their products need triton: {error}") from None
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
-        some = torch.zeros(2, 16, device=device)
-        with torch.cuda.device(device):
-            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise
-        raise BackendUnavailable(
-            f"triton cannot build the kernels between their products here ({type(error).__name__}: {error})"
-        ) from error
-    return rows
+        return q
 
 
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
@@ -129,21 +149,6 @@ FIRST_EXTENT = 128
 EXTENT_FACTOR = 4
 _ALIGNMENT = 16  # positions: attention kernels take a mask as it is only with such rows
 _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
-
-
-@dataclass(frozen=True, eq=False)
-class CachedPrefix:
-    """Keys and values of positions [0, length), apart from the workspace they were made in."""
-
-    keys_values: Tensor  # (2, layers, kv heads, length, head_dim)
-
-    @property
-    def length(self) -> int:
-        return self.keys_values.shape[3]
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys_values.nbytes
 
 
 class Prefill:
@@ -186,7 +191,7 @@ class Prefill:
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise BackendUnavailable(f"CUDA graphs need a stack on CUDA, this one is on {self.device}: graphs=False")
-        self._length = 0
+        self.length = 0  # positions that are filled
         self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
         self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
@@ -195,17 +200,12 @@ class Prefill:
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
         kernels = row_kernels(c, self.device, stack.dtype)
-        self._fused = None if kernels is None else FusedRows(stack, self._rotary, kernels)
+        self._rows = FusedRows(stack, self._rotary, kernels) if kernels else PlainRows(stack, self._rotary)
         for layer in range(c.num_hidden_layers):
             stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-
-    @property
-    def length(self) -> int:
-        """Positions that are filled."""
-        return self._length
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +218,7 @@ class Prefill:
     def keys_values(self) -> Tensor:
         """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
         next call."""
-        return self._kv[:, :, :, : self._length]
+        return self._kv[:, :, :, : self.length]
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
@@ -234,29 +234,30 @@ class Prefill:
             for piece in rows.split(self.buckets[-1]):
                 self._advance(piece, past)
                 past += len(piece)
-        self._length = past
+        self.length = past
         return self._hidden.clone()
 
     @torch.inference_mode()
-    def keep(self, length: int) -> CachedPrefix:
-        """A copy of positions [0, length), for `restore`. Raises CapacityError where they are not filled."""
-        if not 0 < length <= self._length:
-            raise CapacityError(f"{self._length} positions are filled, {length} were asked for")
-        return CachedPrefix(self._kv[:, :, :, :length].clone())
+    def keep(self, length: int) -> Tensor:
+        """A copy of `keys_values` [0, length), for `restore`. Raises CapacityError where they are not filled."""
+        if not 0 < length <= self.length:
+            raise CapacityError(f"{self.length} positions are filled, {length} were asked for")
+        return self._kv[:, :, :, :length].clone()
 
     @torch.inference_mode()
-    def restore(self, kept: CachedPrefix) -> None:
+    def restore(self, kept: Tensor) -> None:
         """Makes the first positions those of `kept`, and them the only filled ones. Raises CapacityError."""
-        expected = (*self._kv.shape[:3], min(kept.length, self.capacity), self._kv.shape[4])
-        if kept.keys_values.shape != expected:
-            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.keys_values.shape)}")
-        self._kv[:, :, :, : kept.length].copy_(kept.keys_values)
-        self._length = kept.length
+        length = kept.shape[3]
+        expected = (*self._kv.shape[:3], min(length, self.capacity), self._kv.shape[4])
+        if kept.shape != expected:
+            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.shape)}")
+        self._kv[:, :, :, :length].copy_(kept)
+        self.length = length
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Captures every graph that a prompt can need. The filled positions are lost."""
-        self._length = 0
+        self.length = 0
         with self._on_device():
             self._past.fill_(0)
             self._end.fill_(1)
@@ -272,8 +273,8 @@ class Prefill:
             raise PromptError(f"prompt rows must be (L >= 1, {width}), got {tuple(rows.shape)}")
         if rows.dtype != dtype or rows.device != self.device:
             raise PromptError(f"prompt rows must be {dtype} on {self.device}, got {rows.dtype} on {rows.device}")
-        if not 0 <= past <= self._length:
-            raise PromptError(f"past must be in 0..{self._length}, the filled positions, got {past}")
+        if not 0 <= past <= self.length:
+            raise PromptError(f"past must be in 0..{self.length}, the filled positions, got {past}")
         if past + len(rows) > self.capacity:
             raise CapacityError(
                 f"prefill holds {self.capacity} positions, {past + len(rows)} were asked for: shorten the prompt "
@@ -325,35 +326,8 @@ class Prefill:
         x = self._input[:bucket]
         backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
         with backends:
-            rows = self._fused.run(x, index, mask, self._kv) if self._fused else self._by_operators(x, index, mask)
+            rows = self._rows.run(x, index, mask, self._kv)
         self._hidden.copy_(rows.index_select(0, last)[0])
-
-    def _by_operators(self, x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """As `FusedRows.run`, where its kernels do not run."""
-        cos, sin = self._rotary.index_select(0, index).unbind(1)
-        turns = cos, sin[:, sin.shape[1] // 2 :].repeat(1, 2)
-        for layer, (keys, values) in enumerate(self._kv.unbind(1)):
-            w = self.stack.layer_weights(layer)
-            x = self.stack.layer(w, x, partial(self._attend, w, keys, values, turns, index, mask))
-        return rms_norm(x, self.stack.norm, self.stack.config.rms_norm_eps)
-
-    def _attend(
-        self,
-        w: LayerWeights,
-        keys: Tensor,
-        values: Tensor,
-        turns: tuple[Tensor, Tensor],
-        index: Tensor,
-        mask: Tensor,
-        h: Tensor,
-    ) -> Tensor:
-        c, kv_heads = self.stack.config, self.stack.config.num_key_value_heads
-        heads = F.linear(h, w.qkv).view(len(h), -1, c.head_dim).transpose(0, 1)
-        q, k, v = heads.split((c.num_attention_heads, kv_heads, kv_heads))
-        keys.index_copy_(1, index, rotate(rms_norm(k, w.k_norm, c.rms_norm_eps), *turns))
-        values.index_copy_(1, index, v)
-        q = rotate(rms_norm(q, w.q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
-        return _attended(q, keys, values, mask)
 
 
 def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.kernel.prefill import CachedPrefix, Prefill
+from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape_stack import TapeRows
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack
@@ -26,17 +26,12 @@ class KernelPrefill:
         self._prefill = Prefill(stack, few=few)
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes = PrefixCache(self._prefill)
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a prompt that the graphs take."""
-        return self._prefill.capacity
+        self.capacity = self._prefill.capacity  # rows of a prompt that the graphs take
 
     @torch.inference_mode()
     def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
         """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        kept = self._prefixes.prefix(rows, key)
-        copy_into_cache(kept.keys_values, kv)
+        copy_into_cache(self._prefixes.prefix(rows, key), kv)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of the prefixes with this voice."""
@@ -65,13 +60,13 @@ class KernelPrefill:
         return hidden
 
     @torch.inference_mode()
-    def go_on(self, rows: Tensor, kv: Tensor, kept: CachedPrefix) -> Tensor:
-        """As `fill`, of a prompt (L, H) whose first `kept.length` (< L) positions are known; beyond the graphs'
-        capacity all of it is computed."""
+    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor) -> Tensor:
+        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`; beyond the graphs' capacity it
+        is all computed."""
         if len(rows) > self.capacity:
             return self.fill(rows, kv)
         self._prefill.restore(kept)
-        hidden = self._prefill.run(rows[kept.length :], kept.length)
+        hidden = self._prefill.run(rows[self._prefill.length :], self._prefill.length)
         copy_into_cache(self._prefill.keys_values, kv)
         return hidden
 
@@ -79,17 +74,14 @@ class KernelPrefill:
 class PrefixCache:
     """Keys and values of prefixes, by the key that the prompt's builder gives (`Prompt.prefix_key`).
 
-    Looking one up asks nothing of the device. The least recently used ones go first when there are more than
-    `max_entries` or they take more than `max_bytes` of device memory (a row is 112 KiB at the released sizes).
-    One thread at a time, as its Prefill.
+    Looking one up asks nothing of the device. The least recently used ones go first when they take more than
+    `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time, as its Prefill.
     """
 
-    def __init__(self, prefill: Prefill, max_entries: int = 64, max_bytes: int = 64 << 20) -> None:
-        """0 of either keeps nothing."""
-        self.prefill = prefill
-        self.max_entries, self.max_bytes = max_entries, max_bytes
+    def __init__(self, prefill: Prefill, max_bytes: int = 64 << 20) -> None:
+        self.prefill, self.max_bytes = prefill, max_bytes
         self.nbytes = 0
-        self._kept: OrderedDict[Hashable, CachedPrefix] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -112,20 +104,23 @@ class PrefixCache:
                 self.prefill.restore(kept)
         return self.prefill.run(rows[prefix_rows:], prefix_rows)
 
-    def prefix(self, rows: Tensor, key: Hashable | None) -> CachedPrefix:
+    def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
         """Keys and values of the prefix rows (P, H) alone, found or made; where made, they are also in the workspace.
 
         For a caller that computes the rest of the prompt by other means.
         """
-        return self.find(key, len(rows)) or self._make(rows, key)
+        kept = self.find(key, len(rows))
+        return self._make(rows, key) if kept is None else kept
 
-    def find(self, key: Hashable | None, rows: int) -> CachedPrefix | None:
+    def find(self, key: Hashable | None, rows: int) -> Tensor | None:
         """What is kept under `key`. Raises PromptError where it has not `rows` rows."""
         kept = None if key is None else self._kept.get(key)
         if kept is None:
             return None
-        if kept.length != rows:
-            raise PromptError(f"prefix_key names a prefix of {kept.length} rows, this one has {rows}: keys must differ")
+        if kept.shape[3] != rows:
+            raise PromptError(
+                f"prefix_key names a prefix of {kept.shape[3]} rows, this one has {rows}: keys must differ"
+            )
         self._kept.move_to_end(key)
         return kept
 
@@ -134,47 +129,40 @@ class PrefixCache:
         for key in [key for key in self._kept if is_of_voice(key, voice)]:
             self.nbytes -= self._kept.pop(key).nbytes
 
-    def _make(self, rows: Tensor, key: Hashable | None) -> CachedPrefix:
+    def _make(self, rows: Tensor, key: Hashable | None) -> Tensor:
         self.prefill.run(rows)
         kept = self.prefill.keep(len(rows))
-        if key is not None and self.max_entries and kept.nbytes <= self.max_bytes:
+        if key is not None and kept.nbytes <= self.max_bytes:
             self._kept[key] = kept
             self.nbytes += kept.nbytes
-            while len(self._kept) > self.max_entries or self.nbytes > self.max_bytes:
+            while self.nbytes > self.max_bytes:
                 self.nbytes -= self._kept.popitem(last=False)[1].nbytes
         return kept
 
 
 @torch.inference_mode()
-def copy_into_cache(keys_values: Tensor, kv: Tensor, start: int = 0) -> None:
-    """Writes keys and values (2, layers, kv heads, n, head_dim) to positions [start, start + n) of the kernel's cache.
+def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
+    """Writes keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache.
 
     `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
-    p // group. At most three copies: the rest of a begun slot, whole slots, the rest. Raises CapacityError.
+    p // group. Two copies: whole slots, the rest. Raises CapacityError.
     """
     group, slots, count = kv.shape[2], kv.shape[3], keys_values.shape[3]
-    if start < 0 or start + count > group * slots:
-        raise CapacityError(f"the cache holds {group * slots} positions, got {count} from {start} on")
-    first = min(-start % group, count)
-    whole = (count - first) // group
-    slot = (start + first) // group
+    if count > group * slots:
+        raise CapacityError(f"the cache holds {group * slots} positions, got {count}")
+    whole, rest = divmod(count, group)
     target = kv.permute(4, 0, 1, 3, 2, 5)  # (2, layers, kv heads, slots, group, head_dim)
-    if first:
-        block = start % group
-        target[:, :, :, start // group, block : block + first] = keys_values[:, :, :, :first]
-    if whole:
-        middle = keys_values[:, :, :, first : first + whole * group]
-        target[:, :, :, slot : slot + whole] = middle.unflatten(3, (whole, group))
-    if rest := count - first - whole * group:
-        target[:, :, :, slot + whole, :rest] = keys_values[:, :, :, count - rest :]
+    target[:, :, :, :whole] = keys_values[:, :, :, : whole * group].unflatten(3, (whole, group))
+    if rest:
+        target[:, :, :, whole, :rest] = keys_values[:, :, :, count - rest :]
 
 
 @torch.inference_mode()
-def kept_of_cache(kv: Tensor, length: int) -> CachedPrefix:
+def kept_of_cache(kv: Tensor, length: int) -> Tensor:
     """A copy of positions [0, length) of the kernel's cache; what `copy_into_cache` wrote comes back."""
     group, slots = kv.shape[2], kv.shape[3]
     if not 0 < length <= group * slots:
         raise CapacityError(f"the cache holds {group * slots} positions, {length} were asked for")
     used = kv[:, :, :, : -(-length // group)]  # (layers, kv heads, group, slots, 2, head_dim)
     in_order = used.permute(4, 0, 1, 3, 2, 5).flatten(3, 4)  # position p is in block p % group, slot p // group
-    return CachedPrefix(in_order[:, :, :, :length].contiguous())
+    return in_order[:, :, :, :length].contiguous()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.kernel.grid import FRAGMENTS, TILE_ROWS, WARP_ROWS, WARPS, Dealt, Shape, layer_matrices
-from mktts.model.qwen3 import inverse_frequency
+from mktts.model.qwen3 import LayerWeights, inverse_frequency
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 
@@ -58,17 +58,15 @@ def unpack_dealt(dealt: Dealt, tape: Tensor) -> Tensor:
     return each.reshape(len(tape) // dealt.group, -1, dealt.inputs)[:, : dealt.total]
 
 
-def pack_layer(shape: Shape, stack: StackConfig, get: Mapping[str, Tensor]) -> Tensor:
-    """One decoder layer, by names without their prefix: (blocks, elements) bf16."""
+def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
+    """The matrices of one decoder layer: (blocks, elements) bf16."""
     heads, h = stack.num_key_value_heads, stack.hidden_size
-    q, k, v = (get[f"self_attn.{name}_proj.weight"].view(heads, -1, h) for name in "qkv")
-    gate, up = (get[f"mlp.{name}_proj.weight"].view(heads, -1, h) for name in ("gate", "up"))
-    o, down = (get[f"{name}_proj.weight"] for name in ("self_attn.o", "mlp.down"))
+    q, k, v, gate, up = (matrix.view(heads, -1, h) for matrix in (w.q, w.k, w.v, w.gate, w.up))
     rows = {
         "qkv": torch.cat((q, k, v), 1),
-        "out": o.view(h, heads, -1).transpose(0, 1),  # a group takes its own inputs, and all rows
+        "out": w.o.view(h, heads, -1).transpose(0, 1),  # a group takes its own inputs, and all rows
         "gate_up": torch.stack((gate, up), 2).flatten(1, 2),
-        "down": down.view(h, heads, -1).transpose(0, 1),
+        "down": w.down.view(h, heads, -1).transpose(0, 1),
     }
     matrices = layer_matrices(stack, shape.group)
     return torch.cat([pack_dealt(dealt, rows[name]) for name, dealt in matrices.items()], 1)
@@ -94,28 +92,21 @@ def unpack_layer(shape: Shape, stack: StackConfig, tape: Tensor) -> dict[str, Te
 
 def pack_rows(shape: Shape, weight: Tensor) -> Tensor:
     """A head: rows dealt out to the blocks in order, each block's padded to whole tiles."""
-    each = -(-weight.shape[0] // (shape.blocks * TILE_ROWS)) * TILE_ROWS
-    padded = weight.new_zeros(shape.blocks * each, weight.shape[1])
-    padded[: weight.shape[0]] = weight
-    return pack(padded.view(shape.blocks, each, -1))
+    return _pack_in_order(weight, shape.blocks, -(-len(weight) // (shape.blocks * TILE_ROWS)) * TILE_ROWS)
 
 
 def pack_wide_head(shape: Shape, weight: Tensor) -> Tensor:
     """A text model's head in the chunks of csrc/text.cu: each block's rows, a lane for each row of a chunk."""
-    each = -(-weight.shape[0] // shape.blocks)
+    each = -(-len(weight) // shape.blocks)
     chunks = -(-each // (WARP_ROWS * WARPS))
-    rows = -(-each // (chunks * TILE_ROWS)) * TILE_ROWS
-    padded = weight.new_zeros(shape.blocks * chunks * rows, weight.shape[1])
-    padded[: weight.shape[0]] = weight
-    return pack(padded.view(shape.blocks * chunks, rows, -1))
+    return _pack_in_order(weight, shape.blocks * chunks, -(-each // (chunks * TILE_ROWS)) * TILE_ROWS)
 
 
-def pack_projection(shape: Shape, weight: Tensor) -> Tensor:
-    """(P_H, T_H) dealt out to the blocks in order."""
-    each = -(-weight.shape[0] // shape.blocks)
-    padded = weight.new_zeros(shape.blocks * each, weight.shape[1])
-    padded[: weight.shape[0]] = weight
-    return pack(padded.view(shape.blocks, each, -1))
+def _pack_in_order(weight: Tensor, parts: int, rows: int) -> Tensor:
+    """`weight` (R, k) in `parts` of `rows` each, zeros behind it: (parts, elements)."""
+    padded = weight.new_zeros(parts * rows, weight.shape[1])
+    padded[: len(weight)] = weight
+    return pack(padded.view(parts, rows, -1))
 
 
 Get = Callable[[str], Tensor]  # Hub name -> bf16 tensor on the kernel's device
@@ -134,7 +125,8 @@ def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Ten
     if has_projection:
         name = f"{code_predictor}small_to_mtp_projection."
         matrix, bias = get(name + "weight"), get(name + "bias")
-        weights |= {"projection_tape": pack_projection(shape, matrix), "projection_bias": bias}
+        tape = _pack_in_order(matrix, shape.blocks, -(-len(matrix) // shape.blocks))
+        weights |= {"projection_tape": tape, "projection_bias": bias}
         weights |= {"inputs0": F.linear(first, matrix, bias), "inputs": F.linear(embeddings, matrix, bias)}
     weights |= stack_weights(shape, "talker", shape.talker, get, "talker.model.")
     return weights | stack_weights(shape, "predictor", shape.predictor, get, f"{code_predictor}model.")
@@ -152,13 +144,13 @@ def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix:
     """One Qwen3 stack, its names led by `kind`."""
     tape, norms, heads = None, [], []
     for index in range(stack.num_hidden_layers):  # one layer at a time: the matrices are needed only here
-        layer = _Layer(get, f"{prefix}layers.{index}.")
+        layer = LayerWeights.read(lambda name: get(prefix + name), index)
         packed = pack_layer(shape, stack, layer)
         if tape is None:
             tape = packed.new_empty(len(packed), stack.num_hidden_layers, packed.shape[1])
         tape[:, index] = packed
-        norms.append(torch.stack([layer["input_layernorm.weight"], layer["post_attention_layernorm.weight"]]))
-        heads.append(torch.stack([layer["self_attn.q_norm.weight"], layer["self_attn.k_norm.weight"]]))
+        norms.append(torch.stack([layer.input_norm, layer.post_norm]))
+        heads.append(torch.stack([layer.q_norm, layer.k_norm]))
     final = get(f"{prefix}norm.weight")
     positions = NUM_CODEBOOKS if kind == "predictor" else stack.max_position_embeddings
     frequency = inverse_frequency(stack.head_dim, stack.rope_theta).to(final.device)
@@ -171,13 +163,3 @@ def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix:
         f"{kind}_cos": angle.cos().to(final.dtype),
         f"{kind}_sin": angle.sin().to(final.dtype),
     }
-
-
-class _Layer:
-    """The tensors of one layer by their names in it."""
-
-    def __init__(self, get: Get, prefix: str) -> None:
-        self._get, self._prefix = get, prefix
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._get(self._prefix + name)

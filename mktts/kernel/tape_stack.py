@@ -57,16 +57,14 @@ class UnpackParams(ctypes.Structure):
 class TapeRows:
     """Passes of up to ROWS rows through all layers of a tape. One thread and one CUDA stream at a time."""
 
-    def __init__(
-        self, shape: Shape, weights: Mapping[str, Tensor], kind: str = "talker", launch: Launch | None = None
-    ) -> None:
-        """shape, weights, kind: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests.
+    def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
+        """shape, weights: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests.
 
         Raises BackendUnavailable where csrc/rows.cu cannot be used.
         """
         c = shape.talker
-        self._shape, self._tape = shape, weights[f"{kind}_tape"]  # (blocks, layers, elements)
-        self._norms, self._heads = weights[f"{kind}_norms"], weights[f"{kind}_qk"]  # (layers, 2, H), (layers, 2, D)
+        self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
+        self._norms, self._heads = weights["talker_norms"], weights["talker_qk"]  # (layers, 2, H), (layers, 2, D)
         self._launch = launch or _launches(shape, self._tape)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
@@ -100,7 +98,7 @@ class TapeRows:
 
 
 class TapeStack(Stack):
-    """The stack whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer.
+    """The talker whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer.
 
     `layer_weights` writes a layer's matrices into that room, in the work queued on the current CUDA stream (on the CPU
     at once), so that a CUDA graph holds it too. Writing the next layer ahead, on a second stream into a second room,
@@ -108,10 +106,10 @@ class TapeStack(Stack):
     One thread and one CUDA stream at a time. The room is 30 MiB at 0.6B and 96 MiB at 1.7B.
     """
 
-    def __init__(self, shape: Shape, weights: Mapping[str, Tensor], kind: str = "talker") -> None:
-        """`kind` leads the names in `weights`. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
-        super().__init__(shape.talker, weights[f"{kind}_final"])
-        self._shape, self._tape = shape, weights[f"{kind}_tape"]  # (blocks, layers, elements)
+    def __init__(self, shape: Shape, weights: Mapping[str, Tensor]) -> None:
+        """Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
+        super().__init__(shape.talker, weights["talker_final"])
+        self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._kernel = None
         if self.device.type == "cuda":
             sizes = {"params_bytes": ctypes.sizeof(UnpackParams)}
@@ -126,7 +124,7 @@ class TapeStack(Stack):
         matrices = {"q": q, "k": k, "v": v, "gate": gate, "up": up, **self._room}
         self._layers = [
             LayerWeights(input_norm=norms[0], post_norm=norms[1], q_norm=heads[0], k_norm=heads[1], **matrices)
-            for norms, heads in zip(weights[f"{kind}_norms"], weights[f"{kind}_qk"], strict=True)
+            for norms, heads in zip(weights["talker_norms"], weights["talker_qk"], strict=True)
         ]
 
     def layer_weights(self, index: int) -> LayerWeights:
@@ -166,8 +164,7 @@ def _launches(shape: Shape, tape: Tensor) -> Launch:
     early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
 
     def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
-        kernel = kernels[name]
         with torch.cuda.device(tape.device):
-            (kernel.launch_early if early else kernel.launch_grid)(grid, _ROWS_THREADS, parameters)
+            kernels[name].launch_grid(grid, _ROWS_THREADS, parameters, early)
 
     return launch

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mktts.errors import EngineError
-from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import card_of
 from mktts.kernel.launch import Launcher, point
 from mktts.model.backend import Frame
-from mktts.spec import ModelConfig
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 # The points in the order in which a block passes them: a layer of the talker and of the predictor, then what follows a
 # stack's layers.
@@ -61,10 +61,10 @@ PHASES = {
 }
 
 
-def frame_points(talker_layers: int, predictor_layers: int, passes: int = 15) -> np.ndarray:
-    """The points of one frame in order (P,) int: the talker with code 0, then `passes` of the predictor."""
+def frame_points(talker_layers: int, predictor_layers: int) -> np.ndarray:
+    """The points of one frame in order (P,) int: the talker with code 0, then the predictor's passes."""
     one_pass = PREDICTOR_LAYER * predictor_layers + TAIL
-    return np.array(TALKER_LAYER * talker_layers + TAIL + one_pass * passes)
+    return np.array(TALKER_LAYER * talker_layers + TAIL + one_pass * (NUM_CODEBOOKS - 1))
 
 
 def talker_points(talker_layers: int) -> int:
@@ -173,9 +173,7 @@ class TracedBackend(MegakernelBackend):
             Launcher("frame.cu", "mktts_frames", build, self.device, card_of(self.device)) for build in builds
         ]
 
-    def traced(
-        self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False, debug: Debug | None = None
-    ) -> tuple[list[Frame], Marks]:
+    def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
         """As `frames`, of a stream that has made one: the frames of one launch, and its marks.
 
         still: by the build without the stream of weights.
@@ -184,7 +182,7 @@ class TracedBackend(MegakernelBackend):
         self._room.zero_()
         point(state.params, {"trace": self._room})
         try:
-            frames = list(self.frames(state, rows, debug))
+            frames = list(self.frames(state, rows))
         finally:
             self._launcher = usual
             point(state.params, {"trace": None})

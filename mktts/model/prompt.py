@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -57,33 +57,22 @@ class Request:
     layout: Layout | None = None
 
 
+@dataclass(eq=False)
 class Prompt:
     """Talker input of one utterance whose text is known."""
 
     text_ended = True
+    embeds: Any  # Tensor (L, H), or what `SpokenRows` gives
+    rest: Tensor | Callable[[], Tensor]  # `trailing`, or what makes it
+    pad: Tensor  # (H,)
+    text_tokens: int
+    prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L
+    prefix_key: Hashable | None = None  # equal keys of one checkpoint, device and dtype: equal prefix rows
 
-    def __init__(
-        self,
-        embeds: Any,
-        trailing: Tensor | Callable[[], Tensor],
-        pad: Tensor,
-        text_tokens: int,
-        prefix_rows: int = 0,
-        prefix_key: Hashable | None = None,
-    ) -> None:
-        self.embeds = embeds  # Tensor (L, H), or what `SpokenRows` gives
-        self.prefix_rows = prefix_rows  # leading rows of `embeds` that no text changes, fewer than L
-        self.prefix_key = prefix_key  # equal keys of one checkpoint, device and dtype: equal prefix rows
-        self._trailing = trailing
-        self.pad = pad  # (H,)
-        self.text_tokens = text_tokens
-
-    @property
+    @cached_property
     def trailing(self) -> Tensor:
         """(N, H). Made when first asked for, where the prompt was given what makes it: the first frame needs none."""
-        if callable(self._trailing):
-            self._trailing = self._trailing()
-        return self._trailing
+        return self.rest() if callable(self.rest) else self.rest
 
     def row(self, frame: int) -> Tensor:
         """The text embedding (H,) that is added to the codes of frame `frame` (0-based)."""
@@ -191,16 +180,6 @@ class PromptBuilder:
             trailing = partial(self._rest, ids[1:], special)
         embeds = torch.cat((head, *body))
         return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
-
-    @torch.inference_mode()
-    def spoken_rows(self) -> Tensor:
-        """Of every text id, its row in whole prompts, against codec_pad: (V, H)."""
-        codec_pad = self._codec_rows([self.config.codec_ids.pad])
-        rows = torch.empty(len(self._table), self.config.talker.hidden_size, device=self.device, dtype=self.dtype)
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[start : start + _ROWS_AT_ONCE]
-            part.copy_(self.text_rows(range(start, start + len(part))) + codec_pad)
-        return rows
 
     # ---- used by FedPrompt
 
@@ -504,10 +483,15 @@ class AddressedRows:
 
 
 class SpokenRows:
-    """Every text id's row as whole prompts have it, (V, H): 0.3 GB at 0.6B in bfloat16."""
+    """Every text id's row as whole prompts have it, against codec_pad, (V, H): 0.3 GB at 0.6B in bfloat16."""
 
+    @torch.inference_mode()
     def __init__(self, prompts: PromptBuilder) -> None:
-        self._table = prompts.spoken_rows()
+        codec_pad = prompts._codec_rows([prompts.config.codec_ids.pad])
+        self._table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
+        for start in range(0, len(self._table), _ROWS_AT_ONCE):
+            part = self._table[start : start + _ROWS_AT_ONCE]
+            part.copy_(prompts.text_rows(range(start, start + len(part))) + codec_pad)
         self._first, self._stride = self._table.data_ptr(), _stride_bytes(self._table)
 
     def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> AddressedRows:

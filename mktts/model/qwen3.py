@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +41,17 @@ class LayerWeights:
     qkv: Tensor | None = None
     gate_up: Tensor | None = None
 
+    @classmethod
+    def read(cls, get: Callable[[str], Tensor], index: int) -> LayerWeights:
+        """`get`: a stack's tensor by its name in the stack."""
+        return cls(**{field: get(f"layers.{index}.{name}.weight") for field, name in _LAYER_NAMES.items()})
+
     def fused(self) -> LayerWeights:
         """The same weights as fewer, larger matrices. Copies: the separate ones are free once nobody holds them."""
         qkv, gate_up = torch.cat((self.q, self.k, self.v)), torch.cat((self.gate, self.up))
         q, k, v = qkv.split([len(self.q), len(self.k), len(self.v)])
         gate, up = gate_up.split([len(self.gate), len(self.up)])
         return replace(self, q=q, k=k, v=v, gate=gate, up=up, qkv=qkv, gate_up=gate_up)
-
-    def gated(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """`h` (..., H) through gate and up."""
-        if self.gate_up is None:
-            return F.linear(h, self.gate), F.linear(h, self.up)
-        gate, up = F.linear(h, self.gate_up).chunk(2, -1)
-        return gate, up
 
 
 _LAYER_NAMES = {
@@ -102,16 +99,6 @@ class Stack(ABC):
     def layer_weights(self, index: int) -> LayerWeights:
         """Fused weights of a layer, on the device. Their matrices may be overwritten by the next call."""
 
-    def layer(self, w: LayerWeights, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """One decoder layer over `x` (..., T, H).
-
-        `attend` makes the heads' outputs (..., T, heads * head_dim) from the normed rows (..., T, H).
-        """
-        eps = self.config.rms_norm_eps
-        x = x + F.linear(attend(rms_norm(x, w.input_norm, eps)), w.o)
-        gate, up = w.gated(rms_norm(x, w.post_norm, eps))
-        return x + F.linear(F.silu(gate) * up, w.down)
-
     def rotary(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of positions start..end - 1, (T, head_dim) each."""
         positions = torch.arange(start, end, device=self.device).float()
@@ -127,13 +114,10 @@ class Qwen3Stack(Stack):
         self, config: StackConfig, tensors: Mapping[str, Tensor], prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
         def get(name: str) -> Tensor:
-            return tensors[f"{prefix}{name}.weight"].to(device, dtype)
+            return tensors[prefix + name].to(device, dtype)
 
-        super().__init__(config, get("norm"))
-        self.layers = [
-            LayerWeights(**{field: get(f"layers.{i}.{name}") for field, name in _LAYER_NAMES.items()})
-            for i in range(config.num_hidden_layers)
-        ]
+        super().__init__(config, get("norm.weight"))
+        self.layers = [LayerWeights.read(get, index) for index in range(config.num_hidden_layers)]
 
     def layer_weights(self, index: int) -> LayerWeights:
         """As `Stack.layer_weights`; the layer is fused in place, with one more layer in memory while that is done.
@@ -164,15 +148,23 @@ class Qwen3Stack(Stack):
         end = cache.length + x.shape[1]
         if end > cache.capacity:
             raise CapacityError(f"key-value cache holds {cache.capacity} positions, position {end} was asked for")
-        cos, sin = self.rotary(cache.length, end)
-        for index, w in enumerate(self.layers):
-            attend = partial(self._attend, w, cos, sin, cache.keys[index], cache.values[index], end)
-            x = self.layer(w, x, attend)
+        turns = self.rotary(cache.length, end)
+        for w, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x = self.layer(w, x, turns, keys, values, end)
         cache.length = end
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
 
+    def layer(
+        self, w: LayerWeights, x: Tensor, turns: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, end: int
+    ) -> Tensor:
+        """One decoder layer over `x` (1, T, H) at positions end - T to end - 1; `turns`: their cosine and sine."""
+        eps = self.config.rms_norm_eps
+        x = x + F.linear(self._attend(w, rms_norm(x, w.input_norm, eps), turns, keys, values, end), w.o)
+        h = rms_norm(x, w.post_norm, eps)
+        return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
+
     def _attend(
-        self, w: LayerWeights, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, end: int, h: Tensor
+        self, w: LayerWeights, h: Tensor, turns: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, end: int
     ) -> Tensor:
         c, rows = self.config, h.shape[1]
 
@@ -181,14 +173,14 @@ class Qwen3Stack(Stack):
 
         q = rms_norm(heads(w.q, c.num_attention_heads), w.q_norm, c.rms_norm_eps).transpose(1, 2)
         k = rms_norm(heads(w.k, c.num_key_value_heads), w.k_norm, c.rms_norm_eps).transpose(1, 2)
-        keys[:, :, end - rows : end] = rotate(k, cos, sin)
+        keys[:, :, end - rows : end] = rotate(k, *turns)
         values[:, :, end - rows : end] = heads(w.v, c.num_key_value_heads).transpose(1, 2)
         past = end - rows
         mask = None  # several rows behind others: each sees those and itself, which is_causal does not mean
         if rows > 1 and past:
             mask = torch.ones(rows, end, dtype=torch.bool, device=h.device).tril(past)
         attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin),
+            rotate(q, *turns),
             keys[:, :, :end],
             values[:, :, :end],
             attn_mask=mask,

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,25 +80,15 @@ class Voice:
     @staticmethod
     def notes(path: Path | str) -> str:
         """What `save` was given to note; "" where that was nothing. Reads the header alone. Raises VoiceError."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                return (file.metadata() or {}).get("notes", "")
-        except (OSError, SafetensorError) as error:
-            raise VoiceError(f"{path}: expected a file made by Voice.save, could not read it: {error}") from None
+        with _opened(path) as file:
+            return (file.metadata() or {}).get("notes", "")
 
     @classmethod
     def load(cls, path: Path | str) -> Voice:
         """Reads what `save` wrote. Raises VoiceError for anything else."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-        except (OSError, SafetensorError) as error:
-            raise VoiceError(f"{path}: expected a file made by Voice.save, could not read it: {error}") from None
+        with _opened(path) as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         if header.get("format") != _FORMAT or "embedding" not in tensors:
             raise VoiceError(
                 f"{path}: expected a file made by Voice.save (format {_FORMAT}), "
@@ -106,6 +98,17 @@ class Voice:
             return cls(tensors["embedding"], tensors.get("codes"), header.get("transcript"), header["model_size"])
         except (VoiceError, KeyError) as error:
             raise VoiceError(f"{path}: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path | str) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise VoiceError(f"{path}: expected a file made by Voice.save, could not read it: {error}") from None
 
 
 def _describe(value: Any) -> str:

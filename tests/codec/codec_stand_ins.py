@@ -11,11 +11,6 @@ from torch import Tensor
 from mktts.codec.packed import LOW_SCALE, Packed
 
 
-def weight(packed: Packed) -> Tensor:
-    """(outs, depth) fp32."""
-    return packed.high.float() + (0 if packed.low is None else packed.low.float() / LOW_SCALE)
-
-
 def operand(x: Tensor, packed: Packed, rows: int) -> Tensor:
     """(rows, depth)."""
     taps = packed.high.shape[1] // packed.channels
@@ -29,9 +24,7 @@ def product(
     a = operand(x, packed, rows)
     if norm_eps is not None:
         a = F.rms_norm(a, a.shape[1:], eps=norm_eps)
-    if packed.low is None:
-        a = a.half().float()
-    y = a @ weight(packed).t()
+    y = a @ (packed.high.float() + packed.low.float() / LOW_SCALE).t()
     y = y if packed.bias is None else y + packed.bias
     y = F.gelu(y) if gelu else y
     y = F.silu(y[:, ::2]) * y[:, 1::2] if swiglu else y

@@ -1,7 +1,5 @@
-"""What the graphed codec does around its graphs, with eager passes in their place; and the states' one buffer.
-
-The graphs themselves need a device: tests/codec/test_codec_cuda.py.
-"""
+"""What the graphed codec does around its graphs: on the CPU with eager passes in their place, on a CUDA device with
+graphs. And the states' one buffer."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ from mktts.measure.parity.codec import random_codes
 from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
 
-
-def tensors(state: CodecState) -> list[torch.Tensor]:
-    return [state.keys, state.values, *state.history, state.position]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOLERANCE = 1e-5  # of full scale, fp32
+GRAPH_TOLERANCE = 1e-6  # of full scale: a graph holds the kernels of the eager pass of its size
+CODES = random_codes(40, 0)
 
 
 def eager(decoder: CodecDecoder, codes: torch.Tensor, state: CodecState) -> torch.Tensor:
@@ -40,15 +39,23 @@ def passes_for_graphs(decoder: CodecDecoder) -> tuple[dict[int, Recorded], torch
     return {frames: captured(frames) for frames in GRAPH_FRAMES}, codes, state
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPU)])
+def codec(request, tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), request.param)
+
+
 @pytest.fixture(scope="module")
-def codec(tiny) -> CodecDecoder:
-    return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
+def graphed(codec) -> GraphedCodec:
+    with pytest.MonkeyPatch.context() as patch:
+        if codec.device.type == "cpu":
+            patch.setattr(codec_graph, "capture", passes_for_graphs)
+        return GraphedCodec(codec)
 
 
-@pytest.fixture
-def graphed(codec, monkeypatch) -> GraphedCodec:
-    monkeypatch.setattr(codec_graph, "capture", passes_for_graphs)
-    return GraphedCodec(codec)
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, atol: float = GRAPH_TOLERANCE, rtol: float = 0) -> None:
+    """Bit by bit on the CPU, where both are the same operators."""
+    atol, rtol = (atol, rtol) if expected.is_cuda else (0, 0)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
 @given(frames=st.integers(1, 200))
@@ -59,35 +66,65 @@ def test_pieces_add_up_and_only_the_largest_repeats(frames):
     assert all(sizes.count(size) <= 1 for size in GRAPH_FRAMES if size != max(GRAPH_FRAMES))
 
 
-def test_every_chunk_length_gives_the_samples_and_the_state_of_the_eager_decoder(codec, graphed):
+@pytest.mark.parametrize(
+    "schedule", [[1] * 40, [2] * 20, [4] * 10, [8] * 5, [1, 1, 2, 4, 8, 8, 16], [1, 2, 3, 4, 7, 8, 15], [40]]
+)
+def test_graphs_give_the_eager_decoders_samples_and_state(codec, graphed, schedule):
     ours, theirs = graphed.start(), codec.start()
-    for frames in (1, 2, 3, 4, 7, 8, 15, 21):
-        codes = random_codes(frames, seed=frames)
-        assert torch.equal(graphed.decode(codes, ours), eager(codec, codes, theirs))
-        assert ours.frames == theirs.frames == int(ours.position)
-    assert all(torch.equal(*pair) for pair in zip(tensors(ours), tensors(theirs), strict=True))
+    for t, piece in enumerate(CODES.split(schedule)):
+        pcm = graphed.decode(piece.to(codec.device) if t % 2 else piece, ours)
+        assert pcm.device.type == codec.device.type and pcm.dtype == torch.float32
+        assert_same(pcm, eager(codec, piece, theirs))
+    assert ours.frames == theirs.frames == int(ours.position) == len(CODES)
+    for actual, expected in zip(tensors(ours)[:-1], tensors(theirs)[:-1], strict=True):
+        assert_same(actual, expected, TOLERANCE, TOLERANCE)
 
 
-def test_streams_and_a_copied_state_do_not_mix(codec, graphed):
+def test_streams_on_the_same_graphs_and_a_copied_state_do_not_mix(codec, graphed):
     states, references = [graphed.start(), graphed.start()], [codec.start(), codec.start()]
-    for t in range(6):
+    for t, frames in enumerate((1, 2, 3, 8, 4, 5)):
         if t == 3:
             states.append(states[0].copy())
             references.append(references[0].copy())
         for stream, (state, reference) in enumerate(zip(states, references, strict=True)):
-            codes = random_codes(1 + t, seed=10 * t + stream)
-            assert torch.equal(graphed.decode(codes, state), eager(codec, codes, reference))
+            codes = CODES.roll(stream, 1)[t : t + frames]
+            assert_same(graphed.decode(codes, state), eager(codec, codes, reference))
 
 
-def test_submitted_work_is_decode_on_the_host(codec, graphed):
-    for decoder in (codec, graphed):
+def test_samples_belong_to_the_caller_and_whole_utterances_are_one_pass(codec, graphed):
+    state = graphed.start()
+    kept = [(pcm, pcm.clone()) for pcm in (graphed.decode(CODES[:size], state) for size in (*GRAPH_FRAMES, 15))]
+    graphed.decode(CODES, state)
+    assert all(torch.equal(*pair) for pair in kept)
+    assert_same(graphed.decode_all(CODES), codec.decode_all(CODES))
+
+
+def test_submitted_work_is_decode_on_the_host_and_stays(codec, graphed):
+    for decoder in (graphed,) if codec.device.type == "cuda" else (codec, graphed):
         ours, theirs = decoder.start(), decoder.start()
-        pending = [decoder.submit(random_codes(frames, seed=frames), ours) for frames in (1, 2, 9)]
-        assert ours.frames == 12
-        for frames, work in zip((1, 2, 9), pending, strict=True):
-            expected = decoder.decode(random_codes(frames, seed=frames), theirs)
-            assert work.ready() and work.result() is work.result()
-            assert work.result().dtype == np.float32 and np.array_equal(work.result(), expected.numpy())
+        pending = [decoder.submit(codes, ours) for codes in CODES.split((1, 2, 9, 28))]
+        assert ours.frames == 40
+        results = [work.result() for work in pending]
+        for codes in CODES.split(8):  # the same pinned memory again
+            decoder.submit(codes, ours).result()
+        for codes, work, result in zip(CODES.split((1, 2, 9, 28)), pending, results, strict=True):
+            assert work.ready() and work.result() is result and result.dtype == np.float32
+            assert np.array_equal(result, decoder.decode(codes, theirs).cpu().numpy())
+
+
+def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graphed):
+    other = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64).start()
+    state, pair = graphed.start(), random_codes(2, 0)
+    wrong = [random_codes(0, 0), pair[0], pair.float(), pair - CODEBOOK_SIZE, [[0]]]
+    wrong.append(pair.to(codec.device) + CODEBOOK_SIZE)
+    for codes, target in [*((codes, state) for codes in wrong), (random_codes(1, 0), other)]:
+        with pytest.raises(CodecError) as ours:
+            graphed.decode(codes, target)
+        for refuse in (codec.decode, codec.submit, graphed.submit):
+            with pytest.raises(CodecError) as theirs:
+                refuse(codes, target)
+            assert str(ours.value) == str(theirs.value)
+        assert target.frames == int(target.position) == 0
 
 
 def test_a_late_result_waits_for_its_own_event_only():
@@ -110,19 +147,6 @@ def test_a_late_result_waits_for_its_own_event_only():
     assert event.waited == 1
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "precision", "match"),
-    [
-        ("cpu", torch.float32, "fast", "needs a CUDA device"),
-        ("cuda", torch.bfloat16, "fast", "and a float32 state, got cuda and torch.bfloat16: use 'full'"),
-        ("cpu", torch.float32, "int4", "must be one of"),
-    ],
-)
-def test_a_precision_that_the_device_cannot_run_is_refused(tiny, device, dtype, precision, match):
-    with pytest.raises(BackendUnavailable, match=match):
-        codec_for(tiny.codec_config, tiny.codec_tensors(), device, dtype, precision)
-
-
 def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
     flags = torch.backends.cuda.matmul
     before = flags.fp32_precision
@@ -135,35 +159,15 @@ def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
         flags.fp32_precision = before
 
 
-def test_samples_belong_to_the_caller_and_whole_utterances_are_one_pass(codec, graphed):
-    state, codes = graphed.start(), random_codes(30, 0)
-    first = graphed.decode(codes[:2], state)
-    kept = first.clone()
-    graphed.decode(random_codes(2, seed=1), state)
-    assert torch.equal(first, kept)
-    assert torch.equal(graphed.decode_all(codes), codec.decode_all(codes))
-
-
-def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graphed):
-    other = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64).start()
-    state = graphed.start()
-    pair = random_codes(2, 0)
-    wrong = [random_codes(0, 0), pair[0], pair.float(), pair - CODEBOOK_SIZE, [[0]]]
-    for codes, target in [*((codes, state) for codes in wrong), (random_codes(1, 0), other)]:
-        with pytest.raises(CodecError) as ours:
-            graphed.decode(codes, target)
-        for refuse in (codec.decode, codec.submit, graphed.submit):
-            with pytest.raises(CodecError) as theirs:
-                refuse(codes, target)
-            assert str(ours.value) == str(theirs.value)
-        assert target.frames == int(target.position) == 0
-
-
-def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refused(tiny, codec):
-    decoder = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu", torch.bfloat16)
-    assert isinstance(decoder, CodecDecoder) and decoder.dtype == torch.bfloat16
+def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refused(tiny):
+    decoder = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu")
+    assert isinstance(decoder, CodecDecoder) and decoder.dtype == torch.float32
     with pytest.raises(BackendUnavailable, match="on a CUDA device, this one is on cpu: use CodecDecoder"):
-        GraphedCodec(codec)
+        GraphedCodec(decoder)
+
+
+def tensors(state: CodecState) -> list[torch.Tensor]:
+    return [state.keys, state.values, *state.history, state.position]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,16 +185,57 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
     assert state.bytes + 16 * len(ends) > len(state.flat)
 
 
-def test_a_copied_state_has_a_buffer_of_its_own(codec):
-    state = codec.start()
-    codec.decode(random_codes(5, 0), state)
-    copy = state.copy()
-    assert copy.frames == 5 and torch.equal(copy.flat, state.flat)
-    before = [t.clone() for t in tensors(copy)]
-    codec.decode(random_codes(5, seed=1), state)
-    assert copy.frames == 5 and all(torch.equal(*pair) for pair in zip(tensors(copy), before, strict=True))
-    assert copy.flat.data_ptr() != state.flat.data_ptr()
-    with torch.inference_mode():
-        copy.flat.copy_(state.flat)
-    assert all(torch.equal(*pair) for pair in zip(tensors(copy), tensors(state), strict=True))
-    assert all(t.untyped_storage().data_ptr() == copy.flat.untyped_storage().data_ptr() for t in tensors(copy))
+# ---- on a CUDA device alone
+
+
+@pytest.fixture(scope="module")
+def on_cuda(tiny) -> CodecDecoder:
+    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda")
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_every_schedule_gives_the_cpus_samples(tiny, on_cuda):
+    expected = CodecDecoder(tiny.codec_config, tiny.codec_tensors()).decode_all(CODES)
+    torch.testing.assert_close(on_cuda.decode_all(CODES).cpu(), expected, atol=TOLERANCE, rtol=0)
+    for schedule in ([1] * 40, [1, 1, 2, 4, 8, 8, 16], [40]):
+        state = on_cuda.start()
+        pcm = torch.cat([on_cuda.decode(piece.cuda(), state) for piece in CODES.split(schedule)])
+        torch.testing.assert_close(pcm.cpu(), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
+    expected, graphed = eager(on_cuda, CODES, on_cuda.start()), GraphedCodec(on_cuda)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        pcm = graphed.decode(CODES, graphed.start()).cpu().numpy()
+    np.testing.assert_allclose(pcm, expected.cpu().numpy(), atol=GRAPH_TOLERANCE, rtol=0)
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_bf16_can_be_captured(tiny):
+    codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda", torch.bfloat16)
+    graphed = GraphedCodec(codec)
+    assert_same(graphed.decode(CODES, graphed.start()), eager(codec, CODES, codec.start()))
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
+    from mktts.speech.guard import Guard
+    from mktts.speech.options import StreamOptions
+    from mktts.synth import Synthesizer
+
+    options = StreamOptions(guard=Guard.off())
+    with Synthesizer.load(tiny, device="cuda", backend="torch") as synthesizer:
+        assert isinstance(synthesizer._models.any().codec, GraphedCodec)
+        synthesizer.warm_up()
+        speaker = next(iter(tiny.config.speakers))
+        with synthesizer.stream("Words.", speaker=speaker, seed=0, max_frames=31, options=options) as stream:
+            pcm = np.concatenate([chunk.pcm for chunk in stream])
+        expected = on_cuda.decode_all(torch.as_tensor(stream.codes)).cpu().numpy()
+    np.testing.assert_allclose(pcm, expected, atol=TOLERANCE, rtol=0)

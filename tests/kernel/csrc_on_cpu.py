@@ -4,10 +4,10 @@ csrc/ptx.cuh."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,56 +31,47 @@ RINGS = [(2, 1, 7), (2, 2, 6), (3, 1, 7), (5, 1, 7), (6, 2, 7), (10, 2, 6)]
 _TIMEOUT_TURNS = 10**6  # the clock here counts turns of warps
 
 
-@dataclass(frozen=True)
-class Changed:
-    """What is compiled otherwise than for a card: so that a small shape meets what a large one has."""
+def build(shape: Shape, folder: Path, most_rows: int = MOST_ROWS, ring: int = 4, talker_copies: int = 1) -> ctypes.CDLL:
+    """Compiles into `folder`, otherwise than for a card, so that a small shape meets what a large one has.
 
-    most_rows: int = MOST_ROWS  # a block multiplies at once: with fewer, small shares come in several matrices
-    ring: int = 4  # stages
-    talker_copies: int = 1  # under way at once, before the ring's stages bound them
-
-
-def build(shape: Shape, folder: Path, changed: Changed) -> ctypes.CDLL:
-    """Compiles into `folder`."""
-    shutil.copytree(CSRC, folder / "csrc")
-    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
-    code = source(folder=folder / "csrc") + (HOST / "launch.h").read_text()
-    for csrcs, ours in (
-        (r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {changed.most_rows}"),
-        (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(changed.talker_copies)),
+    most_rows: a block multiplies at once: with fewer, small shares come in several matrices. ring: stages.
+    talker_copies: under way at once, before the ring's stages bound them.
+    """
+    changes = [
+        (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(talker_copies)),
         (r"MOST_NAPS = 1 << 23", "MOST_NAPS = 1 << 10"),
         (r"extern __shared__ .* dynamic\[\];", "u8* dynamic = now->block->shared.data();"),
         (r'(#define EXPORT\(.*\) extern "C") __device__', r"\1"),
-    ):
+    ]
+    return _compiled("frame.cu", "launch.h", folder, most_rows, changes, {**shape.defines, "RING": ring})
+
+
+def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
+    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
+    library = _compiled("rows.cu", "launch_rows.h", folder, most_rows, [], {**shape.defines, "__shared__": "static"})
+    seeds = itertools.count(1)
+
+    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(next(seeds)))
+
+    return launch
+
+
+def _compiled(
+    unit: str, host: str, folder: Path, most_rows: int, changes: list[tuple[str, str]], defines: dict[str, int | str]
+) -> ctypes.CDLL:
+    """A library of csrc/`unit` with what launches it on the CPU, host/`host`, behind it; each change is made once."""
+    shutil.copytree(CSRC, folder / "csrc")
+    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
+    code = source(unit, folder / "csrc") + (HOST / host).read_text()
+    for csrcs, ours in ((r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}"), *changes):
         code, count = re.subn(csrcs, ours, code)
         assert count == 1, csrcs
-    return compiled(code, folder, {**shape.defines, "RING": changed.ring})
-
-
-def compiled(code: str, folder: Path, defines: dict[str, int | str]) -> ctypes.CDLL:
-    """A library of C++ source, built in `folder`."""
     (folder / "kernel.cpp").write_text(code)
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fno-strict-aliasing", "-shared", "-fPIC"]
     flags += [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run([COMPILER, *flags, "-o", folder / "kernel.so", folder / "kernel.cpp"], check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
-
-
-def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
-    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
-    shutil.copytree(CSRC, folder / "csrc")
-    shutil.copy(HOST / "ptx.cuh", folder / "csrc")
-    code = source("rows.cu", folder / "csrc") + (HOST / "launch_rows.h").read_text()
-    code, count = re.subn(r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}", code)
-    assert count == 1
-    library, seed = compiled(code, folder, {**shape.defines, "__shared__": "static"}), 0
-
-    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
-        nonlocal seed
-        seed += 1
-        library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(seed))
-
-    return launch
 
 
 def observed(
@@ -94,7 +85,8 @@ def observed(
     out, status = torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     own = new_state_tensors(shape, rows + frames, torch.bfloat16, torch.device("cpu"))
     sampling = Sampling().greedy()
-    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), _projected(model))
+    projected = "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors
+    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
     fixed = Params()
     logits = torch.zeros(frames, NUM_CODEBOOKS, talker.vocab_size, dtype=torch.bfloat16)
     hidden = torch.zeros(frames, talker.num_hidden_layers, talker.hidden_size, dtype=torch.bfloat16)
@@ -128,7 +120,3 @@ def _launch(library: ctypes.CDLL, params: Params, seed: int) -> None:
     error, block, thread, wait, _ = (ctypes.c_int * 5).from_address(params.status)
     named = f"block {block}, thread {thread} waited too long for {WAITS.get(wait, wait)}" if error else ""
     assert not (why or error), "; ".join(filter(None, (named, why and why.decode())))
-
-
-def _projected(model: Model) -> bool:
-    return "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors

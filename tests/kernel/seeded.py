@@ -54,16 +54,8 @@ def weights_of(c: StackConfig, device: str = "cpu") -> dict[str, Tensor]:
     return made
 
 
-def layer_of(c: StackConfig) -> dict[str, Tensor]:
-    """The weights of the first layer by their names in it."""
-    weights = weights_of(replace(c, num_hidden_layers=1))
-    return {name.removeprefix("layers.0."): tensor for name, tensor in weights.items() if name.startswith("layers")}
-
-
-def stack(
-    dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu", kind: type = Qwen3Stack
-) -> Qwen3Stack:
-    return kind(config, weights_of(config), "", torch.device(device), dtype)
+def stack(dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu") -> Qwen3Stack:
+    return Qwen3Stack(config, weights_of(config), "", torch.device(device), dtype)
 
 
 def shape_of(size: str, layers: int, multiprocessors: int = 132) -> Shape:

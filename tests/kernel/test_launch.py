@@ -12,50 +12,43 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiler import needs_nvrtc
 from driver_on_cpu import ELSEWHERE, HERE, StandIn, kernel_without_a_card, launcher_without_a_card, put_stand_in
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel import driver as kernel_driver
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
-from mktts.kernel.build import SHARED, compile_kernel, source
-from mktts.kernel.grid import choose_shape
-from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Params, StreamParams, point
+from mktts.kernel.build import source
+from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams, point
 from mktts.kernel.trace import TracedBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.llm.kernel import TextKernelBackend, TextKernelState
-from mktts.measure.inspection import config_at
 from mktts.model.sampling import Choice, Sampling
 
 STREAM = SimpleNamespace(cuda_stream=5)
 
 
-def test_the_driver_reads_the_parameters_of_each_launch(monkeypatch):
-    kernel, seen = kernel_without_a_card(), put_stand_in(monkeypatch).launched
-    params = Params()
+@pytest.fixture
+def driver(monkeypatch) -> StandIn:
+    return put_stand_in(monkeypatch)
+
+
+@pytest.fixture
+def launcher(monkeypatch, driver) -> Launcher:
+    return launcher_without_a_card(monkeypatch)
+
+
+def test_the_driver_reads_the_parameters_of_each_launch_and_none_of_it_is_left_to_the_garbage_collector(driver):
+    """ctypes makes an array type anew where nobody holds it, and only the collector frees a type."""
+    kernel, params, seen = kernel_without_a_card(), Params(), driver.launched
     for frames in (3, 8):
         params.frames, params.tag = frames, 17
         kernel.launch(params, STREAM)
         assert seen[-1] == ((128, 1, 1), (384, 1, 1), 200_000, 5, bytes(params))
     assert seen[0][-1] != seen[1][-1]
-
-
-def test_a_launch_leaves_nothing_to_the_garbage_collector(monkeypatch):
-    """ctypes makes an array type anew where nobody holds it, and only the collector frees a type."""
-    kernel = kernel_without_a_card()
-    put_stand_in(monkeypatch)
-    params = Params()
-    kernel.launch(params, STREAM)
     gc.collect()
     for _ in range(20):
         kernel.launch(params, STREAM)
     assert gc.collect() == 0
-
-
-def test_a_refused_launch_is_told_in_the_drivers_words(monkeypatch):
-    put_stand_in(monkeypatch, status=720)
-    with pytest.raises(EngineError, match="cuLaunchCooperativeKernel failed: too many blocks"):
-        kernel_without_a_card().launch(Params(), STREAM)
 
 
 def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_last_one_ends(monkeypatch):
@@ -74,67 +67,45 @@ def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_la
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
     kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
-    kernel.launch_early((16, 4), 256, params)
-    assert seen == [([16, 4, 1, 256, 1, 1, 0], 5, 1, (6, 1), 7), bytes(params)]
+    for early in (True, False):
+        kernel.launch_grid((16, 4), 256, params, early)
+        assert seen[-2:] == [([16, 4, 1, 256, 1, 1, 0], 5, early, (6, 1), 7), bytes(params)]
     status = 801
     with pytest.raises(EngineError, match="cuLaunchKernelEx failed: 801"):
-        kernel.launch_early((16, 4), 256, params)
+        kernel.launch_grid((16, 4), 256, params)
 
 
-def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(monkeypatch):
-    stand_in = put_stand_in(monkeypatch)
-    launcher = launcher_without_a_card(monkeypatch)
-    asked = []
-    streams = SimpleNamespace(cuda_stream=11), SimpleNamespace(cuda_stream=12), SimpleNamespace(cuda_stream=13)
-    turns = iter(streams)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: asked.append(index) or next(turns))
+def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(driver, launcher, monkeypatch):
+    asked, streams = [], iter(SimpleNamespace(cuda_stream=number) for number in (11, 12, 13))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: asked.append(index) or next(streams))
     for current in (ELSEWHERE, HERE, ELSEWHERE):
-        stand_in.current = current
+        driver.current = current
         done = launcher.launch(Params(), 1)
-        assert stand_in.current == current
-    assert stand_in.devices == [HERE] * 3 and asked == [launcher._exchange.device.index] * 3
-    assert [launched[3] for launched in stand_in.launched] == [11, 12, 13] and done.recorded == [13]
+        assert driver.current == current
+    assert driver.devices == [HERE] * 3 and asked == [launcher._exchange.device.index] * 3
+    assert [launched[3] for launched in driver.launched] == [11, 12, 13] and done.recorded == [13]
 
 
-def test_a_refused_launch_leaves_the_callers_device_current(monkeypatch):
-    stand_in = put_stand_in(monkeypatch, status=720)
-    launcher = launcher_without_a_card(monkeypatch)
-    with pytest.raises(EngineError):
+def test_a_refused_launch_is_told_in_the_drivers_words_and_leaves_the_callers_device_current(driver, launcher):
+    driver.status = 720
+    with pytest.raises(EngineError, match="cuLaunchCooperativeKernel failed: too many blocks"):
         launcher.launch(Params(), 1)
-    assert stand_in.devices == [HERE] and stand_in.current == ELSEWHERE
+    assert driver.devices == [HERE] and driver.current == ELSEWHERE
 
 
-def test_an_event_is_made_for_a_launch_or_used_again_where_the_caller_has_one(monkeypatch):
-    put_stand_in(monkeypatch)
-    launcher = launcher_without_a_card(monkeypatch)
-    first = launcher.launch(Params(), 1)
-    other = launcher.launch(Params(), 1)
-    assert launcher.launch(Params(), 1, first) is first and other is not first
-    assert (len(first.recorded), len(other.recorded)) == (2, 1)
-
-
-def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange(monkeypatch):
-    stand_in = put_stand_in(monkeypatch)
-    launcher, params = launcher_without_a_card(monkeypatch), Params()
+def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange(driver, launcher, monkeypatch):
+    monkeypatch.setattr("mktts.kernel.launch._TIMEOUT_NS", 3)
+    params, tags = Params(exchange=1, status=1, timeout_ns=1), _TAG_LIMIT // 3 - 1  # as another launcher left them
     launcher._exchange.fill_(9)
-    tags = _TAG_LIMIT // 3 - 1
     for _ in range(3):
         launcher.launch(params, tags)
-    assert [launched.tag for launched in stand_in.params] == [1, 1 + tags, 1 + 2 * tags]
+    assert [launched.tag for launched in driver.params] == [1, 1 + tags, 1 + 2 * tags]
     assert launcher._exchange.eq(9).all()
     launcher.launch(params, tags)
-    assert stand_in.params[-1].tag == 1 and not launcher._exchange.any()
-
-
-def test_parameters_that_were_another_launchers_get_this_ones_exchange_status_and_time(monkeypatch):
-    stand_in, params = put_stand_in(monkeypatch), Params()
-    launchers = [launcher_without_a_card(monkeypatch) for _ in range(2)]
-    for nanoseconds, launcher in zip((3, 4, 5), (*launchers, launchers[0]), strict=True):
-        monkeypatch.setattr("mktts.kernel.launch._TIMEOUT_NS", nanoseconds)
-        launcher.launch(params, 1)
-        seen = stand_in.params[-1]
-        assert (seen.exchange, seen.status) == (launcher._exchange.data_ptr(), launcher._status.data_ptr())
-        assert seen.timeout_ns == nanoseconds
+    seen = driver.params[-1]
+    assert seen.tag == 1 and not launcher._exchange.any()
+    own = launcher._exchange.data_ptr(), launcher._status.data_ptr(), 3
+    assert (seen.exchange, seen.status, seen.timeout_ns) == own
 
 
 # ---- of streams
@@ -143,19 +114,14 @@ TAGS = 100  # a frame's
 
 
 @pytest.fixture
-def driver(monkeypatch) -> StandIn:
-    return put_stand_in(monkeypatch)
+def backend(tiny, launcher) -> MegakernelBackend:
+    return without_a_card(MegakernelBackend, tiny, launcher)
 
 
-@pytest.fixture
-def backend(tiny, monkeypatch, driver) -> MegakernelBackend:
-    return without_a_card(MegakernelBackend, tiny, monkeypatch)
-
-
-def without_a_card(kind: type[MegakernelBackend], tiny, monkeypatch) -> MegakernelBackend:
+def without_a_card(kind: type[MegakernelBackend], tiny, launcher) -> MegakernelBackend:
     found = object.__new__(kind)
     found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
-    found._launcher, found._tags_per_frame = launcher_without_a_card(monkeypatch), TAGS
+    found._launcher, found._tags_per_frame = launcher, TAGS
     found._weights = {"talker_tape": torch.zeros(8)}
     found._fixed = found._fixed_params()
     return found
@@ -254,10 +220,10 @@ def test_a_launch_whose_waiting_is_interrupted_is_stopped_and_waited_for(backend
     assert state.words[STOP] and waits == [state.done] * 2
 
 
-def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver):
-    backend = without_a_card(TracedBackend, tiny, monkeypatch)
+def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver, launcher):
+    backend = without_a_card(TracedBackend, tiny, launcher)
     backend._room = torch.zeros(2, 8, dtype=torch.int64)
-    usual, backend._marking = backend._launcher, [launcher_without_a_card(monkeypatch) for _ in range(2)]
+    backend._marking = [launcher_without_a_card(monkeypatch) for _ in range(2)]
     state, row = stream(backend), row_of(backend)
     backend.step(state, None)
     for still in (False, True):
@@ -266,7 +232,7 @@ def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver):
         backend.step(state, row)
     room = backend._room.data_ptr()
     assert [params.trace for params in driver.params] == [None, room, None, room, None]
-    launchers = usual, backend._marking[0], usual, backend._marking[1], usual
+    launchers = launcher, backend._marking[0], launcher, backend._marking[1], launcher
     assert [params.exchange for params in driver.params] == [each._exchange.data_ptr() for each in launchers]
 
 
@@ -284,37 +250,31 @@ def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
     assert state.ended and state.frames == 0
 
 
-def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(monkeypatch, driver):
+def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher):
     config = open_text_checkpoint("random:tiny").config
     backend = object.__new__(TextKernelBackend)
     backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
-    backend._launcher = launcher_without_a_card(monkeypatch)
+    backend._launcher = launcher
     point(backend._fixed, {"embeddings0": torch.zeros(8)})
-    states = [
-        TextKernelState(
-            kv=torch.zeros(2, 2, 2, slots, 2, 8, dtype=torch.bfloat16),
-            hidden=torch.zeros(8, dtype=torch.bfloat16),
-            out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
-            choice=Choice(),
-            seed=slots,
-            prompt_tokens=10,
-            max_tokens=40,
-            fixed=backend._fixed,
-        )
-        for slots in (4, 5)
-    ]
+    state = TextKernelState(
+        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
+        hidden=torch.zeros(8, dtype=torch.bfloat16),
+        out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
+        choice=Choice(),
+        seed=5,
+        prompt_tokens=10,
+        max_tokens=40,
+        fixed=backend._fixed,
+    )
     debug = torch.zeros(2, 8, dtype=torch.bfloat16)
-    for asked in (None, debug, None):
-        for state in states:
-            before = state.tokens
-            assert backend.step(state, 2, asked) == [before, before + 1]
-    assert [params.debug_logits for params in driver.params] == [None, None, *[debug.data_ptr()] * 2, None, None]
-    for turn, params in enumerate(driver.params):
-        own, tokens = params.stream, 2 * (turn // 2)
-        assert (own.slots, own.seed_lo, own.out) == (4 + turn % 2, 4 + turn % 2, states[turn % 2].out.data_ptr())
-        assert (own.frame, own.position, own.token) == (tokens, 9 + tokens, max(0, tokens - 1))
-        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + 2 * turn * TAGS, backend._fixed.embeddings0)
-    assert [len(state.done.recorded) for state in states] == [3, 3]
+    for before, asked in ((0, None), (2, debug), (4, None)):
+        assert backend.step(state, 2, asked) == [before, before + 1]
+        params, own = driver.params[-1], driver.params[-1].stream
+        assert params.debug_logits == (None if asked is None else debug.data_ptr())
+        assert (own.slots, own.seed_lo, own.out) == (4, 5, state.out.data_ptr())
+        assert (own.frame, own.position, own.token) == (before, 9 + before, max(0, before - 1))
+        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + before * TAGS, backend._fixed.embeddings0)
+    assert len(state.done.recorded) == 3
 
 
 # ---- structures
@@ -330,10 +290,3 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
     struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
     declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
     assert [field for field, _ in structure._fields_] == declared
-
-
-@needs_nvrtc
-def test_launch_parameters_have_the_size_the_compiler_gave_them():
-    shape = choose_shape(config_at("tiny"), 132)
-    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a", SHARED)  # as the kernel's: test_build.py
-    assert build.constants["params_bytes"] == ctypes.sizeof(Params)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CapacityError, EngineError, PromptError, SamplingError
-from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend
+from mktts.measure.parity.probe import forced, probe_of
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
@@ -96,28 +96,6 @@ def test_end_of_speech_ends_a_launch_of_several_frames():
     assert len(our_codes(backend, prompt, GREEDY, 0, 40)) == 9  # one by one
 
 
-@torch.inference_mode()
-def force(backend: MegakernelBackend, state: MegakernelStream, frames: torch.Tensor) -> None:
-    """Puts the last of `frames` (T, 16) int64 in the place of the newest frame's codes, as if they had been drawn."""
-    tables = [backend._weights["embeddings0"], *backend._weights["embeddings"]]
-    total = torch.zeros_like(state.sum, dtype=torch.float32)
-    for table, code in zip(tables, frames[-1].tolist(), strict=True):  # in the kernel's order
-        total += table[code]
-    state.sum.copy_(total)
-    bits = np.zeros(32 * len(state.seen), dtype=np.uint8)
-    bits[frames[:, 0].numpy()] = 1
-    state.seen.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
-
-
-def test_forcing_a_stream_onto_its_own_codes_changes_nothing(tiny):
-    backend, prompt = kernel_of(tiny), prompt_of(tiny)
-    expected = our_codes(backend, prompt, Sampling(), 1, 12)
-    state = backend.start(prompt, Sampling(), 1, 12)
-    for t, codes in enumerate(expected):
-        assert torch.equal(backend.step(state, prompt.row(t - 1) if t else None).codes, codes)
-        force(backend, state, expected[: t + 1])
-
-
 def test_codes_stay_the_same_where_tags_begin_anew(tiny):
     backend, prompt = kernel_of(tiny), prompt_of(tiny)
     frames = 3 * 65_536 // backend._tags_per_frame
@@ -162,43 +140,21 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     """Teacher-forced on one run's codes: every head of every frame, bf16 against an fp32 run of the same weights."""
     checkpoint = open_checkpoint("random:0.6b")
     prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    backend, prompt = kernel_of(checkpoint), prompts[torch.bfloat16]
-    state = backend.start(prompt, Sampling(), 5, 24)
-    codes, ours = [], []
-    for t in range(24):
-        debug = backend.new_debug()
-        codes.append(backend.step(state, prompt.row(t - 1) if t else None, debug).codes)
-        ours.append(debug.logits.float())
-    ours, codes = torch.stack(ours), torch.stack(codes)
-    exact, theirs = (
-        forced_logits(TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda", dtype), prompts[dtype], codes)
-        for dtype in (torch.float32, torch.bfloat16)
+    probe = probe_of(kernel_of(checkpoint))
+    state = probe.start(prompts[torch.bfloat16], Sampling(), 5, 24)
+    ours = [probe.step(state, prompts[torch.bfloat16].row(t - 1) if t else None) for t in range(24)]
+    runs = [ours]
+    for dtype, prompt in prompts.items():
+        oracle = TorchBackend(checkpoint.config, checkpoint.tensors(), "cuda", dtype)
+        state = oracle.start(prompt, GREEDY, 0, 24)
+        rows = [prompt.row(t - 1) if t else None for t in range(24)]
+        runs.append([forced(oracle, state, row, frame.codes) for row, frame in zip(rows, ours, strict=True)])
+    found, exact, rounded = (
+        torch.stack([torch.cat([h[:2048] for h in frame.logits]) for frame in run]) for run in runs
     )
-    error = [(x - exact)[..., :2048].square().mean().sqrt().item() for x in (ours, theirs)]
+    error = [(x - exact).square().mean().sqrt().item() for x in (found, rounded)]
     print(f"rms error to fp32: megakernel {error[0]:.4f}, oracle bf16 {error[1]:.4f}")
     assert error[0] <= 1.1 * error[1]
-
-
-def forced_logits(oracle: TorchBackend, prompt: Prompt, codes: torch.Tensor) -> torch.Tensor:
-    """(T, 16, vocabulary) fp32 raw logits of the oracle when every choice is replaced by `codes` (T, 16)."""
-    size = oracle.config.talker.vocab_size
-    out = torch.zeros(len(codes), NUM_CODEBOOKS, size, device="cuda")
-    chosen, heads = [], []
-
-    def force(logits, *_):
-        heads.append(logits)
-        return chosen[len(heads) - 1].to(logits.device)
-
-    state = oracle.start(prompt, GREEDY, 0, len(codes))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mktts.model.oracle.choose", force)
-        patch.setattr(TorchBackend, "_code0", lambda self, s: force(self.code0_logits(s)))
-        for t, frame in enumerate(codes):
-            chosen[:], heads[:] = list(frame), []
-            oracle.step(state, prompt.row(t - 1) if t else None)
-            for group, logits in enumerate(heads):
-                out[t, group, : len(logits)] = logits
-    return out
 
 
 def test_borders(tiny):

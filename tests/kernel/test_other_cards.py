@@ -1,14 +1,13 @@
-"""The kernel as other cards would run it, without a card: models, errors and the record."""
+"""The models and errors by which other cards' code is judged, and the kernel's fingerprint, without a card."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import other_cards as cards
 import pytest
 import torch
-from other_cards import CASES, Model, run
+from other_cards import Model, run
 
 from mktts.kernel.build import CSRC, fingerprint
 from mktts.model.oracle import TorchBackend
@@ -32,27 +31,6 @@ def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model
     wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
     assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES).codes, model.codes[: cards.FORCED_FRAMES])
     assert cards.error_of(cards.observed(wrong, model.prompt), model.exact) > 1.5 * model.bf16_error
-
-
-def test_every_case_is_a_card_that_a_grid_fits():
-    assert {card.multiprocessors for card in CASES.values()} == {16, 24, 46, 48, 58, 84, 108, 114, 128, 170}
-    assert {CASES[card].shared_bytes for card in cards.CARDS_OF_1P7B} == {99 * 1024}  # what a ring of two stages needs
-
-
-def test_the_record_has_a_row_a_case_of_the_kernel_that_is_here(monkeypatch, tmp_path):
-    path = tmp_path / "architectures.json"
-    monkeypatch.setattr(cards, "head", lambda device: {"device": "a card", "revision": "abc"})
-
-    def rows() -> dict[str, dict]:
-        return {row["card"]: row for row in json.loads(path.read_text())["cases"]}
-
-    for card, equal in (("L4", False), ("A100", True), ("L4", True)):
-        cards.record_case(path, "small", card, {"equal": equal})
-    assert {name: row["equal"] for name, row in rows().items()} == {"A100": True, "L4": True}
-    assert rows()["L4"] | {"model": "small", "revision": "abc", "kernel": fingerprint()} == rows()["L4"]
-    monkeypatch.setattr(cards, "fingerprint", lambda: "another kernel")
-    cards.record_case(path, "small", "L4", {"equal": True})
-    assert list(rows()) == ["L4"]
 
 
 def test_a_kernels_fingerprint_leaves_out_comments_alone(tmp_path):

@@ -180,33 +180,20 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(pref
     assert len(prefixes) == 3
     rows = prompts[0].prefix_rows + sum(prompt.prefix_rows for prompt in prompts[-2:])
     assert prefixes.nbytes == rows * prefill.stack.config.kv_bytes_per_position
-    nothing = PrefixCache(prefill, max_entries=0)
+    nothing = PrefixCache(prefill, max_bytes=0)
     assert equal(run(nothing, prompts[0]), expected[0]) and not len(nothing)
-
-
-@pytest.mark.parametrize("key", ["key", None])
-def test_a_prefix_is_a_piece_of_its_own_even_where_it_is_not_kept(prefill, monkeypatch, key):
-    (prompt,) = prompts_of("ryan")
-    pieces, real = [], prefill.run
-    monkeypatch.setattr(prefill, "run", lambda rows, past=0: pieces.append((past, len(rows))) or real(rows, past))
-    prefixes, rows = PrefixCache(prefill), prompt.prefix_rows
-    for _ in range(2):
-        prefixes.run(prompt.embeds, rows, key)
-    new, rest = (0, rows), (rows, len(prompt.embeds) - rows)
-    assert pieces == [new, rest, *([new] if key is None else []), rest]
+    hidden = nothing.run(prompts[0].embeds, prompts[0].prefix_rows, None)
+    assert torch.equal(hidden, expected[0][0])
 
 
 def test_the_least_recently_used_goes_first(prefill):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
-    prefixes = PrefixCache(prefill, max_entries=2)
+    each = ryan.prefix_rows * prefill.stack.config.kv_bytes_per_position
+    prefixes = PrefixCache(prefill, max_bytes=2 * each)
     for prompt in (ryan, vivian, ryan, serena):
         run(prefixes, prompt)
     assert [prefixes.find(p.prefix_key, p.prefix_rows) is None for p in (ryan, vivian, serena)] == [False, True, False]
-    each = prefixes.nbytes // 2
-    by_bytes = PrefixCache(prefill, max_bytes=2 * each)
-    for prompt in (ryan, vivian, serena):
-        run(by_bytes, prompt)
-    assert len(by_bytes) == 2 and by_bytes.nbytes == 2 * each
+    assert len(prefixes) == 2 and prefixes.nbytes == 2 * each
     small = PrefixCache(prefill, max_bytes=each - 1)
     run(small, ryan)
     assert len(small) == small.nbytes == 0
@@ -219,7 +206,7 @@ def test_a_prefix_alone_is_found_or_made(prefill):
     made = prefixes.prefix(rows, prompt.prefix_key)
     assert prefixes.prefix(rows, prompt.prefix_key) is made
     prefill.run(rows)
-    assert torch.equal(made.keys_values, prefill.keys_values)
+    assert torch.equal(made, prefill.keys_values)
 
 
 def test_wrong_prefixes_are_refused(prefill):

@@ -8,17 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_megakernel import TEXT, kernel_of, prompt_of
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mktts.checkpoint import open_checkpoint
+from mktts.measure.parity.probe import forced
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.oracle import TorchBackend
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.prompt import PromptBuilder
 from mktts.model.sampling import Choice, Sampling, choose, gumbel, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
 FRAMES = 200
 NUCLEUS, HOT = Choice(top_p=0.8), Choice(temperature=1.3, top_k=0)
 SETTINGS = {
@@ -64,31 +66,16 @@ def compare(backend, prompt, sampling: Sampling, frames: int, step) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_oracles_codes_are_the_choosers(setting, tiny, monkeypatch):
+def test_the_oracles_codes_are_the_choosers(setting, tiny):
     backend = TorchBackend(tiny.config, tiny.tensors())
     prompt = PromptBuilder(tiny.config, tiny.tensors(), tiny.tokenizer()).build(TEXT)
-    raw: list[Tensor] = []
-    code0_logits = backend.code0_logits
-
-    def record_code0(state):
-        raw.append(code0_logits(state))
-        return raw[-1]
-
-    def record(logits, *settings):
-        raw.append(logits)
-        return choose(logits, *settings)
 
     def step(state, text):
-        raw.clear()
+        before = state.copy()
         codes = backend.step(state, text).codes
-        heads = [raw[0], *raw[2:]]  # the second is code 0 again, penalised
-        logits = torch.zeros(NUM_CODEBOOKS, len(raw[0]))
-        for row, head in zip(logits, heads, strict=codes is not None):
-            row[: len(head)] = head
-        return codes, logits
+        seen = forced(backend, before, text, torch.zeros(NUM_CODEBOOKS, dtype=torch.int64) if codes is None else codes)
+        return codes, pad_sequence(seen.logits, batch_first=True)
 
-    monkeypatch.setattr(backend, "code0_logits", record_code0)
-    monkeypatch.setattr("mktts.model.oracle.choose", record)
     compare(backend, prompt, SETTINGS[setting], 8, step)
 
 
@@ -97,12 +84,8 @@ def test_the_oracles_codes_are_the_choosers(setting, tiny, monkeypatch):
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny:margin", "random:tiny:margin:eos9"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_kernels_codes_are_the_choosers(setting, source):
-    from mktts.kernel.backend import MegakernelBackend
-
     checkpoint = open_checkpoint(source)
-    tensors = checkpoint.tensors()
-    backend = MegakernelBackend(checkpoint.config, tensors)
-    prompt = PromptBuilder(checkpoint.config, tensors, checkpoint.tokenizer(), "cuda", torch.bfloat16).build(TEXT)
+    backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
     debug = backend.new_debug()
     compare(backend, prompt, SETTINGS[setting], FRAMES, lambda *at: (backend.step(*at, debug).codes, debug.logits))
 
@@ -110,12 +93,9 @@ def test_the_kernels_codes_are_the_choosers(setting, source):
 @pytest.mark.gpu
 @GPU
 def test_kernel_and_oracle_draw_the_same_codes_until_rounding_decides_one(tiny_margin):
-    from mktts.kernel.backend import MegakernelBackend
-
-    config, tensors = tiny_margin.config, tiny_margin.tensors()
-    prompt = PromptBuilder(config, tensors, tiny_margin.tokenizer(), "cuda", torch.bfloat16).build(TEXT)
+    prompt = prompt_of(tiny_margin)
     hot, agreed = Sampling(Choice(temperature=3.0, top_k=0), Choice(temperature=3.0, top_k=0)), []
-    kernel, oracle = MegakernelBackend(config, tensors), TorchBackend(config, tensors, "cuda")
+    kernel, oracle = kernel_of(tiny_margin), TorchBackend(tiny_margin.config, tiny_margin.tensors(), "cuda")
     for seed in range(5):
         frame, book = first_mismatch(*(our_codes(each, prompt, hot, seed, 8) for each in (kernel, oracle))) or (8, 0)
         agreed.append(NUM_CODEBOOKS * frame + book)

@@ -1,5 +1,5 @@
-"""The weight tape: read back by the definition of the tensor core's A operand, unpacked into layers again, and
-multiplied as it lies by csrc/rows.cu, on the CPU lane by lane and on a GPU."""
+"""The weight tape: unpacked into layers again, and multiplied as it lies by csrc/rows.cu, on the CPU lane by lane, by
+the definition of the tensor core's A operand, and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from csrc_on_cpu import COMPILER, row_launches
-from seeded import in_two_pieces, layer_of, packed, prompt, rms_error, shape_of, tape_of, weights_of
+from seeded import in_two_pieces, packed, prompt, rms_error, shape_of, tape_of, weights_of
 from torch import Tensor
 
 from mktts.errors import CapacityError
 from mktts.kernel import grid
-from mktts.kernel.grid import FRAGMENTS, WARPS, Shape, choose_shape
+from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import pack, pack_layer, pack_rows, unpack_layer
-from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows, TapeStack
+from mktts.kernel.tape import pack_layer, pack_rows, unpack, unpack_layer
+from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
@@ -36,59 +36,7 @@ def rows_of(shape: Shape, count: int) -> Tensor:
     return prompt(count, dtype=torch.bfloat16, width=shape.talker.hidden_size)
 
 
-# ---- packed
-
-
-def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
-    """(blocks, rows, k) from a tape, lane by lane (PTX ISA, mma.m16n8k16: lane 4 g + q holds rows g and g + 8)."""
-    blocks, tiles, steps = len(tape), -(-rows // (2 * WARPS)), -(-k // 128)
-    out = torch.zeros(blocks, 2 * WARPS * tiles, 128 * steps, dtype=tape.dtype)
-    at = 0
-    for stage in range(-(-tiles * steps // FRAGMENTS)):
-        here = range(stage * FRAGMENTS, min((stage + 1) * FRAGMENTS, tiles * steps))
-        for warp in range(WARPS):
-            for fragment in here:
-                step, tile = divmod(fragment, tiles)
-                for lane in range(32):
-                    part, q = divmod(lane, 4)
-                    values = tape[:, at : at + 8].reshape(blocks, 2, 2, 2)  # half of k, row of the pair, value
-                    column = part * 16 * steps + step * 16 + q * 4
-                    for half in range(2):
-                        for row in range(2):
-                            first = column + half * 2
-                            out[:, (warp * tiles + tile) * 2 + row, first : first + 2] = values[:, half, row]
-                    at += 8
-    assert at == tape.shape[1]
-    assert not out[:, rows:].any() and not out[:, :, k:].any()
-    return out[:, :rows, :k]
-
-
-@pytest.mark.parametrize(("rows", "k"), [(32, 1024), (48, 256), (24, 64), (12, 96), (64, 384), (16, 128)])
-def test_a_tape_holds_every_weight_where_the_tensor_core_looks_for_it(rows, k):
-    weights = torch.randn(3, rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    assert torch.equal(unpack(pack(weights), rows, k), weights)
-
-
-def test_a_layer_multiplied_from_the_tape_is_the_layer(tiny):
-    """Groups and blocks put together again: every product a group sums, against the plain matrices."""
-    shape = choose_shape(tiny.config, 132)
-    stack = tiny.config.talker
-    layer = layer_of(stack)
-    tape = pack_layer(shape, stack, layer)
-    heads, group, h, f = stack.num_key_value_heads, shape.group, stack.hidden_size, stack.intermediate_size
-    each = stack.num_attention_heads // heads * stack.head_dim
-    sizes = [((each + 2 * stack.head_dim) // group, h), (h // group, each)]
-    sizes += [(2 * f // shape.blocks, h), (h // group, f // heads)]
-    elements = [pack(torch.zeros(1, *size)).shape[1] for size in sizes]
-    qkv, out, gate_up, down = (unpack(part, *size) for part, size in zip(tape.split(elements, 1), sizes, strict=True))
-    q, k, v = (layer[f"self_attn.{n}_proj.weight"].view(heads, -1, h) for n in "qkv")
-    assert torch.equal(qkv.reshape(heads, -1, h), torch.cat((q, k, v), 1))
-    pairs = gate_up.reshape(-1, 2, h)
-    assert torch.equal(pairs[:, 0], layer["mlp.gate_proj.weight"])
-    assert torch.equal(pairs[:, 1], layer["mlp.up_proj.weight"])
-    for part, name in ((out, "self_attn.o_proj"), (down, "mlp.down_proj")):
-        whole = part.reshape(heads, h, -1).transpose(0, 1).reshape(h, -1)
-        assert torch.equal(whole, layer[f"{name}.weight"])
+# ---- packed and unpacked
 
 
 def test_head_rows_are_dealt_out_in_order(tiny):
@@ -99,9 +47,6 @@ def test_head_rows_are_dealt_out_in_order(tiny):
     assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
 
 
-# ---- unpacked
-
-
 @pytest.mark.parametrize(
     ("size", "multiprocessors"),
     [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 58, 108))],
@@ -109,36 +54,21 @@ def test_head_rows_are_dealt_out_in_order(tiny):
 def test_an_unpacked_layer_is_the_layer_that_was_packed_in_every_grid(size, multiprocessors):
     shape = choose_shape(config_at(size), multiprocessors)
     parts = 1 if size.startswith("tiny") else 2  # half the work
-    stack = replace(shape.talker, intermediate_size=shape.talker.intermediate_size // parts)
-    layer = layer_of(stack)
-    found = unpack_layer(shape, stack, pack_layer(shape, stack, layer))
-    assert torch.equal(found["qkv"], torch.cat([layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]))
-    assert torch.equal(found["gate_up"], torch.cat([layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]))
-    assert torch.equal(found["o"], layer["self_attn.o_proj.weight"])
-    assert torch.equal(found["down"], layer["mlp.down_proj.weight"])
+    inner = shape.talker.intermediate_size // parts
+    shape = replace(shape, talker=replace(shape.talker, num_hidden_layers=1, intermediate_size=inner))
+    layer = stack_of(shape, weights_of(shape.talker)).layer_weights(0)
+    found = unpack_layer(shape, shape.talker, pack_layer(shape, shape.talker, layer))
+    assert all(torch.equal(matrix, getattr(layer, name)) for name, matrix in found.items())
 
 
-def assert_same_layers(found: TapeStack, expected: Qwen3Stack) -> None:
-    for index in (*range(found.config.num_hidden_layers), 0):
-        ours, theirs = found.layer_weights(index), expected.layer_weights(index)
-        for name in vars(theirs):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (index, name)
-
-
-@pytest.mark.parametrize("size", ["tiny", "tiny-projected"])
-def test_a_tape_gives_every_weight_of_every_layer_in_any_order(size):
-    shape = shape_of(size, 3)
-    weights = weights_of(shape.talker)
-    assert_same_layers(tape_of(shape, weights), stack_of(shape, weights))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 70])
-def test_prefill_from_the_tape_is_prefill_from_the_stack(rows):
+def test_prefill_from_the_tape_is_prefill_from_the_stack():
     shape = shape_of("tiny-projected", 3)
-    weights, x = weights_of(shape.talker), rows_of(shape, rows)
+    weights = weights_of(shape.talker)
     ours, theirs = (Prefill(of(shape, weights), capacity=512, buckets=(4, 16, 64)) for of in (tape_of, stack_of))
-    assert torch.equal(ours.run(x), theirs.run(x))
-    assert torch.equal(ours.keys_values, theirs.keys_values)
+    for rows in (1, 5, 70):
+        x = rows_of(shape, rows)
+        assert torch.equal(ours.run(x), theirs.run(x))
+        assert torch.equal(ours.keys_values, theirs.keys_values)
 
 
 def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_with_them():
@@ -238,7 +168,11 @@ def test_the_kernel_unpacks_what_the_stack_holds(size, multiprocessors):
     stack = tape_of(shape, weights)
     for matrix in stack._room.values():
         matrix.fill_(torch.nan)
-    assert_same_layers(stack, stack_of(shape, weights))
+    expected = stack_of(shape, weights)
+    for index in (0, 1, 2, 0):
+        ours, theirs = stack.layer_weights(index), expected.layer_weights(index)
+        for name in vars(theirs):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (index, name)
 
 
 @pytest.mark.gpu

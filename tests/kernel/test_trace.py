@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 from compiler import needs_nvrtc
-from machine_code import code_of
+from test_megakernel import prompt_of
 from traces import FRAMES, GHZ, launch_of
 
 from mktts.checkpoint import open_checkpoint
-from mktts.errors import BackendUnavailable, EngineError
-from mktts.kernel import build as kernel_build
+from mktts.errors import EngineError
 from mktts.kernel import trace
 from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, frame_points, room_of, steady
 from mktts.measure.inspection import config_at
-from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 
 LAYERS = (3, 2)
@@ -40,11 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + FEED_THREADS, 1) small(co
 }"""
 
 
-def small(arch: str, code: str = SMALL, **more: int) -> list[int]:
+def small(arch: str, code: str = SMALL, **more: int) -> bytes:
     """The machine code of SMALL at tiny shapes."""
     defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2, **more}
     flags = ["--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
-    return code_of(compile_source(source(SHARED) + code, SHARED, arch, flags)[0])
+    return compile_source(source(SHARED) + code, SHARED, arch, flags)[0]
 
 
 # ---- the kernel's side
@@ -59,17 +57,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
     assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
     assert len(marking) > len(usual)
     assert small(arch, TRACE=100, STILL=1) != marking
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@needs_nvrtc
-def test_the_frame_kernel_without_marks_is_that_from_which_they_were_cut(arch, monkeypatch):
-    defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2}
-    usual = code_of(compile_kernel(defines, arch).image)
-    whole = kernel_build.source
-    monkeypatch.setattr(kernel_build, "source", lambda *a: re.sub(r"(?m)^ *MARK\(c, \d+\);$", "", whole(*a)))
-    assert code_of(compile_kernel(defines, arch).image) == usual
 
 
 @pytest.mark.slow
@@ -184,19 +171,13 @@ def test_there_is_room_for_a_launch_and_one_word_more():
     assert room_of(frame_points(28, 5)) == 8 * 1_237 + 1
 
 
-def test_without_a_device_recording_says_so(tiny):
-    with pytest.raises(BackendUnavailable, match="CUDA device"):
-        TracedBackend(tiny.config, tiny.tensors(), "cpu")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_marks_change_no_code_and_are_those_of_whole_frames(source):
     checkpoint = open_checkpoint(source)
     backend = TracedBackend(checkpoint.config, checkpoint.tensors())
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cuda", torch.bfloat16)
-    prompt = builder.build(Request("Some words, and a few more.", speaker="ryan", layout="streaming"))
+    prompt = prompt_of(checkpoint)
     states = [backend.start(prompt, Sampling(), 7, 40) for _ in range(3)]
     for state in states:
         list(backend.frames(state, [None]))

@@ -56,16 +56,6 @@ def test_rows_that_the_first_frame_does_not_need_are_made_when_they_are_asked_fo
     assert len(alone.trailing) == 1 and len(asked) == 3
 
 
-def test_special_rows_are_made_once(tiny, monkeypatch):
-    builder = builder_of(tiny)
-    rows_of(builder, REQUESTS[0])
-    asked = []
-    made = builder.text_rows
-    monkeypatch.setattr(builder, "text_rows", lambda ids: asked.append(list(ids)) or made(ids))
-    rows_of(builder, REQUESTS[0])
-    assert asked == [builder.tokenizer.encode(REQUESTS[0].text)]  # the text alone
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_gathered_bit_by_bit_and_ids_beyond_the_table_are_refused(dtype):
     table = torch.randn(40, 16).to(dtype)

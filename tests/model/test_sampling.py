@@ -134,26 +134,6 @@ def test_on_cuda_the_same_ids_are_drawn(choice):
         assert int(choose(on_cuda, choice, noise.cuda())) == int(choose(logits, choice, noise))
 
 
-@pytest.mark.parametrize("rng", ["philox", "torch"])
-def test_forbidden_ids_are_never_drawn(rng):
-    logits = logits_of(3)
-    logits[10:] = -torch.inf
-    generator = torch.Generator().manual_seed(0)
-    sources = noise_rows(200, SIZE) if rng == "philox" else [generator] * 200
-    drawn = {int(choose(logits, Choice(temperature=5.0, top_k=0), source)) for source in sources}
-    assert max(drawn) < 10 and len(drawn) > 3
-
-
-def test_draws_follow_the_generator_and_greedy_ignores_it():
-    logits = logits_of(4)
-    draws = [
-        [int(choose(logits, Choice(), generator)) for _ in range(20)]
-        for generator in (torch.Generator().manual_seed(5), torch.Generator().manual_seed(5))
-    ]
-    assert draws[0] == draws[1] and len(set(draws[0])) > 1
-    assert int(choose(logits, Choice(do_sample=False), None)) == int(logits.argmax())
-
-
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [

@@ -57,16 +57,6 @@ def test_ids_are_transformers_ids_for_any_text(tokenizer: TextTokenizer, referen
     assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("word", ["iPhone", "JavaScript", "สวัสดี"])
-def test_the_qwen_split_keeps_what_upstream_cuts_in_a_local_folder(
-    tokenizer: TextTokenizer, reference: object, tiny: Checkpoint, word: str
-) -> None:
-    from transformers import Qwen2TokenizerFast
-
-    patched = Qwen2TokenizerFast.from_pretrained(tiny.folder, fix_mistral_regex=True)
-    assert patched(word)["input_ids"] != reference(word)["input_ids"] == tokenizer.encode(word)
-
-
 def test_the_prompt_layout_ids_are_upstreams(tokenizer: TextTokenizer, tiny: Checkpoint, reference: object) -> None:
     ids = tiny.config.text_ids
     wrapped = "<|im_start|>assistant\niPhone<|im_end|>\n<|im_start|>assistant\n"
@@ -139,12 +129,6 @@ def test_ids_come_as_soon_as_nothing_can_change_them(tokenizer: TextTokenizer) -
     assert incremental.finish() == tokenizer.encode(".")
     with pytest.raises(TextError, match="finished"):
         incremental.push("more")
-
-
-def test_an_accent_that_arrives_late_still_composes(tokenizer: TextTokenizer) -> None:
-    incremental = IncrementalTokenizer(tokenizer)
-    ids = [i for part in ("cafe", "\u0301", " au lait") for i in incremental.push(part)] + incremental.finish()
-    assert ids == tokenizer.encode("caf\u00e9 au lait")
 
 
 def test_upstreams_processor_gives_these_ids(tokenizer: TextTokenizer, tiny: Checkpoint) -> None:

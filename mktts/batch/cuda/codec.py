@@ -17,9 +17,8 @@ from torch import Tensor
 from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch, power_of_two
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.graphs import Precision
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, rows_per_frame
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -32,7 +31,7 @@ _THREADS = 8  # that compile
 class CudaCodec:
     """Codec states by slot, and `decode`, the next frame of many of them. One thread and one CUDA stream at a time.
 
-    Precision as of `FusedCodec`: "full" takes split operands everywhere and fp32 keys and values; "fast" takes fp16
+    "full" precision takes split operands everywhere and fp32 keys and values; "fast" takes fp16
     operands in the waveform blocks, and fp16 keys, values and residual sums.
     """
 

@@ -29,7 +29,7 @@ from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import PrimedStates
-from mktts.codec.graphs import Precision
+from mktts.codec.packed import Precision
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.cuda_graph import record
