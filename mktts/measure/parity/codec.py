@@ -33,7 +33,7 @@ FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up t
 SEED = 7
 # Signal-to-noise ratio that a decode must have: fp32 operators in another order, the fused kernels of CUDA, whose
 # products of two fp16 halves gave 88 dB at full size, and those with fp16 in the waveform blocks, which gave 54.
-LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "plain": 100.0, "full": 80.0, "fast": 50.0}
+LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "full": 80.0, "fast": 50.0}
 _LEAST_FRAMES = 8
 _BATCH_STREAMS = 4  # that are compared, spread over the lanes
 _BATCH_FRAMES = 80
@@ -146,13 +146,10 @@ def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: s
 
 
 def batched_errors(
-    checkpoint: Checkpoint, kernel: str, device: str, sizes: Sequence[int], budget: Budget | None = None
+    checkpoint: Checkpoint, device: str, sizes: Sequence[int], budget: Budget | None = None
 ) -> dict[str, Any]:
-    """Many streams in one pass: lanes, frames, asked, passed, and for each precision snr_db, max_error and least_db.
-
-    kernel: "torch" measures PyTorch's lanes, as "plain", anything else both precisions of a CUDA device. sizes: a pass
-    has as many lanes as the largest, at most 64.
-    """
+    """Many streams in one pass of a CUDA device: lanes, frames, asked, passed, and for each precision snr_db, max_error
+    and least_db. sizes: a pass has as many lanes as the largest, at most 64."""
     whole = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
     lanes = min(max(sizes), _MOST_LANES)
     codes = torch.stack([random_codes(_BATCH_FRAMES, seed, whole.config.codebook_size) for seed in range(lanes)])
@@ -160,7 +157,7 @@ def batched_errors(
     frames = _affordable(whole, codes[0], 2 * len(compared), budget or Budget())  # half of the time is the device's
     truth = torch.cat([whole.decode_all(codes[lane, :frames]) for lane in compared])
     found: dict[str, Any] = {"lanes": lanes, "frames": frames, "asked": _BATCH_FRAMES, "passed": True}
-    for precision in ("plain",) if kernel == "torch" else ("full", "fast"):
+    for precision in ("full", "fast"):
         decode = _lanes_decode(checkpoint, device, lanes, precision)
         pcm = torch.stack([decode(codes[:, frame])[compared].float().cpu() for frame in range(frames)], 1).flatten()
         error, least = distance(pcm, truth), LEAST_SNR_DB[precision]
@@ -173,11 +170,6 @@ def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: st
     """codes (lanes, 16) int64, the next frame of every lane -> pcm (lanes, 1920)."""
     where = torch.device(device)
     decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
-    if precision == "plain":
-        from mktts.batch.plain.codec import CodecLanes
-
-        plain = CodecLanes(decoder(), lanes)
-        return partial(plain.decode, [plain.start() for _ in range(lanes)])
     from mktts.batch.cuda.codec import CudaCodec
 
     codec = CudaCodec(decoder, lanes + 1, precision)
