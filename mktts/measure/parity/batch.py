@@ -240,7 +240,7 @@ class FrameInside:
 
 def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[int], frames: int) -> list[RowStream]:
     """`size` streams of which the last `watched` are to be compared, every other greedy. Every fourth has a prefix in
-    common with its like. contexts: prompt rows of the compared ones, by turns."""
+    common with its like. contexts: prompt rows of the compared ones, by turns, each a few more than the one before."""
     prefix = random_rows(fp32, _PREFIX_ROWS, size)
     watched, streams = min(watched, size), []
     for index in range(size):
@@ -255,5 +255,5 @@ def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[
             prompt[:_PREFIX_ROWS] = prefix
         text, sampling = random_rows(fp32, frames, 500_000 + seed), Sampling() if index % 2 else GREEDY
         kept = (f"prefix {size}", _PREFIX_ROWS) if shares else (None, 0)
-        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} lanes")))
+        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} streams")))
     return streams

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -39,7 +40,6 @@ from mktts.measure.parity.ratio import (
     RowStream,
     first_difference,
     forced,
-    random_rows,
     replayed,
     spoken_streams,
     vocabularies,
@@ -52,7 +52,7 @@ from mktts.model.sampling import Sampling
 
 MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
 _ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
-_EACH = 4  # streams at a context of the megakernel, every other greedy
+_EACH = 4  # streams at a context of the megakernel
 _WRONG = {
     "forced": f"its error is more than {LIMIT} times bf16 PyTorch's",
     "divergence": "a greedy choice first differs from fp32's where rounding does not explain it",
@@ -145,21 +145,6 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
     return TorchBackend(config, tensors, device, torch.bfloat16), TorchBackend(config, tensors, device, torch.float32)
 
 
-def context_streams(fp32: TorchBackend, rows: int, frames: int) -> list[RowStream]:
-    """Streams of `frames` in all after prompts of `rows` random rows, every other greedy."""
-    each = max(2, -(-frames // _EACH))  # a stream's first frame has no talker step
-    return [
-        RowStream(
-            random_rows(fp32, rows, seed),
-            random_rows(fp32, min(each, frames - seed * each), 1_000 + seed),
-            GREEDY if seed % 2 == 0 else Sampling(),
-            seed,
-            labels=(f"at {rows}",),
-        )
-        for seed in range(-(-frames // each))
-    ]
-
-
 @torch.inference_mode()
 def forced_frames(
     tested: UnderTest, oracles: Oracles, loads: Mapping[int, Sequence[RowStream]], budget: Budget | None = None
@@ -172,19 +157,21 @@ def forced_frames(
     errors, frames, differences = FrameErrors(config), {}, []
     compared = 0
     for index, (size, streams) in enumerate(loads.items()):
-        within, made = budget.share(1 / (len(loads) - index)), 0
-        for number, observed in tested.observed(streams, size):
-            stream, difference = streams[number], None
-            for frame, sides in enumerate(replayed(stream, observed, *oracles)):
-                errors.add(sides, stream.sampling, stream.labels)
-                made += 1
-                if stream.sampling == GREEDY and difference is None:
-                    compared += 1
-                    difference = first_difference(sides, config)
-                    if difference is not None:
-                        differences.append({"load": size, "stream": number, "frame": frame, **difference})
-                if made >= 2 and within.over:
-                    break
+        within, made, apart = budget.share(1 / (len(loads) - index)), 0, set()
+        played = (
+            (n, i, sides)
+            for n, seen in tested.observed(streams, size)
+            for i, sides in enumerate(replayed(streams[n], seen, *oracles))
+        )
+        for number, frame, sides in played:
+            stream = streams[number]
+            errors.add(sides, stream.sampling, stream.labels)
+            made += 1
+            if stream.sampling == GREEDY and number not in apart:
+                compared += 1
+                if difference := first_difference(sides, config):
+                    apart.add(number)
+                    differences.append({"load": size, "stream": number, "frame": frame, **difference})
             if made >= 2 and within.over:
                 break
         frames[str(size)] = made
@@ -260,12 +247,13 @@ def parity_of(
         checkpoint = open_checkpoint(source, revision)
         oracles = oracles_of(checkpoint, device)
         if batch:
-            every = [random_load(oracles[1], n, scope.watched, scope.contexts, scope.lane_frames) for n in scope.lanes]
+            load = partial(random_load, oracles[1], watched=scope.watched, frames=scope.lane_frames)
+            loads = {size: load(size, contexts=scope.contexts) for size in scope.lanes}
         else:
-            every = [context_streams(oracles[1], rows, scope.frames) for rows in scope.contexts]
-        loads = dict(zip(scope.lanes if batch else scope.contexts, every, strict=True))
+            load = partial(random_load, oracles[1], _EACH, watched=_EACH, frames=max(2, -(-scope.frames // _EACH)))
+            loads = {rows: load(contexts=(rows,)) for rows in scope.contexts}
         for index, (mode, compared) in enumerate(by_mode.items()):
-            tested = under_test(checkpoint, mode, oracles[0], list(chain(*every)))
+            tested = under_test(checkpoint, mode, oracles[0], list(chain(*loads.values())))
             compared.update(forced_frames(tested, oracles, loads, within.share(1 / (len(by_mode) - index))))
             compared["forced"] |= tested.notes()
             del tested
