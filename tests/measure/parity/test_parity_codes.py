@@ -129,7 +129,7 @@ def test_a_budget_that_is_over_leaves_requests_out(tiny):
 
 @pytest.mark.slow
 def test_full_size_0_6b_custom_voice_codes_are_upstreams():
-    checkpoint = open_checkpoint("random:0.6b")
+    checkpoint, upstream = loaded("random:0.6b", torch.bfloat16)
     for sampling in (checkpoint.sampling().greedy(), checkpoint.sampling()):
-        rows = compare_codes(checkpoint, standard_requests(checkpoint)[:1], sampling, max_frames=12)
+        rows = compare_codes(checkpoint, standard_requests(checkpoint)[:1], sampling, 0, 12, torch.bfloat16, upstream)
         assert [row["equal"] for row in rows] == [True], rows
