@@ -15,7 +15,7 @@ from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import CodecError
-from mktts.measure.parity.codec import decode_chunked, random_codes
+from mktts.measure.parity.codec import random_codes
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.synth.upstream import import_upstream
 
@@ -133,22 +133,6 @@ def test_a_state_copied_mid_stream_continues_identically_and_apart(codec, codes)
     whole = codec.decode_all(codes)[15 * SAMPLES_PER_FRAME :]
     torch.testing.assert_close(stream(codec, codes[15:], [4], fork), whole, atol=TOLERANCE, rtol=0)
     assert before == [t.data_ptr() for t in (fork.keys, fork.values, fork.position, *fork.history)]
-
-
-def test_upstreams_chunked_decoding_is_reproduced(codec, upstream_tiny):
-    for frames, sizes in ((330, ()), (130, (40, 10)), (130, (50, 50)), (130, (60, 0))):  # (): the default
-        codes = random_codes(frames, 0)
-        with torch.inference_mode():
-            expected = upstream_tiny.chunked_decode(codes.t()[None], *sizes)[0, 0]
-        torch.testing.assert_close(decode_chunked(codec, codes, *sizes), expected, atol=TOLERANCE, rtol=0)
-
-
-def test_chunks_are_exact_at_first_and_off_behind_a_context_shorter_than_the_window(tiny, codec, codes):
-    chunk, context = 20, tiny.codec_config.sliding_window // 3  # upstream: 25 frames, window 72
-    chunked, exact = decode_chunked(codec, codes, chunk, context), codec.decode_all(codes)
-    border = chunk * SAMPLES_PER_FRAME
-    torch.testing.assert_close(chunked[:border], exact[:border], atol=TOLERANCE, rtol=0)
-    assert (chunked[border:] - exact[border:]).abs().max() > 100 * TOLERANCE
 
 
 def test_samples_are_float32_and_clamped_to_full_scale(tiny, codes):

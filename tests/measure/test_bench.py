@@ -242,9 +242,7 @@ def test_a_streamed_run_knows_its_first_pcm_its_audio_and_where_each_frame_was(f
     assert run.audio_s == pytest.approx(0.8)
     assert run.frame_ms == [(4, 5.0), (8, 5.0), (10, 5.0)]
     assert [frames for frames, _ in run.chunks] == [4, 4, 2]
-    assert run.chunks[0][1] == run.first_pcm_ms and run.chunks[-1][1] == run.total_ms
-    assert 0 < run.first_pcm_ms <= run.total_ms
-    assert run.rtf == pytest.approx(run.total_ms / 800)
+    assert 0 < run.chunks[0][1] <= run.chunks[1][1] <= run.chunks[2][1]
     asked = FakeFaster.asked
     assert (asked["temperature"], asked["top_k"], asked["chunk_size"]) == (0.7, 20, 4)
     assert (asked["text"], asked["speaker"], asked["non_streaming_mode"]) == ("Some words.", "ryan", False)

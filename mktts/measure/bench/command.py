@@ -99,19 +99,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
-    from mktts.model.backend import device_named
-
     names = arguments.only.split(",") if arguments.only else list(SECTIONS if arguments.peers else BY_ITSELF)
     if unknown := [name for name in names if name not in SECTIONS]:
         raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
-    settings = BenchSettings(
-        checkpoint=arguments.checkpoint or (BenchSettings.checkpoint if arguments.peers else CHECKPOINT),
-        revision=arguments.revision,
-        backend=arguments.backend,
-        device=str(device_named(arguments.device)),
-        dtype=arguments.dtype,
-        **given(BenchSettings, arguments),
-    )
+    settings = BenchSettings(**load.model_of(arguments), **given(BenchSettings, arguments))
+    default = BenchSettings.checkpoint if arguments.peers else CHECKPOINT
+    settings = replace(settings, checkpoint=arguments.checkpoint or default)
     return settings if arguments.peers else replace(settings, frames=50, samples=20, utterances=5), names
 
 

@@ -94,17 +94,17 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
     """Of a synthesizer in this process."""
+    model = model_of(arguments)
+    model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
+    return LoadSettings(**model, **given(LoadSettings, arguments))
+
+
+def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the model arguments stand for, with the device's name."""
     from mktts.model.backend import device_named
 
-    device = device_named(arguments.device)
-    return LoadSettings(
-        checkpoint=arguments.checkpoint or (_GPU_CHECKPOINT if device.type == "cuda" else DEFAULT_CHECKPOINT),
-        device=str(device),
-        revision=arguments.revision,
-        backend=arguments.backend,
-        dtype=arguments.dtype,
-        **given(LoadSettings, arguments),
-    )
+    names = ("checkpoint", "revision", "backend", "dtype")
+    return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
 
 
 def loads(words: str) -> tuple[int, ...]:

@@ -51,28 +51,6 @@ def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedul
     return torch.cat([decoder.decode(chunk, state) for chunk in split(codes, schedule)])
 
 
-def decode_chunked(
-    decoder: CodecDecoder, codes: Tensor, chunk_frames: int = 300, left_context_frames: int = 25
-) -> Tensor:
-    """PCM (T * 1920,) of `codes` (T, 16) as upstream's chunked_decode gives it: each chunk from silence, behind a few
-    repeated frames of context. Exact within the first chunk, an approximation after it.
-
-    Raises CodecError for sizes that cannot cut, and what `CodecDecoder.decode` raises.
-    """
-    if chunk_frames < 1 or left_context_frames < 0:
-        raise CodecError(
-            f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
-        )
-    if not len(codes):
-        raise CodecError(f"codes must be (T >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
-    pieces = []
-    for start in range(0, len(codes), chunk_frames):
-        context = left_context_frames if start > left_context_frames else start
-        pcm = decoder.decode_all(codes[start - context : start + chunk_frames])
-        pieces.append(pcm[context * SAMPLES_PER_FRAME :])
-    return torch.cat(pieces)
-
-
 def split(codes: Tensor, schedule: Sequence[int]) -> Iterator[Tensor]:
     """`codes` (T, 16) in chunks of the scheduled frames."""
     if not schedule or min(schedule) < 1:
@@ -187,17 +165,13 @@ def serving_error(
     checkpoint = open_checkpoint(source)
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     codes = random_codes(frames, seed, config.codebook_size)
-    expected = CodecDecoder(config, tensors).decode_all(codes)
-    found = decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu()
+    error = distance(
+        decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu(),
+        CodecDecoder(config, tensors).decode_all(codes),
+    )
     weights = "random" if checkpoint.is_random else "trained"
-    return {
-        "codec": source,
-        "weights": weights,
-        "served_on": device,
-        "frames": frames,
-        "max_error": float(frame_errors(found, expected).max()),
-        "snr_db": snr_db(found, expected),
-    }
+    about = {"codec": source, "weights": weights, "served_on": device, "frames": frames}
+    return {**about, "max_error": error["max_abs_error"], "snr_db": error["snr_db"]}
 
 
 def write(path: Path | str, device: str = "cuda") -> None:
