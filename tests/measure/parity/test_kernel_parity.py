@@ -148,13 +148,12 @@ def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(ti
 # ---- the megakernel's inside
 
 
-class Limited:
+class Limited(TorchBackend):
     """A kernel on the CPU: the oracle, with a prefill of at most `capacity` rows and row by row after that."""
 
-    def __init__(self, oracle: TorchBackend, capacity: int) -> None:
-        self.oracle, self.config, self.device, self.dtype = oracle, oracle.config, oracle.device, oracle.dtype
-        self._prefill = SimpleNamespace(capacity=capacity)
-        self.put: list[int] = []
+    def __init__(self, checkpoint: Checkpoint, capacity: int) -> None:
+        super().__init__(checkpoint.config, checkpoint.tensors(), "cpu", torch.float32)
+        self._prefill, self.put = SimpleNamespace(capacity=capacity), []
 
     def new_debug(self) -> SimpleNamespace:
         talker = self.config.talker
@@ -164,17 +163,15 @@ class Limited:
         )
 
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int):
-        rows = len(prompt.embeds)
-        if rows > self._prefill.capacity:
-            raise CapacityError(f"{rows} rows")
-        state = self.oracle.start(prompt, sampling, seed, max_frames)
-        state.prompt_rows = rows
+        assert len(prompt.embeds) <= self._prefill.capacity
+        state = super().start(prompt, sampling, seed, max_frames)
+        state.prompt_rows = len(prompt.embeds)
         return state
 
     def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
         assert position == state.cache.length and rows.is_contiguous() and rows.dtype == self.dtype
         for row in rows:
-            state.hidden = state.head_rows = self.oracle.talker.forward(row[None, None], state.cache)
+            state.hidden = state.head_rows = self.talker.forward(row[None, None], state.cache)
         self.put.append(len(rows))
         return SimpleNamespace(synchronize=lambda: None)
 
@@ -182,9 +179,9 @@ class Limited:
         assert state.prompt_rows + max(0, state.frames - 1) == state.cache.length
         if state.frames >= state.max_frames:
             raise CapacityError("no more frames")
-        frame = self.oracle.step(state.copy(), text)
+        frame = super().step(state.copy(), text)
         if frame.codes is not None:
-            observed = forced(self.oracle, state, text, frame.codes)
+            observed = forced(self, state, text, frame.codes)
             for room, logits in zip(debug.logits, observed.logits, strict=True):
                 room[: len(logits)] = logits
             if observed.hidden is not None:
@@ -194,25 +191,18 @@ class Limited:
 
 @pytest.mark.parametrize("context", [16, 17, 90])
 def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_oracles_rows(tiny_projected, context):
-    limited = Limited(backend_of(tiny_projected, torch.float32), 16)
+    limited = Limited(tiny_projected, 16)
     found = forced_of(tiny_projected, limited, (context,))["forced"]
     assert found["frames"] == {str(context): 8} and found["passed"]
     assert sum(limited.put) == 4 * (context - 16) + 1 + 2 + 3 and max(limited.put, default=0) <= 32
     assert all(value["kernel"] < 1e-4 < value["bf16"] for value in found["by_part"].values())
 
 
-def test_rows_beyond_the_kernels_prefill_that_come_in_another_order_are_caught(tiny):
-    limited = Limited(backend_of(tiny, torch.bfloat16), 16)
-    assert forced_of(tiny, limited, (40,))["forced"]["passed"]
-    limited.put_rows = lambda state, rows, position: Limited.put_rows(limited, state, rows.flip(0), position)
-    assert not forced_of(tiny, limited, (40,))["forced"]["passed"]
-
-
 def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
-    kernel = Limited(backend_of(tiny, torch.float32), 8)
-    tested = KernelUnderTest(kernel)
-    state = tested.start(PromptRows(random_rows(kernel.oracle, 50, 0)), GREEDY, 0, 2)
-    assert kernel.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
+    limited = Limited(tiny, 8)
+    tested = KernelUnderTest(limited)
+    state = tested.start(PromptRows(random_rows(limited, 50, 0)), GREEDY, 0, 2)
+    assert limited.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
     tested.step(state, None)
     tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
     with pytest.raises(CapacityError):

@@ -153,12 +153,13 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
     assert "prompt, codes, codec, kernel, batch, text" in capsys.readouterr().err
 
 
-def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
+def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatch):
+    monkeypatch.setattr(command, "CODES_REQUESTS", 3)
     upstream = lru_cache(1)(lambda dtype: command.load_upstream(tiny, dtype))
     prompts = command.prompt_section(tiny, upstream, Budget(0))
     assert prompts["prompts"] == 1 < prompts["asked"]
     codes = command.codes_section(tiny, upstream, Budget(0))
-    assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 6  # one utterance greedy, one drawn
+    assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 18  # one utterance greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
     assert codec.codec_section(tiny, lambda: upstream(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
 
