@@ -182,7 +182,7 @@ class FakeTokenizer:
 
 
 class FakeFaster:
-    """The interface of faster-qwen3-tts 0.5.4 that the adapter uses; a frame takes 5 ms by its own clock."""
+    """What the adapter uses of faster-qwen3-tts 0.5.4; a frame takes 5 ms by its own clock."""
 
     asked: dict = {}
 
@@ -195,21 +195,9 @@ class FakeFaster:
         return cls()
 
     def generate_custom_voice_streaming(
-        self,
-        text,
-        speaker,
-        language,
-        instruct=None,
-        non_streaming_mode=None,
-        max_new_tokens=2048,
-        min_new_tokens=2,
-        temperature=0.9,
-        top_k=50,
-        top_p=1.0,
-        do_sample=True,
-        repetition_penalty=1.05,
-        chunk_size=12,
+        self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
     ):
+        assert set(given) == {"top_p", "do_sample", "repetition_penalty"}
         FakeFaster.asked = dict(locals())
         made = 0
         while made < max_new_tokens:

@@ -139,12 +139,9 @@ def test_a_documents_head_names_the_device_that_was_measured_on_and_what_ran_the
     assert found["environment"] == facts
 
 
-def test_versions_are_those_installed_and_none_where_a_package_is_not_there():
+def test_packages_have_their_versions_and_a_module_is_named_by_the_one_that_provides_it(tmp_path, monkeypatch):
     found = versions(("torch", "a-package-that-is-not-there"))
     assert found["torch"] and found["a-package-that-is-not-there"] is None
-
-
-def test_a_module_is_named_by_the_package_that_provides_it(tmp_path, monkeypatch):
     folder = tmp_path / "qwen_tts_hf-0.1.1.post1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: qwen-tts-hf\nVersion: 0.1.1.post1\n")

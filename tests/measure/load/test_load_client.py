@@ -217,7 +217,7 @@ def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time():
     assert all(25 <= frames <= 150 for _, frames in held_s)
 
 
-@pytest.mark.parametrize("fixture", ["tiny", "tiny_base", "tiny_projected"])
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_base"])
 def test_prompts_have_the_rows_that_are_asked_for(fixture, request):
     checkpoint = request.getfixturevalue(fixture)
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
