@@ -27,9 +27,9 @@ from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
 from mktts.kernel.build import TARGETS, Card, fingerprint
 from mktts.measure.environment import head
-from mktts.measure.parity.probe import Observed, forced, probe_of
-from mktts.measure.parity.ratio import ErrorRatio
-from mktts.model.backend import Backend, PromptRows
+from mktts.measure.parity.kernel import KernelUnderTest
+from mktts.measure.parity.ratio import ErrorRatio, Observed, forced
+from mktts.model.backend import Backend
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -131,9 +131,9 @@ def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observ
 
 def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
     """Its own first frames."""
-    probe = probe_of(backend)
-    state = probe.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, FORCED_FRAMES)
-    seen = [probe.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
+    tested = KernelUnderTest(backend)
+    state = tested.start(prompt, Sampling().greedy(), 0, FORCED_FRAMES)
+    seen = [tested.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
     return [frame for frame in seen if frame is not None]
 
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -93,10 +93,14 @@ def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
     one.
     """
-    files = small_files(size, model_type, full_codec=True)
+    return _read(ModelConfig, small_files(size, model_type, full_codec=True)["config.json"])
+
+
+def _read(kind: type, config: dict[str, Any]) -> Any:
+    """A configuration as it is read from a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(files["config.json"]), encoding="utf-8")
-        return ModelConfig.load(Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return kind.load(Path(folder))
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:
@@ -111,9 +115,7 @@ def text_bytes_per_token(size: str) -> int:
     """
     from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_json(size)), encoding="utf-8")
-        config = TextConfig.load(Path(folder))
+    config = _read(TextConfig, config_json(size))
     tensors = expected_text_tensors(config)
     row_bytes = tensors[EMBEDDING].nbytes() // config.stack.vocab_size
     head_bytes = tensors.get(HEAD, tensors[EMBEDDING]).nbytes()

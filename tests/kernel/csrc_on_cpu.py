@@ -19,7 +19,7 @@ from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.launch import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import Launch, RowsParams
-from mktts.measure.parity.probe import Observed, vocabularies
+from mktts.measure.parity.ratio import Observed, vocabularies
 from mktts.model.sampling import Sampling
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
 

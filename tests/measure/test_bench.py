@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from commands import run
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import MetricsError
+from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.bench import command, sections
 from mktts.measure.bench.command import SECTIONS, measure, run_section, table
-from mktts.measure.bench.sections import SENTENCE, BenchSettings, steady_frame_ms, text_of, timed_frames
+from mktts.measure.bench.sections import SENTENCE, BenchSettings, FasterPeer, steady_frame_ms, text_of, timed_frames
 from mktts.model.backend import Frame
-from mktts.model.prompt import Prompt
-from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS
+from mktts.model.prompt import Prompt, Request
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 TINY = BenchSettings(
     checkpoint="random:tiny",
@@ -89,29 +91,20 @@ def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their
     assert len(SENTENCE.split()) == 15
 
 
-def program(code: str) -> list[str]:
-    return [sys.executable, "-c", code, "section", "{}"]
+def test_a_section_that_fails_or_hangs_keeps_its_figures_and_gives_its_last_message(capfd):
+    said = """print('{"figures": {"a": 1}}'); print('a library says hello')
+print('{"notes": {"n": 2}}', flush=True)
+"""
 
+    def ran(code: str, timeout_s: float):
+        return run_section([sys.executable, "-c", said + code, "section", "{}"], timeout_s)
 
-def test_a_section_that_fails_keeps_its_figures_and_gives_its_last_message(capfd):
-    code = """
-print('{"figures": {"a": 1}}'); print('a library says hello'); print('{"notes": {"n": 2}}', flush=True)
-raise RuntimeError("the card caught fire")"""
-    figures, notes, reason = run_section(program(code), 60)
+    figures, notes, reason = ran("raise RuntimeError('the card caught fire')", 60)
     assert (figures, notes) == ({"a": 1}, {"n": 2})
     assert "exit status 1" in reason and "the card caught fire" in reason
     assert "the card caught fire" in capfd.readouterr().err
-
-
-def test_a_section_that_hangs_is_stopped_and_keeps_its_figures():
-    code = """import time; print('{"figures": {"a": 1}}', flush=True); time.sleep(600)"""
-    figures, _, reason = run_section(program(code), 1)
+    figures, _, reason = ran("import time; time.sleep(600)", 1)
     assert figures == {"a": 1} and "stopped after 1 s" in reason
-
-
-def test_every_figure_is_expected_once():
-    names = [name for _, expected in SECTIONS.values() for name in expected]
-    assert len(names) == len(set(names)) == 25
 
 
 @pytest.mark.parametrize("name", ["codec", "overlap", "memory", "text", "large", "upstream"])
@@ -145,9 +138,9 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
     """tests/test_cli.py runs a section in its process."""
     figure = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}
     ran = {"codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None), "text": ({}, {}, "exit status 1: why")}
-    monkeypatch.setattr(command, "run_section", lambda words, timeout_s: ran[words[-2]])
+    monkeypatch.setattr(command, "run_section", lambda words: ran[words[-2]])
     path = tmp_path / "bench.json"
-    document = measure(TINY, ["codec", "text"], 120, path)
+    document = measure(TINY, ["codec", "text"], path)
     assert json.loads(path.read_text()) == document
     assert {"device", "driver", "torch", "revision", "date", "settings", "packages"} <= set(document)
     assert document["figures"] == {"codec_1_ms": figure} and document["settings"]["codec_variant"] == "plain"
@@ -159,18 +152,82 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
 def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monkeypatch, capsys):
     asked = []
 
-    def measured(settings, names, timeout_s, output):
+    def measured(settings, names, output):
         asked.append((settings, list(names)))
         return {"missing": {"a": "why"} if "faster" in names else {}, "figures": {}}
 
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "table", lambda document: "table")
-    words = [["--device", "cpu", "--repeats", "3"], ["--peers"], ["--only", "text", "--codec", "full"]]
+    words = [["--device", "cpu"], ["--peers"], ["--only", "text", "--codec", "full"]]
     assert [run("bench", *more) for more in words] == [0, 1, 0]
     (quick, first), (whole, everything), (_, only) = asked
     assert (first, everything, only) == (["load", "streams", "codec"], list(SECTIONS), ["text"])
-    assert (quick.checkpoint, quick.utterances, quick.samples) == (command.CHECKPOINT, 3, 12)
+    assert (quick.checkpoint, quick.utterances, quick.samples) == (command.CHECKPOINT, 5, 20)
     assert (whole.checkpoint, whole.samples) == (BenchSettings.checkpoint, BenchSettings.samples)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}, "figures": {}}
     with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
         run("bench", "--only", "ours")
+
+
+# ---- the adapter of faster-qwen3-tts, on a stand-in with its interface
+
+REQUEST = Request("Some words.", "auto", "ryan", layout="streaming")
+
+
+class FakeTokenizer:
+    @classmethod
+    def from_pretrained(cls, folder):
+        assert folder == "folder"
+        return "loaded without the flag"
+
+
+class FakeFaster:
+    """What the adapter uses of faster-qwen3-tts 0.5.4; a frame takes 5 ms by its own clock."""
+
+    asked: dict = {}
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(processor=SimpleNamespace(tokenizer=FakeTokenizer()))
+
+    @classmethod
+    def from_pretrained(cls, model_name, device="cuda", dtype=torch.bfloat16):
+        print("a banner")
+        return cls()
+
+    def generate_custom_voice_streaming(
+        self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
+    ):
+        assert set(given) == {"top_p", "do_sample", "repetition_penalty"}
+        FakeFaster.asked = dict(locals())
+        made = 0
+        while made < max_new_tokens:
+            steps = min(chunk_size, max_new_tokens - made)
+            made += steps
+            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
+            yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
+
+
+@pytest.fixture
+def faster(monkeypatch, capsys) -> FasterPeer:
+    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
+    peer = FasterPeer("folder", "cpu")
+    assert capsys.readouterr().out == ""  # standard output is for the figures
+    assert peer._model.model.processor.tokenizer == "loaded without the flag"
+    return peer
+
+
+def test_a_streamed_run_knows_its_first_pcm_its_audio_and_where_each_frame_was(faster):
+    run = faster.stream(REQUEST, Sampling(Choice(temperature=0.7, top_k=20)), 0, max_frames=10, chunk_frames=4)
+    assert run.audio_s == pytest.approx(0.8)
+    assert run.frame_ms == [(4, 5.0), (8, 5.0), (10, 5.0)]
+    assert [frames for frames, _ in run.chunks] == [4, 4, 2]
+    assert 0 < run.chunks[0][1] <= run.chunks[1][1] <= run.chunks[2][1]
+    asked = FakeFaster.asked
+    assert (asked["temperature"], asked["top_k"], asked["chunk_size"]) == (0.7, 20, 4)
+    assert (asked["text"], asked["speaker"], asked["non_streaming_mode"]) == ("Some words.", "ryan", False)
+
+
+def test_an_absent_peer_is_named_with_the_reason(monkeypatch, tiny):
+    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", None)
+    with pytest.raises(BackendUnavailable, match="faster_qwen3_tts is needed"):
+        FasterPeer(tiny.folder, "cpu")

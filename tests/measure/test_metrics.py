@@ -22,51 +22,45 @@ LOUD = 2 * 10 ** (AUDIBLE_DBFS / 20)
 QUIET = 0.5 * 10 ** (AUDIBLE_DBFS / 20)
 
 
-def chunk(ready_ms: float, frames: int = 1, level: float = LOUD, **stages: float) -> SimpleNamespace:
+def chunk(ready_ms: float, frames: int = 1, pcm: np.ndarray | None = None, **stages: float) -> SimpleNamespace:
     names = ("prefill_ms", "talker_ms", "predictor_ms", "codec_ms")
     timings = SimpleNamespace(ready_ms=ready_ms, **{name: stages.get(name, 0.0) for name in names})
-    pcm = np.full(frames * SAMPLES_PER_FRAME, level, dtype=np.float32)
+    pcm = np.full(frames * SAMPLES_PER_FRAME, LOUD, dtype=np.float32) if pcm is None else pcm
     return SimpleNamespace(pcm=pcm, frames=frames, timings=timings, start_s=0.0)
 
 
-def test_ttfc_is_the_first_chunk_and_rtf_the_last():
-    found = summarise([chunk(30.0), chunk(50.0, frames=3)])
-    assert found.ttfc_ms == 30.0
+def at(*levels: tuple[int, float]) -> np.ndarray:
+    """PCM of (samples, level) after each other."""
+    return np.concatenate([np.full(samples, level, np.float32) for samples, level in levels])
+
+
+def test_times_are_of_the_first_chunk_the_last_and_of_a_frame():
+    stages = dict(talker_ms=4.0, predictor_ms=8.0, codec_ms=2.0)
+    found = summarise([chunk(30.0, prefill_ms=5.0, **stages), chunk(50.0, frames=3, **stages)])
+    assert found.ttfc_ms == 30.0 and found.frames == 4
     assert found.audio_s == pytest.approx(4 * FRAME_MS / 1_000)
     assert found.rtf == pytest.approx(50.0 / (4 * FRAME_MS))
-
-
-def test_stage_times_are_per_frame():
-    stages = dict(talker_ms=4.0, predictor_ms=8.0, codec_ms=2.0)
-    found = summarise([chunk(1.0, prefill_ms=5.0, **stages), chunk(2.0, frames=3, **stages)])
     assert (found.talker_ms_per_frame, found.predictor_ms_per_frame, found.codec_ms_per_frame) == (2.0, 4.0, 1.0)
-    assert found.prefill_ms == 5.0 and found.frames == 4
+    assert found.prefill_ms == 5.0
 
 
-def test_audible_ttfc_counts_the_silent_lead_as_a_listener_hears_it():
-    silent_frame = chunk(10.0, level=QUIET)
-    assert summarise([silent_frame, chunk(20.0)]).audible_ttfc_ms == pytest.approx(10.0 + FRAME_MS)
+FRAME = SAMPLES_PER_FRAME
 
 
-def test_audible_ttfc_counts_a_stall_before_the_first_sound():
-    late_ms = 10.0 + FRAME_MS + 7.0
-    assert summarise([chunk(10.0, level=QUIET), chunk(late_ms)]).audible_ttfc_ms == pytest.approx(late_ms)
-
-
-def test_audible_ttfc_is_within_the_chunk_at_the_first_loud_sample():
-    first = chunk(10.0, level=0.0)
-    first.pcm[480:] = -LOUD
-    assert summarise([first]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 480 / SAMPLE_RATE_HZ)
-
-
-def test_audible_ttfc_of_silence_is_none():
-    assert summarise([chunk(1.0, level=QUIET)]).audible_ttfc_ms is None
-
-
-def test_audible_ttfc_finds_ten_milliseconds_that_two_chunks_share():
-    first, second = chunk(10.0, level=0.0), chunk(20.0)
-    first.pcm, second.pcm = first.pcm[:-120], np.concatenate((second.pcm[:600], first.pcm[:480]))
-    assert summarise([first, second]).audible_ttfc_ms == pytest.approx(10.0 + 1_000 * 1_680 / SAMPLE_RATE_HZ)
+@pytest.mark.parametrize(
+    ("chunks", "audible_ms"),
+    [
+        ([(10.0, at((FRAME, QUIET))), (20.0, at((FRAME, LOUD)))], 10.0 + FRAME_MS),
+        ([(10.0, at((FRAME, QUIET))), (17.0 + FRAME_MS, at((FRAME, LOUD)))], 17.0 + FRAME_MS),  # a stall before
+        ([(10.0, at((480, 0.0), (FRAME - 480, -LOUD)))], 10.0 + 1_000 * 480 / SAMPLE_RATE_HZ),
+        ([(1.0, at((FRAME, QUIET)))], None),
+        ([(10.0, at((FRAME - 120, 0.0))), (20.0, at((600, LOUD), (480, 0.0)))], 10.0 + 1_000 * 1_680 / SAMPLE_RATE_HZ),
+    ],
+    ids=["lead", "stall", "within", "silence", "ten ms in two chunks"],
+)
+def test_audible_ttfc_is_when_a_listener_hears_the_first_loud_ten_milliseconds(chunks, audible_ms):
+    found = summarise([chunk(ready_ms, pcm=pcm) for ready_ms, pcm in chunks]).audible_ttfc_ms
+    assert found == (audible_ms and pytest.approx(audible_ms))
 
 
 def test_no_audio_is_a_named_error():
@@ -75,9 +69,8 @@ def test_no_audio_is_a_named_error():
 
 
 def test_player_that_runs_dry_counts_each_stall_once():
-    frame = SAMPLES_PER_FRAME
     ready_ms = [0.0, FRAME_MS + 5.0, FRAME_MS + 6.0, 3 * FRAME_MS + 15.0]  # 5 ms late, early, 10 ms late on top
-    found = play(ready_ms, [frame] * 4)
+    found = play(ready_ms, [FRAME] * 4)
     assert found.underruns == 2
     assert found.stalled_ms == pytest.approx(15.0)
     assert found.starts_ms == pytest.approx((0.0, FRAME_MS + 5.0, 2 * FRAME_MS + 5.0, 3 * FRAME_MS + 15.0))
@@ -86,7 +79,7 @@ def test_player_that_runs_dry_counts_each_stall_once():
 @given(st.lists(st.tuples(st.floats(0, 500), st.integers(1, 8)), min_size=1, max_size=20))
 def test_prebuffer_is_just_enough_to_never_run_dry(steps):
     ready_ms = np.cumsum([wait for wait, _ in steps]).tolist()
-    samples = [frames * SAMPLES_PER_FRAME for _, frames in steps]
+    samples = [frames * FRAME for _, frames in steps]
     found = play(ready_ms, samples)
     audio_before_ms = np.concatenate([[0], np.cumsum(samples)[:-1]]) * 1_000 / SAMPLE_RATE_HZ
     slack_ms = ready_ms[0] + found.prebuffer_ms + audio_before_ms - ready_ms
@@ -95,16 +88,21 @@ def test_prebuffer_is_just_enough_to_never_run_dry(steps):
     assert (found.underruns == 0) == (found.prebuffer_ms == 0)
 
 
-def test_percentiles_of_known_values():
+def test_percentiles_of_known_values_and_of_nothing():
     found = metrics.percentiles(range(101))
     assert found == {"median": 50.0, "p95": 95.0, "p99": 99.0, "min": 0.0, "max": 100.0, "n": 101}
-    assert metrics.percentiles([3.0]) == {"median": 3.0, "p95": 3.0, "p99": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+    for values in ([], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(MetricsError):
+            metrics.percentiles(values)
 
 
-@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
-def test_percentiles_refuse_nothing_and_nan(values):
-    with pytest.raises(MetricsError):
-        metrics.percentiles(values)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.20e-07"), (0.0, "0"),
+     (None, ""), ((1, 2), "1, 2"), ("x", "x")],
+)  # fmt: skip
+def test_cells_read_well(value, text):
+    assert metrics.cell(value) == text
 
 
 def test_record_merges_and_sorts(tmp_path):
@@ -141,12 +139,9 @@ def test_a_documents_head_names_the_device_that_was_measured_on_and_what_ran_the
     assert found["environment"] == facts
 
 
-def test_versions_are_those_installed_and_none_where_a_package_is_not_there():
+def test_packages_have_their_versions_and_a_module_is_named_by_the_one_that_provides_it(tmp_path, monkeypatch):
     found = versions(("torch", "a-package-that-is-not-there"))
     assert found["torch"] and found["a-package-that-is-not-there"] is None
-
-
-def test_a_module_is_named_by_the_package_that_provides_it(tmp_path, monkeypatch):
     folder = tmp_path / "qwen_tts_hf-0.1.1.post1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: qwen-tts-hf\nVersion: 0.1.1.post1\n")

@@ -17,28 +17,25 @@ def side(*stretches: tuple[float, float], length_s: float = 10.0) -> np.ndarray:
     return (noise + on * 0.4 * np.sin(2 * np.pi * 300 * times_s)).astype(np.float32)
 
 
-def test_an_interruption_is_from_the_users_onset_to_the_bots_silence():
-    ((start_s, end_s),) = tracks.overlaps(side((1, 2), (5.2, 6)), side((2.5, 5.65), (7, 9)))
-    assert (start_s, end_s) == pytest.approx((5.2, 5.65), abs=0.011)
+@pytest.mark.parametrize(
+    ("user", "bot", "both"),
+    [
+        ([(1, 2), (5.2, 6)], [(2.5, 5.65), (7, 9)], [(5.2, 5.65)]),  # from the user's onset to the bot's silence
+        ([(5, 5.1), (5.3, 6)], [(3, 5.5)], [(5, 5.5)]),  # a pause between words does not end speech
+        ([(1, 2)], [(3, 4)], []),
+    ],
+)
+def test_both_sound_from_the_second_onset_to_the_first_end(user, bot, both):
+    found = tracks.overlaps(side(*user), side(*bot))
+    assert [time for pair in found for time in pair] == pytest.approx(
+        [time for pair in both for time in pair], abs=0.011
+    )
 
 
-def test_a_pause_between_words_does_not_end_speech():
-    ((start_s, end_s),) = tracks.overlaps(side((5, 5.1), (5.3, 6)), side((3, 5.5)))
-    assert (start_s, end_s) == pytest.approx((5, 5.5), abs=0.011)
-
-
-def test_a_reply_lies_between_the_ends_of_the_users_speech():
+def test_a_reply_lies_between_the_ends_of_the_users_speech_and_nothing_said_has_none():
     user, bot = side((1, 2), (5.2, 6)), side((0.2, 0.8), (2.5, 5.65), (7, 9))
     replies = tracks.between(user, bot)
     assert [len(reply) / SAMPLE_RATE_HZ for reply in replies] == pytest.approx([4, 4], abs=0.011)
     assert np.array_equal(np.concatenate(replies), bot[round(2 * SAMPLE_RATE_HZ) :])
-
-
-@pytest.mark.parametrize("user", [side((1, 2)), side(), np.zeros(0, np.float32)], ids=["in turn", "noise", "nothing"])
-def test_sides_that_take_turns_do_not_overlap(user):
-    assert tracks.overlaps(user, np.zeros(len(user), np.float32)) == []
-    assert len(user) == 0 or tracks.overlaps(side((1, 2)), side((3, 4))) == []
-
-
-def test_nothing_said_has_no_replies():
-    assert tracks.between(np.zeros(48_000, np.float32), side((1, 2))) == []
+    for silent in (np.zeros(48_000, np.float32), np.zeros(0, np.float32)):
+        assert tracks.between(silent, bot) == tracks.overlaps(silent, silent) == []

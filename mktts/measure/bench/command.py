@@ -25,7 +25,7 @@ from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
-from mktts.measure.bench import peers, sections
+from mktts.measure.bench import sections
 from mktts.measure.bench.sections import BenchSettings, Measured
 from mktts.measure.environment import head, versions
 from mktts.measure.load import command as load
@@ -50,17 +50,19 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "memory": (sections.memory, ("peak_gpu_mb",)),
     "text": (sections.text, ("text_tok_s",)),
     "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
-    "faster": (peers.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
-    "upstream": (peers.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
+    "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
+    "upstream": (sections.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
 }
 BY_ITSELF = tuple(SECTIONS)[:3]
 CHECKPOINT = "random:tiny"
-TIMEOUT_S = 240.0
-_REPEATS = 5
+TIMEOUT_S = 240.0  # of a section
+_PACKAGES = (
+    "qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers", "tokenizers", "huggingface-hub", "torchaudio",
+)  # fmt: skip
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
   python -m mktts bench
-  python -m mktts bench --codec full --repeats 10
+  python -m mktts bench --codec full
   python -m mktts bench --checkpoint random:0.6b --only load
   python -m mktts bench --peers --output bench.json
   python -m mktts bench --load --listeners 2,4 --seconds 10
@@ -77,14 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
     )
     parser.add_argument("--peers", action="store_true", help="all sections: ours, faster-qwen3-tts and upstream")
-    parser.add_argument("--frames", type=_positive, help="of 80 ms, per stream (default: 50, with --peers 125)")
-    parser.add_argument(
-        "--repeats", type=_positive, default=_REPEATS, help="whole streams of a figure (default: %(default)s)"
-    )
     add_options(parser, BenchSettings)
-    parser.add_argument(
-        "--section-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
-    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
     load.add_arguments(parser)
 
@@ -96,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.load or arguments.url:
         document, shown = load.measure(arguments)
     else:
-        document = measure(*_asked(arguments), arguments.section_timeout, arguments.output)
+        document = measure(*_asked(arguments), arguments.output)
         shown = table(document)
     print(shown)
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
@@ -104,46 +99,40 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
-    from mktts.model.backend import device_named
-
     names = arguments.only.split(",") if arguments.only else list(SECTIONS if arguments.peers else BY_ITSELF)
     if unknown := [name for name in names if name not in SECTIONS]:
         raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
-    settings = BenchSettings(
-        checkpoint=arguments.checkpoint or (BenchSettings.checkpoint if arguments.peers else CHECKPOINT),
-        revision=arguments.revision,
-        backend=arguments.backend,
-        device=str(device_named(arguments.device)),
-        dtype=arguments.dtype,
-        **given(BenchSettings, arguments),
-    )
-    if not arguments.peers:
-        settings = replace(settings, frames=50, samples=4 * arguments.repeats, utterances=arguments.repeats)
-    return replace(settings, frames=arguments.frames or settings.frames), names
+    settings = BenchSettings(**load.model_of(arguments), **given(BenchSettings, arguments))
+    default = BenchSettings.checkpoint if arguments.peers else CHECKPOINT
+    settings = replace(settings, checkpoint=arguments.checkpoint or default)
+    return settings if arguments.peers else replace(settings, frames=50, samples=20, utterances=5), names
 
 
-def measure(
-    settings: BenchSettings, names: Sequence[str], timeout_s: float = TIMEOUT_S, output: Path | None = None
-) -> dict[str, Any]:
+def measure(settings: BenchSettings, names: Sequence[str], output: Path | None = None) -> dict[str, Any]:
     """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
 
     output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
     the checkpoints raises.
     """
-    _make_random_checkpoints(settings, names)
+    if "large" in names:  # what the sections will open is made here: that may take longer than what is measured
+        open_checkpoint(settings.large)
+    if "text" in names:
+        from mktts.llm.checkpoint import open_text_checkpoint
+
+        open_text_checkpoint(settings.text_model)
     is_random = settings.open().is_random
     document: dict[str, Any] = {
         **head(settings.device),
         "figures": {},
         "missing": {},
         "settings": {**asdict(settings), "random_weights": is_random},
-        "packages": versions(peers.PACKAGES),
+        "packages": versions(_PACKAGES),
         "sections": {},
     }
     for name in names:
         begun_s = time.perf_counter()
         program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
-        figures, notes, reason = run_section(program, timeout_s)
+        figures, notes, reason = run_section(program)
         document["figures"] |= figures
         document["settings"] |= notes
         missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
@@ -154,17 +143,7 @@ def measure(
     return document
 
 
-def _make_random_checkpoints(settings: BenchSettings, names: Sequence[str]) -> None:
-    """Opens what the sections will open, which makes random ones: that may take longer than what is measured."""
-    if "large" in names:
-        open_checkpoint(settings.large)
-    if "text" in names:
-        from mktts.llm.checkpoint import open_text_checkpoint
-
-        open_text_checkpoint(settings.text_model)
-
-
-def run_section(words: list[str], timeout_s: float) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         environment = {**os.environ, **python_path()}
@@ -224,13 +203,6 @@ def table(document: dict[str, Any]) -> str:
         lines.append(f"{name.removesuffix('_bytes'):32}{median:>12}{p95:>12}{figure['n']:>6}  {unit}")
     lines += [f"{name:32}missing: {reason}" for name, reason in document["missing"].items()]
     return "\n".join(lines)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 * client: a listener, all listeners of one load on one event loop, and the figures of a load
 * settings: what a load is, the arrivals, and what is said
-* http: a server by its address, or an ASGI app in this process, as a synthesizer
+* http: a server by its address, as a synthesizer
 * record: the file that loads are merged into, and what follows from them
 * command: the arguments, the table
 

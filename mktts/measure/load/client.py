@@ -257,22 +257,19 @@ def clean(point: dict[str, Any]) -> bool:
     return not any(point[name] for name in ("underruns", "refused", "unanswered", "errors"))
 
 
-def held_ticks(seen: LoadRun, ticks: np.ndarray) -> np.ndarray:
-    """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time; none where the run did not hold."""
-    if seen.begin is None or seen.end is None:
-        return ticks[:0]
-    return ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
-
-
-def ticked(seen: LoadRun, ticks: np.ndarray) -> dict[str, Any]:
-    """What the batch engine did in the held time, by its `held_ticks`; nothing of another engine.
+def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time, and what the batch engine did in
+    them; nothing of another engine, or where the run did not hold.
 
     device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
     """
-    if not len(ticks) or seen.begin is None or seen.end is None:
-        return {}
+    if seen.begin is None or seen.end is None or not len(ticks):
+        return ticks[:0], {}
+    ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
+    if not len(ticks):
+        return ticks, {}
     busy = float(ticks["took_s"].sum()) / (seen.end.at_s - seen.begin.at_s)
-    return {"device_busy_percent": 100 * busy, "lanes_mean": float(ticks["lanes"].mean())}
+    return ticks, {"device_busy_percent": 100 * busy, "lanes_mean": float(ticks["lanes"].mean())}
 
 
 def _since(at_s: float | None, one: Listener) -> float:

@@ -12,9 +12,10 @@ import re
 import shlex
 import sys
 from contextlib import closing
-from functools import cached_property, partial
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -26,10 +27,13 @@ from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import record
-from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured, ticked
+from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured
 from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
-from mktts.measure.load.settings import Loaded, LoadSettings, LoadTexts, load, spoken, texts_for
+from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell
+
+if TYPE_CHECKING:
+    from mktts.synth import Synthesizer
 
 _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
@@ -70,13 +74,13 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             record.require_place(arguments.into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
         listeners = loads(default if arguments.listeners is None else arguments.listeners)
-        document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": settings.as_json()}
+        document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
         document["settings"]["random_weights"] = subject.random_weights
         document |= {"points": [], "figures": {}, "missing": {}}
         for count in listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
-            beside = {**record.provenance(settings.device), **subject.place, "command": _command(sys.argv[1:])}
+            beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
             if arguments.into is not None:
                 record.merge(arguments.into, beside, gpu, [point])
         if settings.recordable:
@@ -90,17 +94,17 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
     """Of a synthesizer in this process."""
+    model = model_of(arguments)
+    model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
+    return LoadSettings(**model, **given(LoadSettings, arguments))
+
+
+def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the model arguments stand for, with the device's name."""
     from mktts.model.backend import device_named
 
-    device = device_named(arguments.device)
-    return LoadSettings(
-        checkpoint=arguments.checkpoint or (_GPU_CHECKPOINT if device.type == "cuda" else DEFAULT_CHECKPOINT),
-        device=str(device),
-        revision=arguments.revision,
-        backend=arguments.backend,
-        dtype=arguments.dtype,
-        **given(LoadSettings, arguments),
-    )
+    names = ("checkpoint", "revision", "backend", "dtype")
+    return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
 
 
 def loads(words: str) -> tuple[int, ...]:
@@ -123,44 +127,51 @@ class Subject:
         self.settings = settings
         self.checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
         self.random_weights = self.checkpoint.is_random
-        self._loaded: Loaded | None = None
 
-    @property
-    def loaded(self) -> Loaded:
-        if self._loaded is None:
-            self._loaded = load(self.settings, self.checkpoint)
-        return self._loaded
+    @cached_property
+    def source(self) -> Synthesizer:
+        """Warmed up. Raises what Synthesizer.load raises."""
+        from mktts.synth import Synthesizer
+
+        synthesizer = Synthesizer.load(self.checkpoint, **self.settings.loading())
+        synthesizer.warm_up()
+        return synthesizer
 
     @cached_property
     def texts(self) -> LoadTexts:
         return texts_for(self.checkpoint, self.settings.context_rows)
 
     def close(self) -> None:
-        if self._loaded is not None:
-            self._loaded.synthesizer.close()
-            self._loaded = None
+        if "source" in self.__dict__:
+            self.__dict__.pop("source").close()
 
     def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
-        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time."""
-        loaded = self.loaded
-        seen = hold(loaded.synthesizer, self.texts, self.settings, listeners)
-        ticks = held_ticks(seen, loaded.synthesizer.ticks)
+        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
+        none."""
+        seen = hold(self.source, self.texts, self.settings, listeners)
+        ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         conditions = {
             "listeners": listeners,
-            "codec": loaded.codec,
-            "deterministic": loaded.deterministic,
             "context_rows": self.texts.rows,
             "context": self.texts.kind,
             "checkpoint": self.settings.checkpoint,
-            "model_size": loaded.checkpoint.config.model_size,
             "random_weights": self.random_weights,
-            "backend": loaded.synthesizer.backend_name,
-            "dtype": str(loaded.synthesizer.dtype).removeprefix("torch."),
         }
-        return measured(seen, self.settings) | ticked(seen, ticks) | conditions, seen, ticks
+        return measured(seen, self.settings) | engine | conditions | self.engine(), seen, ticks
+
+    def engine(self) -> dict[str, Any]:
+        """What speaks, as it stands in a point."""
+        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
+        return {
+            "codec": lanes.precision if lanes else "full",
+            "deterministic": bool(lanes and lanes.deterministic),
+            "model_size": self.checkpoint.config.model_size,
+            "backend": self.source.backend_name,
+            "dtype": str(self.source.dtype).removeprefix("torch."),
+        }
 
 
-class Server:
+class Server(Subject):
     """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -189,34 +200,25 @@ class Server:
         )
         voice = arguments.speaker or (self._health.get("speakers") or ["alloy"])[0]
         body = {"model": name, "voice": voice, "response_format": "pcm", **_object("--keys", arguments.keys)}
-        ask = partial(exchange, "POST", url, key)
         if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
-            self._source = HttpSource(ask, body, ("max_frames", "seed"))
+            self.source = HttpSource(url, key, body, ("max_frames", "seed"))
             self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
         else:
-            self._source = HttpSource(ask, body)
+            self.source = HttpSource(url, key, body)
             self.texts = LoadTexts("natural", 0, spoken, {})
 
     def close(self) -> None:
         """Every stream has its own connection: there is nothing to close."""
 
-    def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
-        """As of a Subject; a server's ticks are not known."""
-        seen = hold(self._source, self.texts, self.settings, listeners)
-        conditions = {
-            "listeners": listeners,
+    def engine(self) -> dict[str, Any]:
+        return {
             "codec": "the server's",
             "deterministic": False,
-            "context_rows": 0,
-            "context": self.texts.kind,
-            "checkpoint": self.settings.checkpoint,
             "model_size": self._health["model"].get("size", ""),
-            "random_weights": self.random_weights,
             "backend": self._health.get("backend", "unknown"),
             "dtype": self._health.get("dtype", "unknown"),
             "host_us_per_frame": None,  # it is the server's that would tell something
         }
-        return measured(seen, self.settings) | conditions, seen, np.zeros(0)
 
 
 def asked(url: str, key: str | None) -> list[dict[str, Any]]:

@@ -1,8 +1,4 @@
-"""A server of OpenAI's shape as a source of streams: `POST /v1/audio/speech`, raw PCM while it is made.
-
-`exchange` asks over a connection of its own, `app_exchange` asks an ASGI application in this process; both yield the
-status and the headers first, then the body's bytes as they come.
-"""
+"""A server of OpenAI's shape as a source of streams: `POST /v1/audio/speech`, raw PCM while it is made."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -36,14 +32,15 @@ Events = AsyncGenerator[Any, None]
 
 @dataclass(frozen=True)
 class HttpSource:
-    """Opens streams of a server.
+    """Opens streams of a server, each over a connection of its own.
 
-    asks: method, key of the server and body -> the events of one answer, as `exchange` gives them
+    url: of the route. key: the server's
     body: the keys that every request has
     sends: names of a stream's settings that are sent as keys of the request
     """
 
-    asks: Callable[[bytes], Events]
+    url: str
+    key: str | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
 
@@ -63,7 +60,7 @@ class HttpSource:
 
         try:
             body = json.dumps({**self.body, **wishes, "input": text}).encode()
-            async with contextlib.aclosing(self.asks(body)) as events:
+            async with contextlib.aclosing(exchange("POST", self.url, self.key, body)) as events:
                 status, headers = await anext(events)
                 if status != 200:
                     await _refuse(status, events)
@@ -116,6 +113,7 @@ async def exchange(method: str, url: str, key: str | None = None, body: bytes = 
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     address = parts.hostname, parts.port or (443 if secure else 80)
+    headers: dict[str, str] = {}
     reader, writer = await asyncio.wait_for(asyncio.open_connection(*address, ssl=secure or None), _CONNECT_S)
     try:
         lines = [f"{method} {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
@@ -125,13 +123,8 @@ async def exchange(method: str, url: str, key: str | None = None, body: bytes = 
         status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
         yield status, headers
         if headers.get("transfer-encoding") == "chunked":
-            rest, over = b"", False
-            while not over:
-                if not (data := await reader.read(_READ_BYTES)):
-                    raise EngineError("the answer broke off")
-                pieces, rest, over = unchunked(rest + data)
-                for piece in pieces:
-                    yield piece
+            while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:size]
             return
         left = int(headers.get("content-length", "-1"))
         while left and (data := await reader.read(_READ_BYTES)):
@@ -139,7 +132,9 @@ async def exchange(method: str, url: str, key: str | None = None, body: bytes = 
             yield data
         if left > 0:
             raise EngineError("the answer broke off")
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+    except asyncio.IncompleteReadError as error:
+        raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
+    except (asyncio.LimitOverrunError, ValueError) as error:
         raise EngineError(f"the answer is no HTTP: {error}") from None
     finally:
         writer.transport.abort()
@@ -152,47 +147,3 @@ def _head(data: bytes) -> tuple[int, dict[str, str]]:
         raise ValueError(f"it begins with {first[:40]!r}")
     pairs = (line.decode("latin-1").partition(":") for line in lines)
     return int(status[1]), {name.lower(): value.strip() for name, _, value in pairs}
-
-
-def unchunked(data: bytes) -> tuple[list[bytes], bytes, bool]:
-    """The whole chunks at the head of a body in chunks, what is left of it, and whether the last one was there.
-
-    Raises ValueError for what is no chunk.
-    """
-    found = []
-    while (end := data.find(b"\r\n")) >= 0:
-        size = int(data[:end].partition(b";")[0], 16)
-        if len(data) < end + size + 4:
-            break
-        if not size:
-            return found, b"", True
-        found.append(data[end + 2 : end + 2 + size])
-        data = data[end + size + 4 :]
-    return found, data, False
-
-
-async def app_exchange(app: Callable[..., Any], method: str, path: str, body: bytes = b"") -> Events:
-    """One request of an ASGI application in this process, as `exchange`. Raises what the application raises."""
-    messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-    asked = iter([{"type": "http.request", "body": body}])
-
-    async def receive() -> dict[str, Any]:
-        if (message := next(asked, None)) is None:
-            await asyncio.Event().wait()  # the client stays
-        return message
-
-    headers = [(b"host", b"app"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
-    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
-    scope |= {"client": ("127.0.0.1", 1), "server": ("app", 80)}
-    task = asyncio.create_task(app(scope, receive, messages.put))
-    task.add_done_callback(lambda _: messages.put_nowait(None))
-    try:
-        while (message := await messages.get()) is not None:
-            if message["type"] == "http.response.start":
-                yield message["status"], {name.decode().lower(): value.decode() for name, value in message["headers"]}
-            elif message["type"] == "http.response.body" and message.get("body"):
-                yield message["body"]
-        task.result()
-    finally:
-        task.cancel()

@@ -12,7 +12,6 @@ from typing import Any
 
 from mktts.common import read_object, require_writable, write_json
 from mktts.errors import MetricsError
-from mktts.measure.environment import head
 from mktts.measure.load.client import clean
 from mktts.measure.load.settings import HELD_S, LoadSettings
 
@@ -23,17 +22,12 @@ DERIVED = (
     "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms", "ttfb_p99_ms",
     "underruns", "refused",
 )  # fmt: skip
+PROVENANCE = ("revision", "device", "driver", "torch", "date")  # what stands beside each point and figure
 _SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
-_BESIDE = ("revision", "device", "driver", "torch", "date", "command", "codec", "deterministic", "engine", "underruns")
+_BESIDE = (*PROVENANCE, "command", "codec", "deterministic", "engine", "underruns")
 _NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
 _LARGE = "1b7"
 _SERVER = "server"  # the engine that a server's listeners know
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """What stands beside each point and figure. device: as torch names it."""
-    facts = head(device)
-    return {name: facts[name] for name in ("revision", "device", "driver", "torch", "date")}
 
 
 def require_place(path: Path, settings: LoadSettings) -> None:
@@ -60,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
 def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]]) -> dict[str, Any]:
     """Puts points into the file and reads its figures off again; returns all of it.
 
-    beside: `provenance`, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point that
+    beside: PROVENANCE, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point that
     was not held, and for a file of another device: nothing is written then.
     """
     document = read(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +20,6 @@ from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
-    from mktts.synth import Synthesizer
     from mktts.synth.synthesizer import StreamSettings
 
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
@@ -83,9 +82,19 @@ class LoadSettings:
         """Whether a load with these settings may be recorded."""
         return self.seconds >= HELD_S
 
-    def as_json(self) -> dict[str, Any]:
-        """As a document holds them."""
-        return {**asdict(self), "frames": list(self.frames)}
+    def loading(self) -> dict[str, Any]:
+        """Arguments of Synthesizer.load."""
+        from mktts.batch.settings import BatchSettings
+
+        asked = {"codec": self.codec, "max_streams": self.max_streams}
+        return {
+            "backend": self.backend,
+            "device": self.device,
+            "dtype": getattr(torch, self.dtype) if self.dtype else None,
+            "deterministic": self.deterministic,
+            "batch": BatchSettings(**{name: value for name, value in asked.items() if value is not None}),
+            **({} if self.engine is None else {"engine": self.engine}),
+        }
 
     def arrivals(self, listeners: int) -> list[tuple[float, int]]:
         """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
@@ -101,37 +110,6 @@ class LoadSettings:
         while (at_s := at_s + rng.exponential(mean_s / listeners)) < end_s:
             found.append((at_s, int(rng.integers(low, high + 1))))
         return sorted(found)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A synthesizer that is measured. codec: the precision of its codec, "full" or "fast"."""
-
-    synthesizer: Synthesizer
-    checkpoint: Checkpoint
-    codec: str
-    deterministic: bool
-
-
-def load(settings: LoadSettings, checkpoint: Checkpoint) -> Loaded:
-    """Loads and warms up the synthesizer; what the settings leave open is then read off it. Raises what
-    Synthesizer.load raises."""
-    from mktts.batch.settings import BatchSettings
-    from mktts.synth import Synthesizer
-
-    given: dict[str, Any] = {"backend": settings.backend, "device": settings.device}
-    given["dtype"] = getattr(torch, settings.dtype) if settings.dtype else None
-    given["deterministic"] = settings.deterministic
-    if settings.engine is not None:
-        given["engine"] = settings.engine
-    asked = {"codec": settings.codec, "max_streams": settings.max_streams}
-    given["batch"] = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
-    synthesizer = Synthesizer.load(checkpoint, **given)
-    synthesizer.warm_up()
-    lanes = synthesizer.lanes
-    if lanes is None:  # one stream's codec, and nothing promised
-        return Loaded(synthesizer, checkpoint, "full", False)
-    return Loaded(synthesizer, checkpoint, lanes.precision, lanes.deterministic)
 
 
 @dataclass(frozen=True)

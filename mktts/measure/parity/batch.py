@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +20,16 @@ from mktts.batch.pages import PAGE_ROWS
 from mktts.batch.scheduler import TickSettings
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity.probe import CudaProbe, LanesProbe, Observed, PlainProbe
-from mktts.measure.parity.ratio import GREEDY, RowStream, random_rows
+from mktts.measure.parity.ratio import GREEDY, Observed, RowStream, random_rows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
+if TYPE_CHECKING:
+    from mktts.batch.cuda.lanes import CudaLanes
+
 MODES = {"deterministic": True, "cublas": False}  # of CudaLanes
 _PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
-_PLAIN_BYTES = 1 << 30  # for keys and values of PyTorch's lanes
 _PREFIX_ROWS = 70  # one whole page and a part of the next
 _NEIGHBOUR_ROWS = 40  # of a prompt that is not compared, at most
 _IN_TICK = 0.8  # the part of the streams that speak already that is in a tick
@@ -151,41 +153,15 @@ def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = _PROMPT_ROW
 
 
 class LanesUnderTest:
-    """The lanes under test. cut, kept: as of RandomTicks, over all loads that were observed."""
+    """Lanes that play loads in random ticks.
 
-    def __init__(self, probe: LanesProbe, watched: int) -> None:
-        """watched: the last streams of a load, so many, are compared."""
-        self.probe, self._watched = probe, watched
-        self.cut = self.kept = 0
+    inside: what the newest tick did in a lane, by the lane, the frame's codes, and whether it came from the prompt
+    watched: the last streams of a load, so many, are compared
+    """
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        mode: str,
-        device: str,
-        sizes: Sequence[int],
-        streams: Sequence[RowStream],
-        watched: int,
-    ) -> LanesUnderTest:
-        """Lanes in bf16 with room for `streams`, all open at once, that show what they do.
-
-        mode: of MODES for those of a CUDA device, "torch" for PyTorch's.
-        """
-        config, tensors = checkpoint.config, checkpoint.tensors()
-        positions, slots = max(stream.positions for stream in streams), max(sizes)
-        if mode == "torch":
-            from mktts.batch.plain.lanes import TorchLanes
-            from mktts.codec.decoder import CodecDecoder
-
-            decoder = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), device)
-            plain = TorchLanes(config, tensors, decoder, slots, positions, _PLAIN_BYTES, torch.bfloat16)
-            return cls(PlainProbe(plain), watched)
-        from mktts.batch.cuda.lanes import CudaLanes
-
-        room = {"slots": slots, "positions": positions, "pages": pages_for(streams), "settings": exact_buckets(sizes)}
-        given = (config, tensors, torch.device(device), torch.bfloat16)
-        return cls(CudaProbe(CudaLanes(*given, **room, graphs=False, deterministic=MODES[mode])), watched)
+    def __init__(self, lanes: Lanes, inside: Callable[[int, Tensor, bool], Observed], watched: int) -> None:
+        self.lanes, self._inside, self._watched = lanes, inside, watched
+        self._cut = self._kept = 0
 
     def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, list[Observed]]]:
         """What every frame of the compared streams did, with their numbers."""
@@ -193,21 +169,78 @@ class LanesUnderTest:
 
         def watch(lane: int, number: int, frame: int, codes: Tensor) -> None:
             if number in seen:
-                seen[number].append(self.probe.observed(lane, codes, frame == 0))
+                seen[number].append(self._inside(lane, codes, frame == 0))
 
-        ticks = RandomTicks(self.probe.lanes, streams, size, seed=size)
+        ticks = RandomTicks(self.lanes, streams, size, seed=size)
         ticks.play(watch)
-        self.cut, self.kept = self.cut + ticks.cut, self.kept + ticks.kept
+        self._cut, self._kept = self._cut + ticks.cut, self._kept + ticks.kept
         return iter(seen.items())
 
     def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
         """Codes (T, 16) of each stream."""
-        return RandomTicks(self.probe.lanes, streams, size, seed=size).play()
+        return RandomTicks(self.lanes, streams, size, seed=size).play()
+
+    def notes(self) -> dict[str, Any]:
+        """`cut` and `kept` of all loads that were observed, as of RandomTicks."""
+        return {"prompts_cut": self._cut, "prefixes_kept": self._kept}
+
+
+def cuda_lanes(
+    checkpoint: Checkpoint, mode: str, device: str, sizes: Sequence[int], streams: Sequence[RowStream], watched: int
+) -> LanesUnderTest:
+    """The batched frame in bf16, of MODES, with room for `streams`, all open at once. Its ticks are no CUDA graphs."""
+    from mktts.batch.cuda.lanes import CudaLanes
+
+    positions = max(stream.positions for stream in streams)
+    room = {"slots": max(sizes), "positions": positions, "pages": pages_for(streams), "settings": exact_buckets(sizes)}
+    given = (checkpoint.config, checkpoint.tensors(), torch.device(device), torch.bfloat16)
+    lanes = CudaLanes(*given, **room, graphs=False, deterministic=MODES[mode])
+    return LanesUnderTest(lanes, FrameInside(lanes).observed, watched)
+
+
+class FrameInside:
+    """The inside of a batched frame's newest tick, once it was collected and before the next is launched.
+
+    Methods of the frame are wrapped from outside, so that serving does nothing for it. Kernels of the buckets are
+    compiled before.
+    """
+
+    def __init__(self, lanes: CudaLanes) -> None:
+        from mktts.batch.cuda.kernels.launching import compiling
+        from mktts.batch.cuda.lanes import _THREADS
+
+        self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
+        self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
+        frames = [lanes._buckets[size].frame for size in sorted(lanes._buckets, reverse=True)]
+        with torch.cuda.stream(lanes._stream), compiling(_THREADS):
+            for frame in frames:
+                frame.run()
+        for frame in frames:
+            self._watch(frame)
+
+    def _watch(self, frame: Any) -> None:
+        draw, layer = frame._draw, frame._layer
+
+        def watched_draw(logits: Tensor, book: int) -> None:
+            self._logits[book] = logits.to(torch.float32, copy=True)
+            draw(logits, book)
+
+        def watched_layer(stack: Any, index: int, x: Tensor, *more: Any) -> None:
+            layer(stack, index, x, *more)
+            if stack is frame._weights.talker:
+                self._hidden[index] = x[: frame.lane_count].to(torch.float32, copy=True)
+
+        frame._draw, frame._layer = watched_draw, watched_layer
+
+    def observed(self, lane: int, codes: Tensor, first: bool) -> Observed:
+        """Of one lane. first: its frame came from the prompt, so it has no hidden states of its own."""
+        hidden = None if first else torch.stack([of_layer[lane] for of_layer in self._hidden])
+        return Observed(codes, [of_head[lane].clone() for of_head in self._logits], hidden)
 
 
 def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[int], frames: int) -> list[RowStream]:
     """`size` streams of which the last `watched` are to be compared, every other greedy. Every fourth has a prefix in
-    common with its like. contexts: prompt rows of the compared ones, by turns."""
+    common with its like. contexts: prompt rows of the compared ones, by turns, each a few more than the one before."""
     prefix = random_rows(fp32, _PREFIX_ROWS, size)
     watched, streams = min(watched, size), []
     for index in range(size):
@@ -222,5 +255,5 @@ def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[
             prompt[:_PREFIX_ROWS] = prefix
         text, sampling = random_rows(fp32, frames, 500_000 + seed), Sampling() if index % 2 else GREEDY
         kept = (f"prefix {size}", _PREFIX_ROWS) if shares else (None, 0)
-        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} lanes")))
+        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} streams")))
     return streams

@@ -33,7 +33,7 @@ FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up t
 SEED = 7
 # Signal-to-noise ratio that a decode must have: fp32 operators in another order, the fused kernels of CUDA, whose
 # products of two fp16 halves gave 88 dB at full size, and those with fp16 in the waveform blocks, which gave 54.
-LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "plain": 100.0, "full": 80.0, "fast": 50.0}
+LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "full": 80.0, "fast": 50.0}
 _LEAST_FRAMES = 8
 _BATCH_STREAMS = 4  # that are compared, spread over the lanes
 _BATCH_FRAMES = 80
@@ -49,28 +49,6 @@ def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedul
     """PCM (T * 1920,) of `codes` (T, 16) decoded chunk by chunk; the last entry of `schedule` (frames) repeats."""
     state = decoder.start()
     return torch.cat([decoder.decode(chunk, state) for chunk in split(codes, schedule)])
-
-
-def decode_chunked(
-    decoder: CodecDecoder, codes: Tensor, chunk_frames: int = 300, left_context_frames: int = 25
-) -> Tensor:
-    """PCM (T * 1920,) of `codes` (T, 16) as upstream's chunked_decode gives it: each chunk from silence, behind a few
-    repeated frames of context. Exact within the first chunk, an approximation after it.
-
-    Raises CodecError for sizes that cannot cut, and what `CodecDecoder.decode` raises.
-    """
-    if chunk_frames < 1 or left_context_frames < 0:
-        raise CodecError(
-            f"expected chunk_frames >= 1 and left_context_frames >= 0, got {chunk_frames} and {left_context_frames}"
-        )
-    if not len(codes):
-        raise CodecError(f"codes must be (T >= 1, {NUM_CODEBOOKS}), got {tuple(codes.shape)}")
-    pieces = []
-    for start in range(0, len(codes), chunk_frames):
-        context = left_context_frames if start > left_context_frames else start
-        pcm = decoder.decode_all(codes[start - context : start + chunk_frames])
-        pieces.append(pcm[context * SAMPLES_PER_FRAME :])
-    return torch.cat(pieces)
 
 
 def split(codes: Tensor, schedule: Sequence[int]) -> Iterator[Tensor]:
@@ -146,13 +124,10 @@ def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: s
 
 
 def batched_errors(
-    checkpoint: Checkpoint, kernel: str, device: str, sizes: Sequence[int], budget: Budget | None = None
+    checkpoint: Checkpoint, device: str, sizes: Sequence[int], budget: Budget | None = None
 ) -> dict[str, Any]:
-    """Many streams in one pass: lanes, frames, asked, passed, and for each precision snr_db, max_error and least_db.
-
-    kernel: "torch" measures PyTorch's lanes, as "plain", anything else both precisions of a CUDA device. sizes: a pass
-    has as many lanes as the largest, at most 64.
-    """
+    """Many streams in one pass of a CUDA device: lanes, frames, asked, passed, and for each precision snr_db, max_error
+    and least_db. sizes: a pass has as many lanes as the largest, at most 64."""
     whole = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
     lanes = min(max(sizes), _MOST_LANES)
     codes = torch.stack([random_codes(_BATCH_FRAMES, seed, whole.config.codebook_size) for seed in range(lanes)])
@@ -160,7 +135,7 @@ def batched_errors(
     frames = _affordable(whole, codes[0], 2 * len(compared), budget or Budget())  # half of the time is the device's
     truth = torch.cat([whole.decode_all(codes[lane, :frames]) for lane in compared])
     found: dict[str, Any] = {"lanes": lanes, "frames": frames, "asked": _BATCH_FRAMES, "passed": True}
-    for precision in ("plain",) if kernel == "torch" else ("full", "fast"):
+    for precision in ("full", "fast"):
         decode = _lanes_decode(checkpoint, device, lanes, precision)
         pcm = torch.stack([decode(codes[:, frame])[compared].float().cpu() for frame in range(frames)], 1).flatten()
         error, least = distance(pcm, truth), LEAST_SNR_DB[precision]
@@ -173,13 +148,6 @@ def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: st
     """codes (lanes, 16) int64, the next frame of every lane -> pcm (lanes, 1920)."""
     where = torch.device(device)
     decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
-    if precision == "plain":
-        from mktts.batch.plain.codec import CodecLanes
-
-        plain = CodecLanes(decoder(), lanes)
-        for slot in range(lanes):
-            plain.enter(slot, None)
-        return lambda codes: plain.decode(codes, range(lanes))
     from mktts.batch.cuda.codec import CudaCodec
 
     codec = CudaCodec(decoder, lanes + 1, precision)
@@ -197,17 +165,13 @@ def serving_error(
     checkpoint = open_checkpoint(source)
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     codes = random_codes(frames, seed, config.codebook_size)
-    expected = CodecDecoder(config, tensors).decode_all(codes)
-    found = decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu()
+    error = distance(
+        decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu(),
+        CodecDecoder(config, tensors).decode_all(codes),
+    )
     weights = "random" if checkpoint.is_random else "trained"
-    return {
-        "codec": source,
-        "weights": weights,
-        "served_on": device,
-        "frames": frames,
-        "max_error": float(frame_errors(found, expected).max()),
-        "snr_db": snr_db(found, expected),
-    }
+    about = {"codec": source, "weights": weights, "served_on": device, "frames": frames}
+    return {**about, "max_error": error["max_abs_error"], "snr_db": error["snr_db"]}
 
 
 def write(path: Path | str, device: str = "cuda") -> None:

@@ -17,19 +17,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from mktts.arguments import add_options, given, option
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import write_json
@@ -39,6 +39,7 @@ from mktts.measure.machine import batch_missing, kernel_missing
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
+from mktts.measure.parity.text import compare_text
 from mktts.measure.parity.upstream import (
     DTYPES,
     Row,
@@ -52,7 +53,6 @@ from mktts.synth.upstream import load_upstream
 
 OUTPUT = Path("mktts-parity.json")
 PARTS = ("prompt", "codes", "codec", "kernel", "batch", "text")
-DEFAULT_PARTS = PARTS[:-1]
 CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
@@ -73,50 +73,52 @@ EXAMPLES = """examples:
 Exit status: 0 where all that ran passed (what was skipped says why), 1 where something failed or nothing could run."""
 
 
+@dataclass(frozen=True)
+class ParitySettings:
+    """What is proven of every checkpoint, and where. Raises MetricsError for values out of range."""
+
+    revision: str | None = option(None, "of a Hub id")
+    parts: str = option(",".join(PARTS[:-1]), f"of {','.join(PARTS)}", metavar="PART,...")
+    minutes: float = option(5.0, "for each checkpoint: fewer frames on a slow machine")
+    device: str = option("auto", "of codec and kernel: auto, cpu, cuda")
+    kernel: Literal["megakernel", "torch"] = option("megakernel", "torch: bf16 PyTorch instead, where there is no GPU")
+    text_model: str = option("random:0.6b", "of the part text", metavar="CHECKPOINT")
+
+    def __post_init__(self) -> None:
+        if unknown := [part for part in self.parts.split(",") if part not in PARTS]:
+            raise MetricsError(f"--parts takes {', '.join(PARTS)}, got {', '.join(unknown) or self.parts!r}")
+        if not self.minutes > 0:
+            raise MetricsError(f"--minutes must be above 0, got {self.minutes:g}")
+
+    def missing(self, part: str) -> str | None:
+        """Why the kernels of a part cannot run on the device; None where they can."""
+        if part != "batch" and self.kernel == "torch":
+            return None
+        name, missing = ("batched frame", batch_missing) if part == "batch" else ("megakernel", kernel_missing)
+        return missing() or (None if self.device.startswith("cuda") else f"the {name} does not run on {self.device}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="+", help=SOURCES)
-    parser.add_argument("--revision", help="of a Hub id")
-    parser.add_argument(
-        "--parts", metavar="PART,...", help=f"of {','.join(PARTS)} (default: {','.join(DEFAULT_PARTS)})"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="for each checkpoint: fewer frames on a slow machine (default: 5)"
-    )
+    add_options(parser, ParitySettings)
     parser.add_argument(
         "--output", type=Path, default=OUTPUT, metavar="FILE", help="the document (default: %(default)s)"
     )
-    parser.add_argument("--device", default="auto", help="of codec and kernel: auto, cpu, cuda (default: %(default)s)")
-    parser.add_argument(
-        "--kernel",
-        choices=("megakernel", "torch"),
-        default="megakernel",
-        help="torch: bf16 PyTorch in the kernel's place, to try the comparison where there is no GPU",
-    )
-    parser.add_argument(
-        "--text-model", default="random:0.6b", metavar="CHECKPOINT", help="of the part text (default: %(default)s)"
-    )
-    parser.add_argument("--contexts", type=int, nargs="+", default=Scope().contexts, help="prompt rows of the kernels")
-    parser.add_argument("--lanes", type=int, nargs="+", default=Scope().lanes, help="of the batched frame's ticks")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a table and, last, the document."""
-    parts = DEFAULT_PARTS if arguments.parts is None else tuple(arguments.parts.split(","))
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise MetricsError(f"--parts takes {', '.join(PARTS)}, got {', '.join(unknown) or arguments.parts!r}")
-    if not arguments.minutes > 0:
-        raise MetricsError(f"--minutes must be above 0, got {arguments.minutes:g}")
+    settings = ParitySettings(**given(ParitySettings, arguments))
+    settings = replace(settings, device=str(device_named(settings.device)))
     torch.set_float32_matmul_precision("highest")
-    device = str(device_named(arguments.device))
-    scope = replace(SCOPE, contexts=tuple(arguments.contexts), lanes=tuple(arguments.lanes))
     document: dict[str, Any] = {
-        **head(device),
+        **head(settings.device),
         "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
-        "kernel": arguments.kernel,
+        "kernel": settings.kernel,
         "limit": LIMIT,
-        "minutes": arguments.minutes,
-        "parts": list(parts),
-        "scope": asdict(scope),
+        "minutes": settings.minutes,
+        "parts": settings.parts.split(","),
+        "scope": asdict(SCOPE),
         "checkpoints": {},
         "text": {},
         "passed": False,
@@ -131,15 +133,15 @@ def main(arguments: argparse.Namespace) -> int:
     sources = list(dict.fromkeys(arguments.checkpoint))
     for source in sources:
         if not source.startswith("random:"):
-            open_checkpoint(source, arguments.revision)  # likewise one that cannot be opened
+            open_checkpoint(source, settings.revision)  # likewise one that cannot be opened
     for source in sources:
         name = name_of(source)
         while name in document["checkpoints"]:
             name += "'"
         result = document["checkpoints"][name] = {"passed": False, "sections": {}, "errors": {}}
-        _prove(source, name, parts, scope, device, arguments, result, store)
-    if "text" in parts:
-        document["text"] = _text(arguments, device)
+        _prove(source, name, settings, result, store)
+    if "text" in document["parts"]:
+        document["text"] = _text(settings)
         store()
     document = without_paths(document)
     print(_summary(document))
@@ -148,18 +150,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if document["passed"] else 1
 
 
-def _prove(
-    source: str,
-    name: str,
-    parts: Sequence[str],
-    scope: Scope,
-    device: str,
-    arguments: argparse.Namespace,
-    result: dict[str, Any],
-    store: Callable[[], None],
-) -> None:
+def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, Any], store: Callable[[], None]) -> None:
     """Fills `result` section by section, within the minutes given."""
-    checkpoint = open_checkpoint(source, arguments.revision)
+    checkpoint = open_checkpoint(source, settings.revision)
     result["checkpoint"] = {
         "source": name,
         "revision": checkpoint.revision,
@@ -167,37 +160,34 @@ def _prove(
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
-    missing = {part: why for part in _ON_DEVICE if (why := _missing(arguments.kernel, device, part))}
-    if source.startswith("random:") and {"kernel", "batch"} & (set(parts) - set(missing)):
-        open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
-    upstream, budget = upstream_of(checkpoint), Budget(60 * arguments.minutes)
+    missing = {part: why for part in _ON_DEVICE if (why := settings.missing(part))}
+    upstream = lru_cache(1)(partial(load_upstream, checkpoint))  # kept until `cache_clear`
 
     def frames(part: str, within: Budget) -> dict[str, Any]:
-        found = parity_of(
-            source, scope, arguments.kernel, device, batch=part == "batch", revision=arguments.revision, budget=within
-        )
-        if part == "batch":
-            result["batch"] = found
-        else:
-            result.update({name: value for name, value in found.items() if name != "passed"})
-        return outcome(found, part == "batch")
+        if part in missing:
+            raise BackendUnavailable(missing[part])
+        upstream.cache_clear()
+        batch, of_source = part == "batch", {"revision": settings.revision, "budget": within}
+        found = parity_of(source, SCOPE, settings.kernel, settings.device, batch=batch, **of_source)
+        result.update({"batch": found} if batch else {key: v for key, v in found.items() if key != "passed"})
+        return outcome(found)
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), device),
+        "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
         **{part: partial(frames, part) for part in ("kernel", "batch")},
     }
-    wanted = {part: share for part, share in _SHARES.items() if part in parts}
-    wanted |= {part: 0 for part in wanted if part in missing}  # the others take its time
-    for part, share in list(wanted.items()):
+    parts = [part for part in _SHARES if part in settings.parts.split(",")]
+    shares = {part: 0 if part in missing else _SHARES[part] for part in parts}  # the others take its time
+    if source.startswith("random:") and any(shares.get(part) for part in _ON_DEVICE):
+        open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
+    budget, left = Budget(60 * settings.minutes), sum(shares.values())
+    for part, share in shares.items():
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
-        within = budget.share(share / max(1, sum(wanted.values())))
-        del wanted[part]
-        if part in _ON_DEVICE:
-            upstream.cache_clear()
-        skipped = {"status": "skipped", "reason": missing.get(part), "seconds": 0.0}
-        result["sections"][part] = skipped if part in missing else section(partial(work[part], within))
+        within = budget.share(share / max(1, left))
+        left -= share
+        result["sections"][part] = section(partial(work[part], within))
         states = {found["status"] for found in result["sections"].values()}
         result["passed"] = "passed" in states and "failed" not in states
         store()
@@ -221,14 +211,6 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 # ---- prompt and codes
 
 
-def upstream_of(checkpoint: Checkpoint) -> Any:
-    """dtype -> qwen-tts's model on the CPU, loaded when it is asked for and kept until `cache_clear`.
-
-    The call raises BackendUnavailable without qwen-tts.
-    """
-    return lru_cache(1)(lambda dtype: load_upstream(checkpoint, dtype))
-
-
 def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Every mode that the checkpoint has, in bf16."""
     dtype, requests = torch.bfloat16, standard_requests(checkpoint)
@@ -237,9 +219,6 @@ def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dic
         if rows and budget.over:
             break
         rows += compare_prompts(checkpoint, [request], dtype, model)
-    for row in rows:
-        if not math.isfinite(row["max_abs_error"]):
-            row["max_abs_error"] = None  # prompts of two lengths
     wrong = [row for row in rows if not row["equal"]]
     found = {"prompts": len(rows), "asked": len(requests), "equal": len(rows) - len(wrong), "rows": rows}
     if wrong:
@@ -259,22 +238,20 @@ def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict
             continue
         begun_s = time.perf_counter()
         model, within = upstream(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
-        greedy, drawn = checkpoint.sampling().greedy(), replace(checkpoint.sampling(), rng="torch")
-        expected = upstream_codes(model, requests, greedy, SEED, CODES_FRAMES, within.share(0.5))
+        drawn = checkpoint.sampling()
+        expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
         expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
         del model
         upstream.cache_clear()
         rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
         took_s = time.perf_counter() - begun_s
     wrong = [row for row in rows if not row["equal"]]
-    # The times of a run this short are no measurement: they stay out.
-    kept = [{name: value for name, value in row.items() if not name.endswith("_ms_per_frame")} for row in rows]
     found = {
         "frames": {name: sum(row["frames"] for row in rows if row["dtype"] == name) for name in DTYPES},
         "asked": 2 * len(requests) * CODES_FRAMES,
         "equal": not wrong,
         "left_out": left_out,
-        "rows": kept,
+        "rows": rows,
     }
     if wrong:
         frame, codebook = wrong[0]["first_mismatch"]
@@ -287,27 +264,21 @@ def _named(row: Row) -> str:
     return f"{row['text']!r} ({row['mode']}, {row['language']}, {row['layout']} layout, {row['dtype']})"
 
 
-# ---- kernels
+# ---- text
 
 
-def _text(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+def _text(settings: ParitySettings) -> dict[str, Any]:
     """The text decoder's comparison; `passed` is None where it was skipped."""
-    from mktts.measure.parity.text import compare_text
+    name = name_of(settings.text_model)
 
-    name = name_of(arguments.text_model)
-    if missing := _missing(arguments.kernel, device, "text"):
-        return {"source": name, "status": "skipped", "reason": missing, "passed": None}
-    print(f"{name}: text ...", file=sys.stderr, flush=True)
-    found = compare_text(arguments.text_model, arguments.kernel, device, Budget(60 * arguments.minutes))
-    return {**found, "source": name, "status": "passed" if found["passed"] else "failed"}
+    def compared() -> dict[str, Any]:
+        if missing := settings.missing("text"):
+            raise BackendUnavailable(missing)
+        print(f"{name}: text ...", file=sys.stderr, flush=True)
+        return compare_text(settings.text_model, settings.kernel, settings.device, Budget(60 * settings.minutes))
 
-
-def _missing(kernel: str, device: str, part: str) -> str | None:
-    """Why the kernels of a part cannot run on `device`; None where they can."""
-    if kernel != "megakernel":
-        return None
-    name, missing = ("batched frame", batch_missing) if part == "batch" else ("megakernel", kernel_missing)
-    return missing() or (None if device.startswith("cuda") else f"the {name} does not run on {device}")
+    found = section(compared)
+    return {**found, "source": name, "passed": {"passed": True, "failed": False}.get(found["status"])}
 
 
 # ---- the document

@@ -10,16 +10,18 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity.probe import Observed, forced
-from mktts.model.oracle import TorchBackend
+from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Sampling, distribution, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -27,6 +29,20 @@ LIMIT = 1.1  # of the error over bf16 PyTorch's
 GREEDY = Sampling().greedy()
 _POOLED = ("logits of code 0", "logits of codes 1-15", "hidden")
 _TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One frame.
+
+    codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden: (layers, H) fp32,
+    the residual stream after every talker layer; None for a stream's first, whose talker state comes from the prompt.
+    """
+
+    codes: Tensor
+    logits: list[Tensor]
+    hidden: Tensor | None
+
 
 Sides = tuple[Observed, Observed, Observed, Tensor]  # under test, bf16, fp32, code 0 of the frames before
 
@@ -101,6 +117,50 @@ def spoken_streams(checkpoint: Checkpoint, backend: TorchBackend, count: int, fr
     return streams
 
 
+@torch.inference_mode()
+def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes: Tensor) -> Observed:
+    """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
+    with _layers(backend.talker) as layers:
+        if row is not None:
+            backend._advance(state, row)
+        hidden = torch.cat(layers)[:, -1].float() if layers else None
+    logits = [backend.code0_logits(state)]
+    ids = codes.to(backend.device)
+    cache = backend.predictor.new_cache(NUM_CODEBOOKS)
+    x = torch.cat((state.hidden, backend.code_tables[0][ids[0]][None, None]), 1)
+    for group, head in enumerate(backend.heads, start=1):
+        if backend.projection is not None:
+            x = F.linear(x, *backend.projection)
+        logits.append(F.linear(backend.predictor.forward(x, cache), head)[0, -1].float())
+        x = backend.code_tables[group][ids[group]][None, None]
+    state.history[state.frames] = ids[0]
+    state.codes = ids
+    state.frames += 1
+    return Observed(codes, logits, hidden)
+
+
+@contextmanager
+def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
+    """Collects what every layer of a pass returns, (1, T, H) each."""
+    seen: list[Tensor] = []
+    compute = stack.layer
+
+    def watched(*arguments) -> Tensor:
+        seen.append(compute(*arguments))
+        return seen[-1]
+
+    stack.layer = watched
+    try:
+        yield seen
+    finally:
+        del stack.layer
+
+
+def vocabularies(config: ModelConfig) -> list[int]:
+    """Ids of each of the sixteen heads."""
+    return [config.talker.vocab_size] + [config.predictor.vocab_size] * (NUM_CODEBOOKS - 1)
+
+
 def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, fp32: TorchBackend) -> Iterator[Sides]:
     """Frame by frame what the model under test did, and both oracles that are made to take its codes."""
     oracles = [(backend, backend.start(stream, stream.sampling, 0, len(stream.text))) for backend in (bf16, fp32)]
@@ -159,17 +219,14 @@ class FrameErrors:
                 distances[side].append((probabilities - fp32).abs().sum() / 2)
 
     def found(self) -> dict[str, Any]:
-        """pooled, by_head, by_layer, by_label (each as of `ErrorRatio.found`), total_variation (distance to fp32's
-        sampling distributions), and passed: whether no pooled ratio is above LIMIT. Nothing passes without a frame."""
+        """pooled, by_part (heads, layers and labels; each as of `ErrorRatio.found`), total_variation (distance to
+        fp32's sampling distributions), and passed: whether no pooled ratio is above LIMIT. Nothing passes without a
+        frame."""
         errors = self._errors.found()
         pooled = {name: errors.pop(name) for name in _POOLED if name in errors}
-        heads, layers = ([errors.pop(n) for n in list(errors) if n.startswith(kind)] for kind in ("head ", "layer "))
         return {
             "pooled": pooled,
-            "by_head": heads,
-            "by_layer": layers,
-            "by_label": errors,
-            "largest_ratio_of_a_head_or_layer": max((value["ratio"] for value in heads + layers), default=0.0),
+            "by_part": errors,
             "total_variation": {
                 name: {
                     side: {"mean": float(torch.stack(values).mean()), "max": float(torch.stack(values).max())}

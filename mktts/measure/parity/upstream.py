@@ -6,10 +6,9 @@ Both sides run on the CPU, where the same operators round in the same way. Noteb
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
-from mktts.synth.upstream import generate_codes, load_upstream, prompt_embeds
+from mktts.synth.upstream import generate_codes, prompt_embeds
 
 Row = dict[str, Any]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -86,16 +85,12 @@ def made_up_voice(checkpoint: Checkpoint, frames: int) -> Voice:
 
 
 def compare_prompts(
-    checkpoint: Checkpoint,
-    requests: Sequence[Request],
-    dtype: torch.dtype = torch.bfloat16,
-    upstream: Any = None,
+    checkpoint: Checkpoint, requests: Sequence[Request], dtype: torch.dtype, upstream: Any
 ) -> list[Row]:
     """One row a request: prompt rows, text rows that trail, whether all are bit-equal, and the largest difference.
 
-    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype; None loads it.
+    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype.
     """
-    upstream = upstream or load_upstream(checkpoint, dtype)
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     rows = []
     for request in requests:
@@ -104,40 +99,33 @@ def compare_prompts(
         frames = len(trailing) + 2  # past the end both sides give the padding row
         expected = torch.stack([trailing[t] if t < len(trailing) else pad for t in range(frames)])
         found = torch.stack([prompt.row(t) for t in range(frames)])
-        same_shape = prompt.embeds.shape == embeds.shape
-        error = (prompt.embeds.float() - embeds.float()).abs().max() if same_shape else torch.inf
-        error = max(float(error), float((found.float() - expected.float()).abs().max()))
+        error = None  # of prompts of two lengths
+        if prompt.embeds.shape == embeds.shape:
+            pairs = ((prompt.embeds, embeds), (found, expected))
+            error = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in pairs)
         equal = torch.equal(prompt.embeds, embeds) and torch.equal(found, expected)
         shape = {"prompt_rows": len(embeds), "trailing_rows": len(trailing)}
         rows.append(_labels(checkpoint, request, dtype) | shape | {"equal": equal, "max_abs_error": error})
     return rows
 
 
-class Expected(NamedTuple):
-    """What upstream made of one request: codes (T, 16), and how long that took."""
-
-    request: Request
-    sampling: Sampling
-    codes: Tensor
-    seconds: float
+Expected = tuple[Request, Sampling, Tensor]  # upstream's codes (T, 16) of one request
 
 
 def compare_codes(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    max_frames: int = 24,
-    dtype: torch.dtype = torch.bfloat16,
-    upstream: Any = None,
+    sampling: Sampling,
+    seed: int,
+    max_frames: int,
+    dtype: torch.dtype,
+    upstream: Any,
 ) -> list[Row]:
-    """One row a request: frames made, whether codes are equal, the first difference, and ms per frame of both.
+    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None.
 
-    `sampling=None` takes the checkpoint's own; its rng is set to "torch", the one upstream has. `first_mismatch` is
-    (frame, codebook), None where equal. Upstream runs first and, where it is loaded here, is freed before ours loads.
+    The sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel.
     """
-    sampling = sampling or checkpoint.sampling()
-    expected = upstream_codes(upstream or load_upstream(checkpoint, dtype), requests, sampling, seed, max_frames)
+    expected = upstream_codes(upstream, requests, sampling, seed, max_frames)
     return compare_expected(checkpoint, expected, seed, max_frames, dtype)
 
 
@@ -153,29 +141,21 @@ def upstream_codes(
     sampling, found = replace(sampling, rng="torch"), []
     for request in requests:
         if not found or budget is None or not budget.over:
-            begun_s = time.perf_counter()
-            codes = generate_codes(model, request, sampling, seed, max_frames)
-            found.append(Expected(request, sampling, codes, time.perf_counter() - begun_s))
+            found.append((request, sampling, generate_codes(model, request, sampling, seed, max_frames)))
     return found
 
 
 def compare_expected(
     checkpoint: Checkpoint, expected: Sequence[Expected], seed: int, max_frames: int, dtype: torch.dtype
 ) -> list[Row]:
-    """The rows of `compare_codes`."""
+    """The rows of `compare_codes`. Apart from upstream's run, so that its model can go before ours is loaded."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
     rows = []
-    for request, sampling, codes, seconds in expected:
-        begun_s = time.perf_counter()
-        found = our_codes(backend, builder.build(request), sampling, seed, max_frames)
-        torch_s = time.perf_counter() - begun_s
-        mismatch = first_mismatch(found, codes)
+    for request, sampling, codes in expected:
+        mismatch = first_mismatch(our_codes(backend, builder.build(request), sampling, seed, max_frames), codes)
         compared = {"sampled": sampling.talker.do_sample, "frames": len(codes), "equal": mismatch is None}
-        compared |= {"first_mismatch": mismatch, "upstream_ms_per_frame": 1e3 * seconds / max(1, len(codes))}
-        rows.append(
-            _labels(checkpoint, request, dtype) | compared | {"torch_ms_per_frame": 1e3 * torch_s / max(1, len(found))}
-        )
+        rows.append(_labels(checkpoint, request, dtype) | compared | {"first_mismatch": mismatch})
     return rows
 
 

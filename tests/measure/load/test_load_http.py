@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.cli import main
 from mktts.errors import BusyError, EngineError, MetricsError
-from mktts.measure.load.http import PATH, HttpSource, app_exchange, endpoint, exchange, unchunked
+from mktts.measure.load.http import HttpSource, endpoint
 from mktts.spec import SAMPLE_RATE_HZ
 
 SOUND = to_pcm16(np.repeat(np.float32([0.0, 0.1]), SAMPLE_RATE_HZ // 10))
@@ -81,15 +80,6 @@ def test_what_is_no_address_is_refused(url):
         endpoint(url)
 
 
-@pytest.mark.parametrize("size", [1, 3, 333, 10_000])
-def test_a_body_in_chunks_is_the_same_however_it_is_cut(size):
-    sent, found, rest, over = b"".join(map(chunked, (SOUND[:5], SOUND[5:], b""))), b"", b"", False
-    for start in range(0, len(sent), size):
-        pieces, rest, over = unchunked(rest + sent[start : start + size])
-        found += b"".join(pieces)
-    assert found == SOUND and over and not rest
-
-
 @pytest.mark.parametrize("in_chunks", [True, False])
 async def test_pieces_of_any_length_are_one_speech(in_chunks):
     asked = []
@@ -104,8 +94,7 @@ async def test_pieces_of_any_length_are_one_speech(in_chunks):
         writer.write(chunked(b"") if in_chunks else b"")
 
     with serving(answer) as url:
-        ask = partial(exchange, "POST", endpoint(url), "key")
-        pcm, frames = await heard(HttpSource(ask, {"voice": "a"}, ("max_frames",)))
+        pcm, frames = await heard(HttpSource(endpoint(url), "key", {"voice": "a"}, ("max_frames",)))
     assert np.array_equal(pcm, from_pcm16(SOUND)) and frames == 2
     assert asked == [{"voice": "a", "max_frames": 5, "input": "Hello."}]
 
@@ -131,26 +120,7 @@ async def test_what_is_no_speech_has_its_name(sent, error, said):
 
     with serving(answer) as url:
         with pytest.raises(error, match=said):
-            await heard(HttpSource(partial(exchange, "POST", endpoint(url), None)))
-
-
-async def test_an_application_in_this_process_is_asked_as_a_server_is():
-    async def app(scope, receive, send):
-        assert (scope["method"], scope["path"]) == ("POST", PATH)
-        body = json.loads((await receive())["body"])
-        status = 429 if body["voice"] == "full" else 200
-        await send({"type": "http.response.start", "status": status, "headers": [(b"Content-Type", b"audio/pcm")]})
-        for data in (SOUND[:333], SOUND[333:], b""):
-            await send({"type": "http.response.body", "body": data, "more_body": bool(data)})
-        assert body["voice"] != "broken"
-
-    ask = partial(app_exchange, app, "POST", PATH)
-    pcm, _ = await heard(HttpSource(ask, {"voice": "a"}))
-    assert np.array_equal(pcm, from_pcm16(SOUND))
-    with pytest.raises(BusyError):
-        await heard(HttpSource(ask, {"voice": "full"}))
-    with pytest.raises(AssertionError):
-        await heard(HttpSource(ask, {"voice": "broken"}))
+            await heard(HttpSource(endpoint(url)))
 
 
 # ---- the command

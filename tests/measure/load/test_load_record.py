@@ -82,9 +82,17 @@ def test_of_a_server_the_first_byte_decides_and_those_count_that_played(wrong):
     assert (few["value"], few["offered"]) == (700.7, 768)  # their speech was shorter than planned
 
 
-def test_on_a_cpu_the_audible_time_decides_and_the_codec_has_one_precision():
-    points = [point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)]
-    assert values(points, gpu=False) == {"listeners": 8}
+@pytest.mark.parametrize(
+    ("points", "gpu", "expected"),
+    [
+        # On a CPU the audible time decides, and the codec has one precision.
+        ([point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)], False, (8,)),
+        ([point(1_000), point(900, codec="full"), point(600, model_size="1b7", codec="full")], True, (1_000, 900, 600)),
+    ],
+)
+def test_precisions_and_models_have_their_own_capacity(points, gpu, expected):
+    found = [figure["value"] for name, figure in carried(points, gpu).items() if name.startswith("listeners")]
+    assert tuple(found) == expected
 
 
 def test_of_several_contexts_the_worst_counts_and_one_that_carries_nothing_leaves_no_figure():
@@ -92,11 +100,6 @@ def test_of_several_contexts_the_worst_counts_and_one_that_carries_nothing_leave
     found = carried([*short, long], gpu=True)["listeners"]
     assert found["value"] == 900 and found["by_context"] == {"32": 1_100.0, "332": 900.0}
     assert "listeners" not in carried([*short, {**long, "underruns": 5}], gpu=True)
-
-
-def test_precisions_and_models_have_their_own_capacity():
-    found = values([point(1_024), point(900, codec="full"), point(600, model_size="1b7", codec="full")])
-    assert (found["listeners"], found["listeners_full_precision"], found["listeners_1p7b"]) == (1_024, 900, 600)
 
 
 def test_first_pcm_at_a_load_is_read_off_the_smallest_point_of_at_least_so_many_open_streams():

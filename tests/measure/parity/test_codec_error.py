@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CodecError
 from mktts.measure.parity import codec as codec_error
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 
 @pytest.mark.parametrize(
@@ -46,34 +45,10 @@ def test_the_ratio_is_signal_over_noise_in_decibels():
     assert codec_error.snr_db(signal, signal) == float("inf")
 
 
-def test_random_codes_are_seeded_and_in_range():
-    codes = codec_error.random_codes(50, seed=3)
-    assert codes.shape == (50, NUM_CODEBOOKS) and 0 <= codes.min() and codes.max() < CODEBOOK_SIZE
-    assert torch.equal(codes, codec_error.random_codes(50, seed=3))
-    assert not torch.equal(codes, codec_error.random_codes(50, seed=4))
-
-
-@pytest.mark.parametrize(("frames", "chunk", "context"), [(5, 0, 25), (5, 300, -1), (0, 300, 25)])
-def test_chunks_that_cannot_be_cut_are_refused(tiny, frames, chunk, context):
-    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
-    with pytest.raises(CodecError, match=r"chunk_frames >= 1|codes must be"):
-        codec_error.decode_chunked(decoder, codec_error.random_codes(frames, seed=0), chunk, context)
-
-
-def test_the_yardstick_sees_a_wrong_stream(tiny):
-    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
-    codes = codec_error.random_codes(20, seed=0)
-    offline = decoder.decode_all(codes)
-    right = codec_error.frame_errors(codec_error.decode_streamed(decoder, codes, (1, 3)), offline)
-    wrong = codec_error.frame_errors(codec_error.decode_chunked(decoder, codes, 10, 0), offline)
-    assert right.max() <= codec_error.TOLERANCE
-    assert wrong[:10].max() <= codec_error.TOLERANCE < wrong[10]
-
-
 def test_on_a_cpu_the_serving_codec_is_the_streamed_fp32_one_and_a_wrong_one_is_measured(monkeypatch):
     row = codec_error.serving_error("small", frames=6, device="cpu")
     assert (row["served_on"], row["weights"], row["frames"]) == ("cpu", "trained", 6)
-    assert row["max_error"] <= codec_error.TOLERANCE and row["snr_db"] > 80
+    assert row["max_error"] <= codec_error.TOLERANCE
     monkeypatch.setattr(
         codec_error, "decode_streamed", lambda decoder, codes, schedule: decoder.decode_all(codes) + 0.25
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mktts.batch.plain.codec import CodecLanes
 from mktts.batch.plain.lanes import TorchLanes
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
@@ -19,15 +21,24 @@ from mktts.measure.parity.batch import LanesUnderTest, RandomTicks, pages_for, r
 from mktts.measure.parity.kernel import (
     KernelUnderTest,
     Scope,
-    context_streams,
     exact_codes,
-    forced_and_free,
+    forced_frames,
     oracles_of,
     outcome,
     parity_of,
 )
-from mktts.measure.parity.probe import KernelProbe, TorchProbe, forced, vocabularies
-from mktts.measure.parity.ratio import GREEDY, Budget, ErrorRatio, RowStream, random_rows, scores, spoken_streams
+from mktts.measure.parity.ratio import (
+    GREEDY,
+    Budget,
+    ErrorRatio,
+    Observed,
+    RowStream,
+    forced,
+    random_rows,
+    scores,
+    spoken_streams,
+    vocabularies,
+)
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
@@ -46,26 +57,21 @@ def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None =
     return TorchBackend(checkpoint.config, tensors, "cpu", dtype)
 
 
-def one_stream(probe) -> KernelUnderTest:
-    tested = KernelUnderTest.__new__(KernelUnderTest)
-    tested.probe = probe
-    return tested
-
-
-def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,), frames: int = 8) -> dict:
+def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,)) -> dict:
     """tested: stands in the kernel's place; the bf16 oracle where it is None."""
     oracles = oracles_of(checkpoint, "cpu")
-    loads = {rows: context_streams(oracles[1], rows, frames) for rows in contexts}
-    return forced_and_free(one_stream(tested or TorchProbe(oracles[0])), oracles, loads)
+    loads = {rows: random_load(oracles[1], 4, 4, (rows,), 2) for rows in contexts}
+    return forced_frames(KernelUnderTest(tested or oracles[0]), oracles, loads)
 
 
-def lanes_of(checkpoint: Checkpoint, loads: dict[int, list[RowStream]]) -> LanesUnderTest:
-    every = [stream for load in loads.values() for stream in load]
-    return LanesUnderTest.of(checkpoint, "torch", "cpu", tuple(loads), every, SCOPE.watched)
+def lanes_of(checkpoint: Checkpoint, dtype: torch.dtype, slots: int = 5) -> TorchLanes:
+    decoder = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
+    return TorchLanes(checkpoint.config, checkpoint.tensors(), decoder, slots, 200, 1 << 28, dtype)
 
 
-def loads_of(fp32: TorchBackend) -> dict[int, list[RowStream]]:
-    return {size: random_load(fp32, size, 3, SCOPE.contexts, SCOPE.lane_frames) for size in SCOPE.lanes}
+def shown(lane: int, codes: torch.Tensor, first: bool) -> Observed:
+    """Of lanes that show nothing but their codes, and whether they came from the prompt."""
+    return Observed(codes, [], None if first else torch.empty(0))
 
 
 # ---- the measure
@@ -104,18 +110,17 @@ def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_t
 
 def test_the_bf16_oracle_against_itself_has_ratio_one_and_rounding_explains_where_it_differs(tiny_projected):
     found = forced_of(tiny_projected, contexts=(4, 12))
-    errors, free = found["forced"], found["free"]
-    assert errors["frames"] == {"4": 8, "12": 8} and errors["asked"] == 8 and errors["passed"] and free["passed"]
-    for value in (*errors["pooled"].values(), *errors["by_head"], *errors["by_layer"], *errors["by_label"].values()):
+    errors, first = found["forced"], found["divergence"]
+    assert errors["frames"] == {"4": 8, "12": 8} and errors["asked"] == 8 and errors["passed"] and first["passed"]
+    for value in (*errors["pooled"].values(), *errors["by_part"].values()):
         assert value["ratio"] == 1 and 1e-4 < value["bf16"] < 0.1
-    assert len(errors["by_head"]) == NUM_CODEBOOKS
-    assert len(errors["by_layer"]) == tiny_projected.config.talker.num_hidden_layers
-    assert {name.split(" ", 1)[1] for name in errors["by_label"]} == {"at 4", "at 12"}
+    heads, layers = range(NUM_CODEBOOKS), range(tiny_projected.config.talker.num_hidden_layers)
+    labels = [f"{part} {of}" for part in ("logits", "hidden") for of in ("at 4", "at 12", "of 4 streams")]
+    assert set(errors["by_part"]) == {*(f"head {i}" for i in heads), *(f"layer {i}" for i in layers), *labels}
     for sides in errors["total_variation"].values():
         assert sides["kernel"] == sides["bf16"] and 0 < sides["bf16"]["mean"] <= sides["bf16"]["max"] < 1
-    assert free["streams"] == 4 and free["frames"] == free["equal"] + len(free["differences"])
-    for first in free["differences"]:
-        assert 0 < first["fp32_gap"] <= first["kernel_error_of_the_two"] <= 2 * first["bf16_largest_error"]
+    assert first["diverged"] and first["explained"]
+    assert 0 < first["fp32_gap"] <= first["kernel_error_of_the_two"] <= 2 * first["bf16_largest_error"]
 
 
 @pytest.mark.parametrize(
@@ -127,60 +132,28 @@ def test_the_bf16_oracle_against_itself_has_ratio_one_and_rounding_explains_wher
     ],
 )
 def test_a_kernel_whose_weights_are_five_percent_off_somewhere_is_caught(tiny, changed, part):
-    found = forced_of(tiny, TorchProbe(backend_of(tiny, torch.bfloat16, changed)))["forced"]
+    found = forced_of(tiny, backend_of(tiny, torch.bfloat16, changed))["forced"]
     assert not found["passed"] and found["pooled"][part]["ratio"] > 1.1
 
 
 def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(tiny):
-    same = forced_of(tiny, TorchProbe(backend_of(tiny, torch.float32)))["free"]
-    assert same == {"streams": 2, "frames": 4, "equal": 4, "differences": [], "passed": True}
+    same = forced_of(tiny, backend_of(tiny, torch.float32))["divergence"]
+    assert same == {"frames": 4, "diverged": False, "passed": True}
     wrong = backend_of(tiny, torch.bfloat16)
     wrong.heads[4] = wrong.heads[5]
-    first = forced_of(tiny, TorchProbe(wrong))["free"]
-    assert not first["passed"] and any(d["codebook"] == 5 and not d["explained"] for d in first["differences"])
-
-
-def test_wide_margins_are_frame_exact_and_a_wrong_kernel_is_located(tiny_margin):
-    fp32 = backend_of(tiny_margin, torch.float32)
-    streams = spoken_streams(tiny_margin, fp32, 1, 12)
-    wrong = backend_of(tiny_margin, torch.bfloat16)
-    right = exact_codes(one_stream(TorchProbe(wrong)), fp32, streams, (1,))
-    assert right == {"streams": 1, "frames": 12, "equal": 12, "asked": 12, "passed": True}
-    wrong.heads[2] = wrong.heads[3]  # codebook 3
-    found = exact_codes(one_stream(TorchProbe(wrong)), fp32, streams, (1,))
-    assert not found["passed"] and found["equal"] == 0
-    assert found["first_difference"] == {"lanes": 1, "stream": 0, "frame": 0, "codebook": 3}
+    first = forced_of(tiny, wrong)["divergence"]
+    assert first["diverged"] and first["codebook"] == 5 and not first["explained"] and not first["passed"]
 
 
 # ---- the megakernel's inside
 
 
-def test_the_kernels_inside_is_cut_to_each_heads_vocabulary(tiny):
-    config = tiny.config
-    talker, predictor = vocabularies(config)[:2]
-    rows = torch.arange(NUM_CODEBOOKS)[:, None].expand(-1, talker).to(torch.bfloat16)
-    debug = SimpleNamespace(logits=rows, hidden=torch.ones(config.talker.num_hidden_layers, 4, dtype=torch.bfloat16))
-    codes = torch.zeros(NUM_CODEBOOKS, dtype=torch.int64)
-    fake = SimpleNamespace(
-        config=config,
-        new_debug=lambda: debug,
-        step=lambda state, text, shown: SimpleNamespace(codes=codes),
-        _prefill=SimpleNamespace(capacity=16),
-    )
-    probe = KernelProbe(fake)
-    first, later = probe.step(None, None), probe.step(None, torch.zeros(4))
-    assert first.hidden is None and later.hidden.shape == (config.talker.num_hidden_layers, 4)
-    assert [len(logits) for logits in later.logits] == [talker] + [predictor] * (NUM_CODEBOOKS - 1)
-    assert [float(logits[0]) for logits in later.logits] == list(range(NUM_CODEBOOKS))
-
-
-class Limited:
+class Limited(TorchBackend):
     """A kernel on the CPU: the oracle, with a prefill of at most `capacity` rows and row by row after that."""
 
-    def __init__(self, oracle: TorchBackend, capacity: int) -> None:
-        self.oracle, self.config, self.device, self.dtype = oracle, oracle.config, oracle.device, oracle.dtype
-        self._prefill = SimpleNamespace(capacity=capacity)
-        self.put: list[int] = []
+    def __init__(self, checkpoint: Checkpoint, capacity: int) -> None:
+        super().__init__(checkpoint.config, checkpoint.tensors(), "cpu", torch.float32)
+        self._prefill, self.put = SimpleNamespace(capacity=capacity), []
 
     def new_debug(self) -> SimpleNamespace:
         talker = self.config.talker
@@ -190,17 +163,15 @@ class Limited:
         )
 
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int):
-        rows = len(prompt.embeds)
-        if rows > self._prefill.capacity:
-            raise CapacityError(f"{rows} rows")
-        state = self.oracle.start(prompt, sampling, seed, max_frames)
-        state.prompt_rows = rows
+        assert len(prompt.embeds) <= self._prefill.capacity
+        state = super().start(prompt, sampling, seed, max_frames)
+        state.prompt_rows = len(prompt.embeds)
         return state
 
     def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
         assert position == state.cache.length and rows.is_contiguous() and rows.dtype == self.dtype
         for row in rows:
-            state.hidden = state.head_rows = self.oracle.talker.forward(row[None, None], state.cache)
+            state.hidden = state.head_rows = self.talker.forward(row[None, None], state.cache)
         self.put.append(len(rows))
         return SimpleNamespace(synchronize=lambda: None)
 
@@ -208,9 +179,9 @@ class Limited:
         assert state.prompt_rows + max(0, state.frames - 1) == state.cache.length
         if state.frames >= state.max_frames:
             raise CapacityError("no more frames")
-        frame = self.oracle.step(state.copy(), text)
+        frame = super().step(state.copy(), text)
         if frame.codes is not None:
-            observed = forced(self.oracle, state, text, frame.codes)
+            observed = forced(self, state, text, frame.codes)
             for room, logits in zip(debug.logits, observed.logits, strict=True):
                 room[: len(logits)] = logits
             if observed.hidden is not None:
@@ -220,30 +191,22 @@ class Limited:
 
 @pytest.mark.parametrize("context", [16, 17, 90])
 def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_oracles_rows(tiny_projected, context):
-    limited = Limited(backend_of(tiny_projected, torch.float32), 16)
-    found = forced_of(tiny_projected, KernelProbe(limited), (context,))["forced"]
+    limited = Limited(tiny_projected, 16)
+    found = forced_of(tiny_projected, limited, (context,))["forced"]
     assert found["frames"] == {str(context): 8} and found["passed"]
-    assert sum(limited.put) == 4 * (context - 16) and max(limited.put, default=0) <= 32
-    for value in (*found["by_head"], *found["by_layer"]):
-        assert value["kernel"] < 1e-4 < value["bf16"]
-
-
-def test_rows_beyond_the_kernels_prefill_that_come_in_another_order_are_caught(tiny):
-    limited = Limited(backend_of(tiny, torch.bfloat16), 16)
-    assert forced_of(tiny, KernelProbe(limited), (40,))["forced"]["passed"]
-    limited.put_rows = lambda state, rows, position: Limited.put_rows(limited, state, rows.flip(0), position)
-    assert not forced_of(tiny, KernelProbe(limited), (40,))["forced"]["passed"]
+    assert sum(limited.put) == 4 * (context - 16) + 1 + 2 + 3 and max(limited.put, default=0) <= 32
+    assert all(value["kernel"] < 1e-4 < value["bf16"] for value in found["by_part"].values())
 
 
 def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
-    kernel = Limited(backend_of(tiny, torch.float32), 8)
-    probe = KernelProbe(kernel)
-    state = probe.start(PromptRows(random_rows(kernel.oracle, 50, 0)), GREEDY, 0, 2)
-    assert kernel.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
-    probe.step(state, None)
-    probe.step(state, torch.zeros(tiny.config.talker.hidden_size))
+    limited = Limited(tiny, 8)
+    tested = KernelUnderTest(limited)
+    state = tested.start(PromptRows(random_rows(limited, 50, 0)), GREEDY, 0, 2)
+    assert limited.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
+    tested.step(state, None)
+    tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
     with pytest.raises(CapacityError):
-        probe.step(state, torch.zeros(tiny.config.talker.hidden_size))
+        tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
 
 
 def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_tags(tiny):
@@ -262,55 +225,15 @@ def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_t
 # ---- many lanes
 
 
-def test_lanes_in_bf16_are_as_near_to_fp32_as_the_bf16_oracle_and_wrong_ones_are_caught(tiny):
-    oracles = oracles_of(tiny, "cpu")
-    loads = loads_of(oracles[1])
-    tested = lanes_of(tiny, loads)
-    found = forced_and_free(tested, oracles, loads)
-    errors, free = found["forced"], found["free"]
-    assert errors["passed"] and free["passed"] and errors["frames"] == {"2": 8, "5": 12}
-    assert set(errors["by_label"]) == {
-        f"{part} {label}" for part in ("logits", "hidden") for label in ("at 16", "at 90", "of 2 lanes", "of 5 lanes")
-    }
-    for value in (*errors["pooled"].values(), *errors["by_head"], *errors["by_layer"], *errors["by_label"].values()):
-        assert 0.8 < value["ratio"] < 1.3 and 1e-4 < value["kernel"] < 0.1
-    assert free["streams"] == 3 and free["frames"] == free["equal"] + len(free["differences"])
-    loads = {2: loads[2]}
-    tested.probe.lanes._talker._predictor._heads[6].mul_(1.05)
-    wrong = forced_and_free(tested, oracles, loads)["forced"]
-    assert not wrong["passed"] and wrong["pooled"]["logits of codes 1-15"]["ratio"] > 1.1
-    assert max(range(16), key=lambda i: wrong["by_head"][i]["ratio"]) == 7
-    tested.probe.lanes._talker._predictor._heads[6].div_(1.05)
-    tested.probe.lanes._talker._talker.layers[0].down.mul_(1.05)
-    wrong = forced_and_free(tested, oracles, loads)["forced"]
-    assert not wrong["passed"] and wrong["pooled"]["hidden"]["ratio"] > 1.1
-
-
-def test_what_the_probe_shows_is_what_the_codes_were_chosen_from(tiny):
-    _, fp32 = oracles_of(tiny, "cpu")
-    streams = random_load(fp32, 3, 3, SCOPE.contexts, SCOPE.lane_frames)
-    probe, frames = lanes_of(tiny, {3: streams}).probe, []
-
-    def look(lane, stream, frame, codes) -> None:
-        seen = probe.observed(lane, codes, frame == 0)
-        assert (seen.hidden is None) == (frame == 0)
-        if streams[stream].sampling == GREEDY:
-            assert [int(logits.argmax()) for logits in seen.logits[1:]] == codes[1:].tolist()
-            frames.append((stream, frame))
-
-    RandomTicks(probe.lanes, streams, 3).play(look)
-    assert sorted(frames) == [(stream, frame) for stream in (0, 2) for frame in range(SCOPE.lane_frames)]
-
-
 def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_is_located(tiny_margin):
-    _, fp32 = oracles_of(tiny_margin, "cpu")
+    fp32, lanes = backend_of(tiny_margin, torch.float32), lanes_of(tiny_margin, torch.bfloat16)
     streams = spoken_streams(tiny_margin, fp32, 3, 5)
     assert len({len(stream.embeds) for stream in streams}) > 1
-    tested = lanes_of(tiny_margin, {2: streams, 5: [streams[i % 3] for i in range(5)]})
+    tested = LanesUnderTest(lanes, shown, 3)
     found = exact_codes(tested, fp32, streams, SCOPE.lanes)
-    assert found == {"streams": 7, "frames": 35, "equal": 35, "asked": 5, "passed": True}
+    assert found == {"frames": 35, "asked": 35, "equal": True, "passed": True}
 
-    launch, collect, ticks = tested.probe.lanes.launch, tested.probe.lanes.collect, deque()
+    launch, collect, ticks = lanes.launch, lanes.collect, deque()
 
     def noted(tick, rows):
         ticks.append(tick)
@@ -321,30 +244,34 @@ def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_i
         made.ended[ticks.popleft().new_lanes :] = True
         return made
 
-    tested.probe.lanes.launch, tested.probe.lanes.collect = noted, ends
+    lanes.launch, lanes.collect = noted, ends
     found = exact_codes(tested, fp32, streams, (2,))
-    assert not found["passed"] and found["equal"] == 2
-    assert found["first_difference"] == {"lanes": 2, "stream": 0, "frame": 1, "codebook": 0}
+    assert not found["passed"] and found["frames"] == 2
+    assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 1, "codebook": 0}
 
-    tested.probe.lanes.launch, tested.probe.lanes.collect = launch, collect
-    heads = tested.probe.lanes._talker._predictor._heads
+    lanes.launch, lanes.collect = launch, collect
+    heads = lanes._talker._predictor._heads
     heads[2] = heads[3]  # codebook 3
     found = exact_codes(tested, fp32, streams, (2,))
-    assert not found["passed"] and found["equal"] == 0
-    assert found["first_difference"] == {"lanes": 2, "stream": 0, "frame": 0, "codebook": 3}
+    assert not found["passed"] and found["frames"] == 0
+    assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 0, "codebook": 3}
 
 
-def test_streams_in_random_ticks_have_the_oracles_codes_whatever_the_ticks(tiny):
-    _, fp32 = oracles_of(tiny, "cpu")
+def test_streams_in_random_ticks_have_the_oracles_codes_whatever_the_ticks_and_the_last_are_observed(tiny):
+    fp32 = backend_of(tiny, torch.float32)
     streams = [s for size in (6, 3) for s in random_load(fp32, size, 3, SCOPE.contexts, 4)]  # more than there are lanes
     expected = [our_codes(fp32, stream, stream.sampling, stream.seed, 4) for stream in streams]
-    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors())
-    lanes = TorchLanes(tiny.config, tiny.tensors(), decoder, 4, 200, 1 << 28)
+    lanes = lanes_of(tiny, torch.float32, 4)
     free = lanes.pages.free
     for seed in (0, 1):
         made = RandomTicks(lanes, streams, 4, seed).play()
         assert all(torch.equal(found, codes) for found, codes in zip(made, expected, strict=True))
         assert lanes.pages.free == free
+    seen = dict(LanesUnderTest(lanes, shown, 3).observed(streams, 4))
+    assert list(seen) == [6, 7, 8]
+    for number, frames in seen.items():
+        assert torch.equal(torch.stack([frame.codes for frame in frames]), expected[number])
+        assert [frame.hidden is None for frame in frames] == [True, False, False, False]
 
 
 def test_pages_are_enough_for_all_streams_and_all_prefixes():
@@ -359,39 +286,52 @@ def test_pages_are_enough_for_all_streams_and_all_prefixes():
 # ---- all of a checkpoint
 
 
-@pytest.mark.parametrize("batch", [False, True], ids=["kernel", "batch"])
+@pytest.fixture(params=[False, True], ids=["kernel", "batch"])
+def batch(request, monkeypatch) -> bool:
+    """Of the batched frame: the oracle in its place, and PyTorch's lanes in that of its codec."""
+
+    def decode(checkpoint, device, lanes, precision):
+        plain = CodecLanes(CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors()), lanes)
+        return partial(plain.decode, [plain.start() for _ in range(lanes)])
+
+    def oracle(checkpoint, *given):
+        return KernelUnderTest(backend_of(checkpoint, torch.bfloat16))
+
+    monkeypatch.setattr(kernel, "cuda_lanes", oracle)
+    monkeypatch.setattr(codec, "_lanes_decode", decode)
+    return request.param
+
+
 def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin, batch):
     found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch, budget=Budget(0))
     assert found["passed"] and not found["errors"]
-    compared = found["torch"] if batch else found
-    assert set(compared["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
+    for compared in (found["deterministic"], found["cublas"]) if batch else (found,):
+        assert set(compared["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
+        assert compared["forced"]["frames"] == ({"2": 2, "5": 2} if batch else {"16": 2, "90": 2})
+        assert {"frames", "diverged", "passed"} <= set(compared["divergence"])
+        made = {"frames": 7, "asked": 35} if batch else {"frames": 1, "asked": 9}
+        assert compared["exact"] == {**made, "equal": True, "passed": True}
+    section = outcome(found)
+    assert section["frames"] == (8 if batch else 4) and "reason" not in section
     if batch:
-        assert compared["forced"]["frames"] == {"2": 2, "5": 2} and found["codec"]["frames"] == 8
-        assert (compared["exact"]["frames"], compared["exact"]["asked"]) == (7, 5)
-        assert outcome(found, batch)["codec_db"]["plain"] > 100
+        assert found["codec"]["frames"] == 8 and section["codec_db"]["full"] > 100
     else:
-        assert found["forced"]["frames"] == {"16": 2, "90": 2} and found["forced"]["asked"] == 8
-        assert found["forced"]["prompt_rows_one_by_one"] == {"16": 0, "90": 0}
-        assert {"frames", "diverged", "passed"} <= set(found["divergence"])
-        assert found["exact"] == {"frames": 1, "asked": 9, "equal": True, "passed": True}
-    section = outcome(found, batch)
-    assert section["frames"] == 4 and "reason" not in section
+        assert found["forced"]["asked"] == 8 and set(found["forced"]["prompt_rows_one_by_one"].values()) == {0}
 
 
-@pytest.mark.parametrize("batch", [False, True], ids=["kernel", "batch"])
 def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin, monkeypatch, batch):
     def broken(*arguments):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(kernel, "forced_and_free", broken)
-    monkeypatch.setitem(codec.LEAST_SNR_DB, "plain", 200.0)
+    monkeypatch.setattr(kernel, "forced_frames", broken)
+    monkeypatch.setitem(codec.LEAST_SNR_DB, "full", 200.0)
     found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch)
-    assert found["errors"] == {"torch: forced": "RuntimeError: out of memory"} and not found["passed"]
-    assert (found["torch"] if batch else found)["exact"]["passed"]
-    assert outcome(found, batch)["reason"] == "torch: forced: RuntimeError: out of memory"
+    assert found["errors"] == {"forced": "RuntimeError: out of memory"} and not found["passed"]
+    assert (found["cublas"] if batch else found)["exact"]["passed"]
+    assert outcome(found)["reason"] == "forced: RuntimeError: out of memory"
     if batch:
         found["errors"] = {}
-        assert not found["codec"]["passed"] and "codec" in outcome(found, batch)["reason"]
+        assert not found["codec"]["passed"] and "codec" in outcome(found)["reason"]
 
 
 @gpu
@@ -411,6 +351,6 @@ def test_the_batched_frames_errors_are_upstreams_with_and_without_one_order_of_s
     found = parity_of(source, scope, "megakernel", "cuda", batch=True)
     assert found["passed"], {k: v for k, v in found.items() if k != "codec"}
     for mode in ("deterministic", "cublas"):
-        assert found[mode]["exact"]["equal"] == 12 * 72
+        assert found[mode]["exact"]["frames"] == 12 * 72
         assert min(found[mode]["forced"]["prompts_cut"], found[mode]["forced"]["prefixes_kept"]) > 0
     assert found["codec"]["full"]["snr_db"] > 80 and found["codec"]["fast"]["snr_db"] > 50

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
+from collections.abc import Callable
+from functools import lru_cache
 
 import pytest
 import torch
@@ -20,38 +21,37 @@ from mktts.measure.parity.kernel import Scope
 from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
 
-CPU = ["--device", "cpu"]
-
 
 @pytest.fixture
 def quick(monkeypatch, tiny) -> None:
     """Less of everything, and one load of upstream's model: what is tested is what the command makes of it."""
-
     monkeypatch.setattr(command, "load_upstream", lambda checkpoint, dtype: loaded("random:tiny", dtype)[1])
     monkeypatch.setattr(command, "CODES_FRAMES", 3)
     monkeypatch.setattr(command, "CODES_REQUESTS", 1)
-    monkeypatch.setattr(command, "SCOPE", Scope(frames=4, exact=4, lane_frames=2, lane_exact=3))
+    monkeypatch.setattr(command, "SCOPE", Scope(contexts=(5,), frames=4, exact=4))
     monkeypatch.setattr(codec, "FRAMES", 20)
-
-
-def run(capsys, folder: Path, *words: str) -> tuple[int, dict]:
-    path = folder / "parity.json"
-    status = main(["parity", *words, "--output", str(path)])
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document == json.loads(path.read_text())
-    return status, document
-
-
-def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(tiny, quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
-    status, document = run(capsys, tmp_path, "random:tiny", *CPU)
+
+
+@pytest.fixture
+def run(quick, tmp_path, capsys) -> Callable[..., tuple[int, dict, dict]]:
+    """Exit status, document and the sections of its first checkpoint."""
+
+    def called(*words: str) -> tuple[int, dict, dict]:
+        path = tmp_path / "parity.json"
+        status = main(["parity", *words, "--device", "cpu", "--output", str(path)])
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert document == json.loads(path.read_text())
+        return status, document, next(iter(document["checkpoints"].values()))["sections"]
+
+    return called
+
+
+def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(run):
+    status, document, found = run("random:tiny")
     assert status == 0 and document["passed"]
-    found = document["checkpoints"]["random:tiny"]["sections"]
-    assert {name: value["status"] for name, value in found.items()} == {
-        "prompt": "passed", "codes": "passed", "codec": "passed", "kernel": "skipped",
-        "batch": "skipped",
-    }  # fmt: skip
-    assert found["kernel"]["reason"] == found["batch"]["reason"] == "no CUDA device"
+    statuses = ["passed"] * 3 + ["skipped"] * 2
+    assert [found[name]["status"] for name in ("prompt", "codes", "codec", "kernel", "batch")] == statuses
     assert found["prompt"]["prompts"] == found["prompt"]["equal"] == found["prompt"]["asked"] >= 9
     assert found["codes"]["frames"] == {"bf16": 6, "fp32": 6} and found["codes"]["asked"] == 6
     assert {row["sampled"] for row in found["codes"]["rows"]} == {True, False}
@@ -62,21 +62,20 @@ def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(tiny, quick, tmp
     assert document["packages"]["qwen_tts"].startswith("qwen-tts") and document["environment"]["torch"]
 
 
-def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(tiny, quick, tmp_path, capsys, monkeypatch):
+def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(run, monkeypatch):
     def unrounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()  # upstream rounds to bf16 before the weight, not after it alone
         return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
 
     monkeypatch.setattr(qwen3, "rms_norm", unrounded)
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes", *CPU)
-    found = document["checkpoints"]["random:tiny"]["sections"]
+    status, document, found = run("random:tiny", "--parts", "prompt,codes")
     assert status == 1 and not document["passed"]
     assert found["prompt"]["status"] == "passed"
     assert found["codes"]["status"] == "failed" and "codebook" in found["codes"]["reason"]
     assert {row["dtype"] for row in found["codes"]["rows"] if not row["equal"]} == {"bf16"}  # in fp32 it rounds nothing
 
 
-def test_a_prompt_and_a_codec_that_are_off_or_broken_are_found_too(tiny, quick, tmp_path, capsys, monkeypatch):
+def test_a_prompt_and_a_codec_that_are_off_or_broken_are_found_too(run, monkeypatch):
     whole = codec.decode_streamed
     monkeypatch.setattr(codec, "decode_streamed", lambda *given: whole(*given) * 0.999)
     build = command.compare_prompts
@@ -85,63 +84,55 @@ def test_a_prompt_and_a_codec_that_are_off_or_broken_are_found_too(tiny, quick, 
         "compare_prompts",
         lambda *given: [row | {"equal": False, "max_abs_error": 0.5} for row in build(*given)],
     )
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "codec,prompt", *CPU)
-    found = document["checkpoints"]["random:tiny"]["sections"]
+    status, document, found = run("random:tiny", "--parts", "codec,prompt")
     assert status == 1
     assert "60.0 dB, at least 100 dB" in found["codec"]["reason"] and found["codec"]["status"] == "failed"
     assert "prompts are not upstream's" in found["prompt"]["reason"]
 
     def broken(*given):
-        raise RuntimeError(f"no room in {tmp_path}/somewhere/file.bin")
+        raise RuntimeError("no room in /some/where/file.bin")
 
     monkeypatch.setattr(codec, "codec_for", broken)
     monkeypatch.setattr(command, "compare_prompts", build)
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codec", *CPU)
-    found = document["checkpoints"]["random:tiny"]["sections"]
+    status, document, found = run("random:tiny", "--parts", "prompt,codec")
     assert status == 1 and found["codec"]["reason"] == "RuntimeError: no room in file.bin"
     assert found["prompt"]["status"] == "passed"  # an error within a section leaves the others
 
 
-def test_without_upstream_the_codec_is_compared_with_ours_alone(tiny, quick, tmp_path, capsys, monkeypatch):
+def test_without_upstream_the_codec_is_compared_with_ours_alone(run, monkeypatch):
     def absent(*given):
         raise BackendUnavailable("the upstream package qwen-tts is needed")
 
     monkeypatch.setattr(command, "load_upstream", absent)
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "prompt,codes,codec", *CPU)
-    found = document["checkpoints"]["random:tiny"]["sections"]
+    status, document, found = run("random:tiny", "--parts", "prompt,codes,codec")
     assert status == 0
     assert [found[name]["status"] for name in ("prompt", "codes", "codec")] == ["skipped", "skipped", "passed"]
     assert "qwen-tts is needed" in found["prompt"]["reason"] and "qwen-tts is needed" in found["codec"]["upstream"]
 
 
-def test_where_nothing_could_run_nothing_is_proven(tiny, quick, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
-    status, document = run(capsys, tmp_path, "random:tiny", "--parts", "kernel,batch,text", *CPU)
+def test_where_nothing_could_run_nothing_is_proven(run):
+    status, document, found = run("random:tiny", "--parts", "kernel,batch,text")
     assert status == 1 and not document["passed"]
-    assert document["text"] == {
-        "source": "random:0.6b", "status": "skipped", "reason": "no CUDA device", "passed": None
-    }  # fmt: skip
+    assert (document["text"]["source"], document["text"]["passed"]) == ("random:0.6b", None)
+    skipped = [(one["status"], one["reason"]) for one in (document["text"], *found.values())]
+    assert skipped == [("skipped", "no CUDA device")] * 3
 
 
-def test_kernel_batch_and_text_give_the_document_that_the_notebook_reads(
-    tiny, tiny_margin, tiny_projected, quick, tmp_path, capsys, monkeypatch
-):
+def test_kernel_and_text_give_the_document_that_the_notebook_reads(tiny_margin, run, monkeypatch):
     monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
     monkeypatch.setattr(text_parity, "_TOKENS", 6)
     monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
-    words = ["random:tiny", "--parts", "kernel,batch,text", "--text-model", "random:tiny"]
-    few = ["--contexts", "5", "--lanes", "3", "--kernel", "torch"]
-    status, document = run(capsys, tmp_path, *words, *few, *CPU)
+    words = ["random:tiny", "--parts", "kernel,text", "--text-model", "random:tiny", "--kernel", "torch"]
+    status, document, _ = run(*words)
     assert status == 0 and document["passed"]
     assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
     assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
     found = document["checkpoints"]["random:tiny"]
-    assert found["sections"]["kernel"]["ratio"]["hidden"] == 1 and found["sections"]["batch"]["status"] == "passed"
-    assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "batch", "errors", "passed"}
-    assert found["forced"]["frames"] == {"5": 4} and found["forced"]["pooled"]["hidden"]["ratio"] == 1
+    assert found["sections"]["kernel"]["ratio"]["hidden"] == 1
+    assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "errors", "passed"}
+    assert found["forced"]["frames"] == {"5": 8} and found["forced"]["pooled"]["hidden"]["ratio"] == 1
     assert {"kernel", "bf16"} == set(found["forced"]["total_variation"]["code 0"])
     assert found["exact"] == {"frames": 4, "asked": 4, "equal": True, "passed": True}
-    assert found["batch"]["torch"]["exact"]["equal"] == 9 and found["batch"]["torch"]["free"]["passed"]
 
 
 def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
@@ -154,22 +145,23 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
     assert "prompt, codes, codec, kernel, batch, text" in capsys.readouterr().err
 
 
-def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick):
-    upstream = command.upstream_of(tiny)
+def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatch):
+    monkeypatch.setattr(command, "CODES_REQUESTS", 3)
+    upstream = lru_cache(1)(lambda dtype: command.load_upstream(tiny, dtype))
     prompts = command.prompt_section(tiny, upstream, Budget(0))
     assert prompts["prompts"] == 1 < prompts["asked"]
     codes = command.codes_section(tiny, upstream, Budget(0))
-    assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 6  # one utterance greedy, one drawn
+    assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 18  # one utterance greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
     assert codec.codec_section(tiny, lambda: upstream(torch.bfloat16), "cpu", Budget(0))["frames"] == 8
 
 
-def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, quick, capsys):
+def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, run):
     folder = tmp_path / "somebody" / "my voice"
     shutil.copytree(tiny.folder, folder)
     assert name_of(str(folder)) == "my voice"
     assert [name_of(source) for source in ("small", "random:tiny", "Qwen/X")] == ["small", "random:tiny", "Qwen/X"]
-    _, document = run(capsys, tmp_path, str(folder), "--parts", "prompt", *CPU)
+    _, document, _ = run(str(folder), "--parts", "prompt")
     assert list(document["checkpoints"]) == ["my voice"]
     assert str(tmp_path) not in json.dumps(document) and "somebody" not in json.dumps(document)
 

@@ -72,11 +72,3 @@ def test_a_local_folder_makes_upstream_swap_the_pre_tokenizer_and_ours_stays_wit
     in_a_folder = prompt_embeds(loaded("random:tiny", torch.bfloat16, "local")[1], request)[0]
     assert torch.equal(prompt.embeds, on_the_hub)
     assert len(in_a_folder) != len(on_the_hub)
-
-
-def test_digits_and_plain_words_are_the_same_either_way(tiny):
-    for text in ("2024", "hello world", "3.14"):
-        request = Request(text, speaker="ryan")
-        both = [prompt_embeds(loaded("random:tiny", torch.bfloat16, kind)[1], request)[0] for kind in ("hub", "local")]
-        assert torch.equal(*both)
-    assert unequal("random:tiny", "bf16", [Request("2024 3.14", speaker="ryan")]) == []
