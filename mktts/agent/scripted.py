@@ -159,13 +159,19 @@ async def converse(
         await running
     user, bot = transport.tracks()
     turns = tuple(conversation.latency.turns)
+    heard_back: tuple[RecognisedReply, ...] = ()
+    if not random_weights:
+        try:
+            heard_back = await asyncio.to_thread(hear_back, turns, user, bot)
+        except BackendUnavailable as error:
+            say(f"the replies are not heard back: {error}")
     talk = Talk(
         who=tuple(settings.describe()),
         random_weights=random_weights,
         turns=turns,
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
         stale_frames=conversation.latency.stale_frames,
-        heard_back=() if random_weights else await asyncio.to_thread(_hear_back, turns, user, bot, say),
+        heard_back=heard_back,
         user=user,
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
@@ -192,16 +198,6 @@ def hear_back(turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray) -
         errors = errors_by_sound(said, heard, recogniser.sound)
         found.append(RecognisedReply(turn.turn, said, heard, errors, len(words(said)), turn.interrupted))
     return tuple(found)
-
-
-def _hear_back(
-    turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray, say: Callable[[str], None]
-) -> tuple[RecognisedReply, ...]:
-    try:
-        return hear_back(turns, user, bot)
-    except BackendUnavailable as error:
-        say(f"the replies are not heard back: {error}")
-        return ()
 
 
 async def _talk(
@@ -251,7 +247,7 @@ class LoopbackTransport(BaseTransport):
         for track, pieces in zip(tracks, sides, strict=True):
             for at_s, pcm, rate_hz in pieces:
                 first = round((at_s - begin_s) * SAMPLE_RATE_HZ)
-                pcm = from_pcm16(_at_output_rate(pcm, rate_hz)[: len(track) - first])
+                pcm = from_pcm16(at_output_rate(pcm, rate_hz)[: len(track) - first])
                 track[first : first + len(pcm)] = pcm
         return tracks[0], tracks[1]
 
@@ -328,7 +324,7 @@ class RecordingOutput(BaseOutputTransport):
         return True
 
 
-def _at_output_rate(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
+def at_output_rate(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
     """Linear: enough for a recording of who spoke when."""
     if rate_hz == SAMPLE_RATE_HZ:
         return pcm

@@ -18,7 +18,7 @@ from pipecat.transports.base_output import BaseOutputTransport
 from mktts.agent import user_speech
 from mktts.agent.intents import STORY
 from mktts.agent.latency import TurnLatency
-from mktts.agent.scripted import Talk, UserTurn, converse, hear_back
+from mktts.agent.scripted import Talk, UserTurn, at_output_rate, converse, hear_back
 from mktts.agent.settings import from_environment
 from mktts.audio import from_pcm16
 from mktts.errors import AgentError
@@ -87,19 +87,14 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     assert told["turns"][1]["silence_ms"] == stop.silence_ms and "user" not in told
 
 
-def spoken(text: str) -> np.ndarray:
-    """A recording at 24 kHz, float32."""
-    pcm = from_pcm16(user_speech.load(text))
-    times = np.arange(len(pcm) * SAMPLE_RATE_HZ // user_speech.USER_RATE_HZ) * user_speech.USER_RATE_HZ / SAMPLE_RATE_HZ
-    return np.interp(times, np.arange(len(pcm)), pcm).astype(np.float32)
-
-
 def conversation(*turns: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
     """(user, bot) tracks of the recordings named, one after another with pauses."""
     pause = np.zeros(round(PAUSE_S * SAMPLE_RATE_HZ), np.float32)
     user, bot = [], []
     for asked, answered in turns:
-        first, second = spoken(asked), spoken(answered)
+        first, second = (
+            from_pcm16(at_output_rate(user_speech.load(text), user_speech.USER_RATE_HZ)) for text in (asked, answered)
+        )
         user += [pause, first, pause, np.zeros_like(second)]
         bot += [pause, np.zeros_like(first), pause, second]
     return np.concatenate([*user, pause]), np.concatenate([*bot, pause])
@@ -120,6 +115,8 @@ def test_clear_speech_is_heard_word_for_word_and_other_words_are_errors():
     assert [talk.word_error_rate for talk in talks] == [3 / 9, 0, None]  # the interrupted one does not count
 
 
-def test_a_recording_of_other_turns_is_refused():
+def test_a_recording_of_other_turns_is_refused_and_a_text_that_was_not_recorded():
+    with pytest.raises(AgentError, match="'hello'.*no such text"):
+        user_speech.recording("no such text")
     with pytest.raises(AgentError, match="2 turns.*found 1"):
         hear_back([TurnLatency(1, "a"), TurnLatency(2, "b")], *conversation(("hello", "go on")))

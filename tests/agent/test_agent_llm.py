@@ -214,16 +214,6 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
     assert [next(stream).id for _ in range(6)] == computed_alone(decoder, heard, 6)
 
 
-def test_another_conversation_shares_nothing(decoder):
-    one, other = (TextConversation(decoder, reply_tokens=8) for _ in range(2))
-    one.reply([SYSTEM, HELLO], seed=1).read()
-    changed = [Message("system", "Be long."), HELLO]
-    stream = other.reply(changed, seed=1)
-    assert other.kept_tokens == 0
-    one.reply([SYSTEM, HELLO, Message("user", "x")], seed=1)  # its cache is its own
-    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, changed, 6)
-
-
 def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
     conversation = TextConversation(decoder)
     stream = conversation.reply([HELLO], seed=1)
