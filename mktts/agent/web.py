@@ -25,7 +25,8 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.errors import AgentError
-from mktts.server import Gate, GracefulServer
+from mktts.server.gate import Gate
+from mktts.server.graceful import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"

@@ -7,6 +7,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from fastapi.datastructures import Headers
 
-from mktts.server.address import is_local_page, is_own_name
+from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
 
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
@@ -113,7 +114,7 @@ class Gate:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and (self._hosts or not self._owners) and not is_own_name(host, self._hosts):
             raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
-        if origin is not None and origin not in self._origins and not self._owners and not is_local_page(origin):
+        if not (origin is None or origin in self._origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
         owner = self._owner(scope) if self._owners else NOBODY

@@ -163,7 +163,6 @@ def test_probes_and_methods(api):
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
     assert answer.headers["Allow"] == "GET, POST"
     assert api.get("/none").json()["error"]["code"] == "not_found"
-    assert "About 2 streams at once" in api.get("/").text
 
 
 def test_every_answer_has_an_id_and_a_failure_is_found_in_the_log_by_it(api, monkeypatch, caplog):
