@@ -114,13 +114,10 @@ class FakeSource:
     async def speak(self, text: str, style: Style) -> FakeSpeech:
         self.asked.append((text, style))
         self.speeches.append(self.plan(text))
-        self.speeches[-1].texts.append(text)
         return self.speeches[-1]
 
     async def open(self, style: Style) -> FakeSpeech:
-        self.asked.append(("", style))
-        self.speeches.append(self.plan(""))
-        return self.speeches[-1]
+        return await self.speak("", style)
 
 
 class Talk:
@@ -166,12 +163,11 @@ class Talk:
     async def until(self, condition: Callable[[], Any]) -> None:
         """Goes on once `condition` holds."""
 
-        async def wait() -> None:
-            while not condition():
-                await asyncio.sleep(0.002)
-                self._collect()
+        def holds() -> Any:
+            self._collect()
+            return condition()
 
-        await asyncio.wait_for(wait(), WAIT_S)
+        await until(holds)
 
     async def ended(self) -> None:
         """Waits until the pipeline has ended by itself."""

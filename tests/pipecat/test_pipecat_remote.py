@@ -63,9 +63,6 @@ class Client:
     async def say(self, type: str, **fields: Any) -> None:
         await self.socket.send(json.dumps({"type": type, "error": None, **fields}))
 
-    async def started(self) -> None:
-        await self.say("started", sample_rate_hz=SAMPLE_RATE_HZ)
-
     async def audio(self, *pieces: bytes) -> None:
         for piece in pieces:
             await self.say("chunk")
@@ -261,7 +258,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
         await client.read("start")
         await client.say("error", error=failure(code))
         await client.read("start")
-        await client.started()
+        await client.say("started")
         await client.audio(PIECE)
         await client.finished("error", code)
         await forever(client)
