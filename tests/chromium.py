@@ -20,7 +20,6 @@ from typing import Any
 import websockets
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FOREIGN_HOST = "bot.example"  # resolves to this machine inside the browser; no secure origin, as a remote host is none
 START_S, WAIT_S = 60.0, 60.0
 
 
@@ -39,23 +38,17 @@ class Chromium:
     async def tab(self, url: str, width: int = 760, height: int = 680) -> AsyncIterator[Tab]:
         """A new tab at `url`, loaded; closed afterwards."""
         about = await asyncio.to_thread(self._ask, f"new?{urllib.parse.quote(url, safe='')}", "PUT")
-        async with self.attach(about) as tab:
-            await tab.command(
-                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-            )
-            if url != "about:blank":
-                await tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
-            await tab.command("Page.bringToFront")  # a tab behind another one gets no clicks
-            yield tab
-            await asyncio.to_thread(self._ask, f"close/{about['id']}")
-
-    @contextlib.asynccontextmanager
-    async def attach(self, target: dict[str, Any]) -> AsyncIterator[Tab]:
-        async with websockets.connect(target["webSocketDebuggerUrl"], max_size=None, close_timeout=0.1) as socket:
+        async with websockets.connect(about["webSocketDebuggerUrl"], max_size=None, close_timeout=0.1) as socket:
             tab = Tab(socket)
             for domain in ("Runtime", "Page", "Network"):
                 await tab.command(f"{domain}.enable")
+            await tab.command(
+                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            )
+            await tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+            await tab.command("Page.bringToFront")  # a tab behind another one gets no clicks
             yield tab
+            await asyncio.to_thread(self._ask, f"close/{about['id']}")
 
     def _ask(self, path: str, method: str = "GET") -> Any:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/json/{path}", method=method)
@@ -121,11 +114,10 @@ class Tab:
                 await self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
 
     async def press(self, key: str) -> None:
-        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
-        codes = {"Tab": 9, "Enter": 13, " ": 32}
-        more = {"windowsVirtualKeyCode": codes.get(key, ord(key[0].upper()))}
-        await self.command("Input.dispatchKeyEvent", type="keyDown", key=key, text=text, **more)
-        await self.command("Input.dispatchKeyEvent", type="keyUp", key=key, **more)
+        """key: a letter."""
+        code = ord(key.upper())
+        await self.command("Input.dispatchKeyEvent", type="keyDown", key=key, text=key, windowsVirtualKeyCode=code)
+        await self.command("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     async def picture(self, path: Path) -> None:
         shot = await self.command("Page.captureScreenshot", format="png")
@@ -147,8 +139,7 @@ def chromium(folder: Path, microphone: Path, *, repeat: bool = True) -> Iterator
         "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
         "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream",
         f"--use-file-for-fake-audio-capture={microphone}{'' if repeat else '%noloop'}",
-        f"--host-resolver-rules=MAP {FOREIGN_HOST} 127.0.0.1", "--remote-debugging-port=0",
-        "--remote-allow-origins=*", f"--user-data-dir={profile}", "about:blank",
+        "--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={profile}", "about:blank",
     ]  # fmt: skip
     with open(folder / "chromium.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -114,13 +114,10 @@ class FakeSource:
     async def speak(self, text: str, style: Style) -> FakeSpeech:
         self.asked.append((text, style))
         self.speeches.append(self.plan(text))
-        self.speeches[-1].texts.append(text)
         return self.speeches[-1]
 
     async def open(self, style: Style) -> FakeSpeech:
-        self.asked.append(("", style))
-        self.speeches.append(self.plan(""))
-        return self.speeches[-1]
+        return await self.speak("", style)
 
 
 class Talk:

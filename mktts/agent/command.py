@@ -16,7 +16,16 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
-from mktts.server import add_address_arguments, checked_hosts, checked_origins, read_keys, url_of
+from mktts.server import (
+    Limits,
+    add_address_arguments,
+    checked_hosts,
+    checked_origins,
+    listen,
+    read_keys,
+    refuse_open_address,
+    url_of,
+)
 
 EXAMPLES = """examples:
   python -m mktts agent
@@ -95,11 +104,12 @@ def _need_packages(*, page: bool) -> None:
 
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
-    from mktts.agent.web import PageServer, bind, create_app
+    from mktts.agent.web import PageServer, create_app
 
     keys = read_keys(arguments.api_key_file)
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
-    with bind(arguments.host, arguments.port, keys) as bound:
+    refuse_open_address(arguments.host, keys)
+    with listen(arguments.host, arguments.port, Limits()) as bound:
         address = f"{url_of(bound)}/"
 
         def print_address() -> None:

@@ -32,7 +32,7 @@ from mktts.llm.decoder import TextBackendName, TextDecoder, Token, TokenStream
 
 PROMPT_TOKENS = 768  # together with a reply within the 1 024 rows that the prefill's graphs take
 REPLY_TOKENS = 256
-_SCRIPT_TOKENS_PER_S = 50.0  # a small model on a desktop: the rest of the pipeline runs as it would behind a real one
+SCRIPT_TOKENS_PER_S = 50.0  # a small model on a desktop: the rest of the pipeline runs as it would behind a real one
 _WARM_UP_TOKENS = 2
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -65,7 +65,7 @@ def load_llm(settings: AgentSettings) -> str:
 class LocalLLMService(LLMService):
     """Answers a context by `_answer`. A named error is pushed upstream, and the next context answered again."""
 
-    def __init__(self, model: str, *, instructions: str | None = None, seed: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, instructions: str | None = None, seed: int | None = None) -> None:
         """model: its name. instructions: what the model is told first. seed: repeats the replies of a conversation."""
         super().__init__(
             settings=LLMSettings(
@@ -81,8 +81,7 @@ class LocalLLMService(LLMService):
                 filter_incomplete_user_turns=False,
                 user_turn_completion_config=None,
                 use_provider_thinking_default=False,
-            ),
-            **kwargs,
+            )
         )
 
     def can_generate_metrics(self) -> bool:
@@ -113,26 +112,17 @@ class LocalLLMService(LLMService):
 class ScriptedLLMService(LocalLLMService):
     """Answers from `mktts.agent.intents`, one token after another. What it knows is the context, as for any model."""
 
-    def __init__(
-        self,
-        *,
-        tokens_per_s: float = _SCRIPT_TOKENS_PER_S,
-        now: Callable[[], datetime] = datetime.now,
-        **kwargs: Any,
-    ) -> None:
-        """tokens_per_s: how fast it writes; the first token takes as long as any other. now: the local time."""
-        super().__init__("scripted", **kwargs)
-        self._token_s = 1 / tokens_per_s
-        self._local_time = now
+    def __init__(self) -> None:
+        super().__init__("scripted")
 
     async def _answer(self, context: LLMContext) -> None:
         messages = [message for message in context.get_messages() if isinstance(message, dict)]
         said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
         asked = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
-        reply = intents.answer(asked, intents.Turn(said=said, now=self._local_time()))
+        reply = intents.answer(asked, intents.Turn(said=said, now=datetime.now()))
         for number, word in enumerate(reply.split(" ")):
-            await asyncio.sleep(self._token_s)
+            await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()
             await self.push_frame(LLMTextFrame(f" {word}" if number else word))  # as most models write
 
@@ -245,11 +235,9 @@ class Qwen3LLMService(LocalLLMService):
     in the cache.
     """
 
-    def __init__(
-        self, model: ThreadedDecoder, *, instructions: str | None = None, seed: int | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, model: ThreadedDecoder, *, instructions: str | None = None, seed: int | None = None) -> None:
         """instructions: what the model is told first. seed: None draws a new one for every reply."""
-        super().__init__(model.decoder.checkpoint.folder.name, instructions=instructions, seed=seed, **kwargs)
+        super().__init__(model.decoder.checkpoint.folder.name, instructions=instructions, seed=seed)
         self.conversation = TextConversation(model.decoder)
         self._model = model
 

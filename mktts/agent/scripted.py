@@ -34,10 +34,6 @@ from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.common import write_whole
-from mktts.errors import AgentError, BackendUnavailable
-from mktts.measure.recogniser import Recogniser, vocabulary_of
-from mktts.measure.tracks import between
-from mktts.measure.word_errors import errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 
 RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
@@ -72,30 +68,12 @@ SCRIPT = (
 
 
 @dataclass(frozen=True)
-class RecognisedReply:
-    """One reply of the bot. said: its text, or of an interrupted one what the context took for heard; heard: by the
-    recogniser.
-
-    errors: substitutions, insertions and deletions, words that sound alike being one. words: said.
-    """
-
-    turn: int
-    said: str
-    heard: str
-    errors: int
-    words: int
-    interrupted: bool
-
-
-@dataclass(frozen=True)
 class Talk:
     """What came of it.
 
     who: speech to text, language model and voice, one line each. random_weights: the bot's voice is noise.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
-    heard_back: what a recogniser hears of each reply; empty without one, and with random weights, whose noise has no
-        words.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
     """
 
@@ -104,26 +82,14 @@ class Talk:
     turns: tuple[TurnLatency, ...]
     messages: tuple[dict[str, Any], ...]
     stale_frames: int
-    heard_back: tuple[RecognisedReply, ...]
     user: np.ndarray
     bot: np.ndarray
     wav: Path | None
 
-    @property
-    def word_error_rate(self) -> float | None:
-        """Of `heard_back`, of the replies that were said to their end; None where there is none.
-
-        Where an interrupted reply was cut is known only as exactly as the times of its words.
-        """
-        whole = [reply for reply in self.heard_back if not reply.interrupted]
-        said = sum(reply.words for reply in whole)
-        return sum(reply.errors for reply in whole) / said if said else None
-
     def document(self) -> dict[str, Any]:
         """Everything but the audio, as JSON has it."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
-        found |= {name: [asdict(each) for each in getattr(self, name)] for name in ("turns", "heard_back")}
-        return json.loads(json.dumps(found | {"word_error_rate": self.word_error_rate}, default=str))
+        return json.loads(json.dumps(found | {"turns": [asdict(turn) for turn in self.turns]}, default=str))
 
 
 async def converse(
@@ -158,14 +124,12 @@ async def converse(
     finally:
         await running
     user, bot = transport.tracks()
-    turns = tuple(conversation.latency.turns)
     talk = Talk(
         who=tuple(settings.describe()),
         random_weights=random_weights,
-        turns=turns,
+        turns=tuple(conversation.latency.turns),
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
         stale_frames=conversation.latency.stale_frames,
-        heard_back=() if random_weights else await asyncio.to_thread(_hear_back, turns, user, bot, say),
         user=user,
         bot=bot,
         wav=transport.write_stereo(wav) if wav is not None else None,
@@ -173,35 +137,6 @@ async def converse(
     for message in talk.messages:
         say(f"{message['role']:>9}: {message['content']}")
     return talk
-
-
-def hear_back(turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray) -> tuple[RecognisedReply, ...]:
-    """What a recogniser hears of each reply of a recorded conversation, `user` and `bot` (S,) float32 at 24 kHz.
-
-    The recogniser is pocketsphinx; it knows which words were said, not their order. Raises AgentError where the
-    recording does not have as many user turns as `turns`, BackendUnavailable without pocketsphinx.
-    """
-    replies = between(user, bot)
-    if len(replies) != len(turns):
-        raise AgentError(f"expected {len(turns)} turns of the user in the recording, found {len(replies)}")
-    texts = [turn.heard or turn.reply for turn in turns]
-    recogniser = Recogniser(vocabulary_of(texts))
-    found = []
-    for turn, said, pcm in zip(turns, texts, replies, strict=True):
-        heard = recogniser.hear(pcm)
-        errors = errors_by_sound(said, heard, recogniser.sound)
-        found.append(RecognisedReply(turn.turn, said, heard, errors, len(words(said)), turn.interrupted))
-    return tuple(found)
-
-
-def _hear_back(
-    turns: Sequence[TurnLatency], user: np.ndarray, bot: np.ndarray, say: Callable[[str], None]
-) -> tuple[RecognisedReply, ...]:
-    try:
-        return hear_back(turns, user, bot)
-    except BackendUnavailable as error:
-        say(f"the replies are not heard back: {error}")
-        return ()
 
 
 async def _talk(

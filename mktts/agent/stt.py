@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import threading
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 from pipecat.frames.frames import ErrorFrame, Frame, TranscriptionFrame
@@ -24,7 +23,6 @@ from mktts.spec import LANGUAGE_CODES
 # From the end of speech to a transcript: the silence Silero waits for, and the decoding of a phrase.
 _POCKETSPHINX_LATEST_S, _WHISPER_LATEST_S = 0.35, 1.0
 _WARM_UP_S = 0.5
-_WHISPER_FILES = ("config.json", "model.bin")  # of a CTranslate2 model's folder
 
 _whisper_models: dict[tuple[str, str], Any] = {}
 _whisper_loading = threading.Lock()
@@ -70,12 +68,9 @@ class PocketsphinxSTTService(SegmentedSTTService):
     with the same model gets most words wrong.
     """
 
-    def __init__(self, *, jsgf: str | None = None, **kwargs: Any) -> None:
-        """jsgf: the grammar; None takes that of the intents. Raises AgentError without the package pocketsphinx."""
-        _decoder_class()
-        kwargs.setdefault("ttfs_p99_latency", _POCKETSPHINX_LATEST_S)
-        super().__init__(settings=STTSettings(model="en-us", language=Language.EN), **kwargs)
-        self._jsgf = jsgf or grammar()
+    def __init__(self) -> None:
+        settings = STTSettings(model="en-us", language=Language.EN)
+        super().__init__(settings=settings, ttfs_p99_latency=_POCKETSPHINX_LATEST_S)
         self._decoder: Any = None
 
     @property
@@ -87,9 +82,9 @@ class PocketsphinxSTTService(SegmentedSTTService):
         return True
 
     async def setup(self, setup: FrameProcessorSetup) -> None:
-        """Loads the model. Raises AgentError for a grammar that pocketsphinx cannot read."""
+        """Loads the model."""
         await super().setup(setup)
-        self._decoder = await asyncio.to_thread(make_decoder, self._jsgf, self.sample_rate)
+        self._decoder = await asyncio.to_thread(make_decoder, self.sample_rate)
 
     async def run_stt(self, audio: bytes) -> AsyncGenerator[Frame | None, None]:
         """Yields the transcript of one stretch of 16-bit mono PCM; nothing where no phrase of the grammar fits."""
@@ -105,14 +100,11 @@ class PocketsphinxSTTService(SegmentedSTTService):
             yield TranscriptionFrame(text, self._user_id, time_now_iso8601(), Language.EN)
 
 
-def make_decoder(jsgf: str, sample_rate_hz: int) -> Any:
-    """A pocketsphinx decoder for a grammar. Raises AgentError without the package, or for a grammar it cannot read."""
+def make_decoder(sample_rate_hz: int) -> Any:
+    """A pocketsphinx decoder for the intents' grammar. Raises AgentError without the package."""
     decoder = _decoder_class()(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
-    try:
-        decoder.add_jsgf_string("phrases", jsgf)
-        decoder.activate_search("phrases")
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise AgentError(f"expected a JSGF grammar of words that pocketsphinx knows: {error}") from None
+    decoder.add_jsgf_string("phrases", grammar())
+    decoder.activate_search("phrases")
     decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # or the first user waits for it
     return decoder
 
@@ -162,21 +154,11 @@ def _whisper_model(settings: AgentSettings) -> Any:
     from pipecat.services.whisper.stt import WhisperModel
 
     name, key = settings.stt_model, (settings.stt_model, settings.device)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        missing = [file for file in _WHISPER_FILES if not (folder / file).is_file()]
-        if missing:
-            raise AgentError(
-                f"--stt-model {name}: expected a CTranslate2 model's folder, found no {' and no '.join(missing)} in it"
-            )
-    elif folder.is_absolute() or name.startswith("."):
-        raise AgentError(f"--stt-model {name}: there is no such folder")
     with _whisper_loading:
         if key not in _whisper_models:
             device, _, index = settings.device.partition(":")
-            found = str(folder) if folder.is_dir() else name
             try:
-                _whisper_models[key] = WhisperModel(found, device=device, device_index=int(index or 0))
+                _whisper_models[key] = WhisperModel(name, device=device, device_index=int(index or 0))
             except Exception as error:  # of the Hub, of CTranslate2, of the file system
                 words = " ".join(str(error).split())[:300]
                 raise AgentError(

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import parse_qsl
 
 from fastapi import FastAPI, HTTPException, Request, WebSocket
 from fastapi.staticfiles import StaticFiles
@@ -26,7 +25,8 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.errors import AgentError
-from mktts.server import Gate, GracefulServer, Limits, listen, refuse_open_address
+from mktts.server.gate import Gate
+from mktts.server.graceful import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
@@ -55,7 +55,7 @@ def create_app(
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    lets in anyone who reaches it: such an application must be bound to loopback (`bind` checks that).
+    lets in anyone who reaches it: such an application must be bound to loopback (`refuse_open_address`).
     origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`). transport: what
     the page offers first.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
@@ -69,7 +69,16 @@ def create_app(
     check_voice(settings)
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_AgentGate, api_key=api_key, origins=origins, hosts=hosts)
+    app.add_middleware(
+        Gate,
+        api_key=api_key,
+        origins=origins,
+        max_body_bytes=_MAX_BODY_BYTES,
+        on_refusal=lambda code: None,
+        hosts=hosts,
+        is_open=lambda path: not f"{path}/".startswith("/agent/"),
+        key_in_query=True,  # of the page's address; none of our logs contains the query
+    )
     sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
     transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
 
@@ -227,33 +236,6 @@ def is_offer(sdp: object, kind: object) -> bool:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.opt(exception=task.exception()).error("a conversation failed")
-
-
-class _AgentGate:
-    """The server's gate, before everything under /agent. A browser sets no headers on a WebSocket, so the key may come
-    in the query as well; none of our logs contains the query."""
-
-    def __init__(
-        self, app: Any, api_key: str | Sequence[str] | None, origins: Collection[str], hosts: Collection[str]
-    ) -> None:
-        self._open = app
-        self._gate = Gate(app, api_key, origins, _MAX_BODY_BYTES, lambda code: None, hosts=hosts)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] not in ("http", "websocket") or not f"{scope['path']}/".startswith("/agent/"):
-            await self._open(scope, receive, send)
-            return
-        key = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("key")
-        if key is not None:
-            given = (b"authorization", f"Bearer {key}".encode())
-            scope = {**scope, "headers": [*(pair for pair in scope["headers"] if pair[0] != given[0]), given]}
-        await self._gate(scope, receive, send)
-
-
-def bind(host: str, port: int, api_key: str | Sequence[str] | None) -> socket.socket:
-    """A bound socket. Raises ServerError for a taken port, or an address that others reach and no key."""
-    refuse_open_address(host, api_key)
-    return listen(host, port, Limits())
 
 
 class PageServer(GracefulServer):

@@ -23,7 +23,6 @@ except ModuleNotFoundError:
 from mktts.pipecat.remote import RemoteSource
 from mktts.pipecat.service import MkttsTTSService, MkttsTTSSettings, SpeechFailedFrame
 from mktts.pipecat.source import (
-    FedSpeech,
     LocalSource,
     Speech,
     SpeechSource,
@@ -33,7 +32,6 @@ from mktts.pipecat.source import (
 )
 
 __all__ = [
-    "FedSpeech",
     "LocalSource",
     "MkttsTTSService",
     "MkttsTTSSettings",

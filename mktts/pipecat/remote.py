@@ -69,7 +69,7 @@ class RemoteSource:
     a source in the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a
     time.
 
-    name: of the server's checkpoint, once connected. random_weights: whether its audio is noise; None: not known yet.
+    name: of the server's checkpoint, once connected.
     """
 
     default_voice: str | None = None  # the server's own first
@@ -79,7 +79,6 @@ class RemoteSource:
         url: str,
         api_key: str | None = None,
         *,
-        name: str | None = None,
         max_frames: int | None = None,
         trim_lead: bool = False,
         connect_s: float = 5.0,
@@ -95,10 +94,8 @@ class RemoteSource:
         self._http, self._ws = _addresses(url)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
-        self._named = name is not None
-        self.name = name or urlsplit(self._http).netloc
+        self.name = urlsplit(self._http).netloc
         self.sample_rate_hz = SAMPLE_RATE_HZ
-        self.random_weights: bool | None = None
         self._api_key = api_key
         self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None}
         self._connect_s = connect_s
@@ -187,12 +184,10 @@ class RemoteSource:
             raise ConnectionLost(f"the server at {http} is stopping: start it again")
         if status != "ok":
             logger.warning(f"the server at {http} says about itself: {status}")
-        if random_weights and self.random_weights is None:
+        if random_weights:
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
-        if not self._named:
-            self.name = name
+        self.name, self.sample_rate_hz = name, rate_hz
         self._model_type, self._speakers, self._languages = kind, speakers, languages
-        self.sample_rate_hz, self.random_weights = rate_hz, random_weights
 
     async def _free(self) -> _Connection:
         """A connection for one utterance. Nothing may be awaited between this and the utterance's start."""
@@ -207,8 +202,8 @@ class RemoteSource:
 
 
 class RemoteSpeech:
-    """A `Speech`, and a `FedSpeech` where it was started without a text; that text is kept until something of it was
-    heard. The connection calls `take` and `end`; all methods belong to the event loop.
+    """A `Speech`; text that is fed to it is kept until something of it was heard. The connection calls `take` and
+    `end`; all methods belong to the event loop.
 
     Where no connection is found, or it is lost, or its server has no place free, before anything was heard, the
     utterance begins again on another one, after the waits of PATIENCE_S; later, a loss is its end.

@@ -47,7 +47,7 @@ from mktts.errors import (
 )
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
-from mktts.pipecat.source import FedSpeech, LocalSource, Speech, SpeechSource, Style, shared_synthesizer
+from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
 from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
 from mktts.spec import LANGUAGE_CODES
 from mktts.speech.options import StreamOptions
@@ -128,28 +128,6 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     )
 
 
-class PcmConverter:
-    """Resamples one utterance, to the sample: `finish` gives what the filter still holds.
-
-    Pipecat's own resampler of a service forgets its state after 0.2 s without a call, which is shorter than an engine
-    may take for one chunk: samples would be lost in the middle of a word. This one never forgets, and ends with its
-    utterance.
-    """
-
-    def __init__(self, from_hz: int, to_hz: int) -> None:
-        self._from_hz = from_hz
-        self._to_hz = to_hz
-        self._filter = create_stream_resampler(clear_after_secs=None)
-
-    async def convert(self, pcm: bytes) -> bytes:
-        """PCM that is ready; it may be empty while the filter fills."""
-        return await self._filter.resample(pcm, self._from_hz, self._to_hz) if pcm else b""
-
-    async def finish(self) -> bytes:
-        """The rest."""
-        return await self._filter.flush()
-
-
 class SpokenText:
     """What a service has in hand between the text of a sentence, or of a turn, and the last of its audio.
 
@@ -165,7 +143,7 @@ class SpokenText:
         self.finished = False
         self.over = False
         self.cut_short = False
-        self._fed: FedSpeech | None = None
+        self._fed: Speech | None = None
         self._unsent: list[str] = []  # written before the speech was open
 
     def feed(self, text: str) -> None:
@@ -183,7 +161,7 @@ class SpokenText:
         if self._fed is not None:
             self._fed.finish()
 
-    def attach(self, speech: FedSpeech) -> None:
+    def attach(self, speech: Speech) -> None:
         """From now on text goes straight into `speech`."""
         self.speech = self._fed = speech
         for text in self._unsent:
@@ -379,18 +357,20 @@ class MkttsTTSService(TTSService):
     ) -> AsyncGenerator[Frame, None]:
         """All frames of one utterance. The word times of a frame are queued once it has been taken."""
         rate_hz = self._source.sample_rate_hz
-        converter = PcmConverter(rate_hz, self.sample_rate)
+        # The resampler of Pipecat's services forgets its state after 0.2 s without a call, which is shorter than an
+        # engine may take for one chunk: samples would be lost in the middle of a word. This one never does.
+        resampler = create_stream_resampler(clear_after_secs=None)
         try:
             utterance.speech = speech = await speak()
             if speech is not None:
                 async for pcm in speech:
                     self._hear(utterance, len(pcm) / _SAMPLE_BYTES / rate_hz, context_id)
-                    audio = await converter.convert(pcm)
+                    audio = await resampler.resample(pcm, rate_hz, self.sample_rate)
                     if audio:
                         await self.stop_ttfb_metrics()
                         yield self._frame(audio, context_id)
                     await self._push_words(utterance, context_id)
-                rest = await converter.finish()
+                rest = await resampler.flush()
                 if rest:
                     await self.stop_ttfb_metrics()
                     yield self._frame(rest, context_id)

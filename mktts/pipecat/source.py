@@ -44,7 +44,8 @@ class Style:
 class Speech(Protocol):
     """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
 
-    The iterator raises what ended the utterance, unless that was `cancel`.
+    The iterator raises what ended the utterance, unless that was `cancel`. `feed` and `finish` are for one whose text
+    is still being written; no call waits: what cannot go out yet is kept.
     """
 
     @property
@@ -56,10 +57,6 @@ class Speech(Protocol):
 
     def cancel(self) -> None:
         """Ends the generation within one frame and returns at once; no piece comes after this. Idempotent."""
-
-
-class FedSpeech(Speech, Protocol):
-    """An utterance whose text is still being written. No call waits: what cannot go out yet is kept."""
 
     def feed(self, text: str) -> None: ...
 
@@ -95,7 +92,7 @@ class SpeechSource(Protocol):
     async def speak(self, text: str, style: Style) -> Speech:
         """Starts to speak `text`."""
 
-    async def open(self, style: Style) -> FedSpeech:
+    async def open(self, style: Style) -> Speech:
         """Starts an utterance whose text comes later."""
 
 
@@ -170,7 +167,7 @@ class LocalSource:
 
 
 class LocalSpeech:
-    """A `Stream` as a `Speech`, or a `Session` as a `FedSpeech`."""
+    """A `Stream` or a `Session` as a `Speech`."""
 
     def __init__(self, stream: Stream | Session) -> None:
         self._stream = stream

@@ -1,13 +1,10 @@
 """One model behind HTTP and WebSocket: `python -m mktts serve`.
 
-The names below are what other folders use. `Gate` and `GracefulServer` are loaded when they are asked for, because they
-need fastapi and uvicorn (requirements.txt); importing this does not.
+The names below are what other folders use without fastapi and uvicorn (requirements.txt); `Gate` and `GracefulServer`
+are in modules that need them.
 """
 
 from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
 
 from mktts.server.address import (
     add_address_arguments,
@@ -21,8 +18,6 @@ from mktts.server.address import (
 from mktts.server.limits import Limits
 
 __all__ = [
-    "Gate",
-    "GracefulServer",
     "Limits",
     "add_address_arguments",
     "checked_hosts",
@@ -32,10 +27,3 @@ __all__ = [
     "refuse_open_address",
     "url_of",
 ]
-_LATER = {"Gate": "mktts.server.gate", "GracefulServer": "mktts.server.graceful"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)

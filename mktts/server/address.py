@@ -48,11 +48,6 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
-def is_local_page(origin: str) -> bool:
-    """Whether a header Origin is that of a page on this machine."""
-    return re.fullmatch(LOOPBACK_ORIGIN, origin) is not None
-
-
 def is_own_name(header: str, names: Collection[str]) -> bool:
     """Whether a header Host can be meant for a server that is called `names` (lower case), beside its addresses.
 

@@ -22,7 +22,7 @@ from mktts.audio.encoding import import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
-from mktts.server.document import audio_response, describe, error_responses, text_page
+from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.gate import Gate, owner_of_request
 from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.references import References, ReferenceSources
@@ -43,16 +43,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_BY_ACCEPT = {"Vary": "Accept"}
-_EXPOSED = [
-    "X-Request-Id",
-    "X-Seed",
-    "X-Sample-Rate-Hz",
-    "X-Sample-Rate",
-    "X-Random-Weights",
-    "X-Ignored-Keys",
-    "Retry-After",
-]
+_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Ignored-Keys", "Retry-After"]
 _CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 _SWEEP_S = 5.0  # within which a voice that another server deleted is out of this one's memory
 
@@ -188,11 +179,9 @@ def make_app(
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
-    async def root(request: Request) -> Response:
-        """Where things are; for a browser, a page to try them."""
-        if "text/html" in request.headers.get("accept", ""):
-            return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS | _BY_ACCEPT)
-        return PlainTextResponse(text_page(limits, service.carries), headers=_BY_ACCEPT)
+    async def root() -> Response:
+        """A page to try what is served."""
+        return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     app.mount("/page", _PageFiles(directory=PAGE))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mktts.server.limits import Limits
 from mktts.server.schemas import DEFAULT, ErrorBody, ErrorDetail
 from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
@@ -43,7 +42,7 @@ _MEANINGS = {
     500: "The generation failed.",
     503: "The server is stopping.",
 }
-_HEADERS = {
+AUDIO_HEADERS = {
     "X-Request-Id": "for GET /tts/stream/{id}",
     "X-Seed": "repeats this draw",
     "X-Sample-Rate-Hz": "of the samples",
@@ -67,7 +66,7 @@ def audio_response(*media_types: str) -> dict[str, Any]:
         "description": "Audio, sent while it is made.",
         "content": {kind: {"schema": event if kind == "text/event-stream" else binary} for kind in media_types},
         "headers": {
-            name: {"description": meaning, "required": True, "schema": text} for name, meaning in _HEADERS.items()
+            name: {"description": meaning, "required": True, "schema": text} for name, meaning in AUDIO_HEADERS.items()
         },
     }
 
@@ -105,19 +104,3 @@ def describe(document: dict[str, Any], service: SpeechService) -> None:
 def _narrow(schema: dict[str, Any], **limit: Any) -> None:
     """Adds a limit to a schema, or to the part of an optional value's that is not null."""
     next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema).update(limit)
-
-
-def text_page(limits: Limits, carries: int) -> str:
-    """GET /: where things are."""
-    return f"""mktts: text in, {SAMPLE_RATE_HZ} Hz 16-bit PCM out while it is made.
-
-POST /tts/stream        {{"text": "..."}} -> raw PCM
-GET  /tts/stream/ID     how that stream ended
-POST /v1/audio/speech   OpenAI's shape -> mp3, opus, aac, flac, wav or pcm
-GET  /v1/models  /v1/audio/voices
-POST /v1/audio/voices   a recording and a statement of consent -> a voice, where the server keeps them
-WS   /tts/ws            text while it is written -> PCM and timings
-GET  /health  /ready  /metrics  /openapi.json  /docs
-
-About {carries} streams at once, {limits.max_chars} characters and {limits.max_duration_s:g} s each at most.
-"""

@@ -7,6 +7,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,12 +15,10 @@ from urllib.parse import parse_qsl
 
 from fastapi.datastructures import Headers
 
-from mktts.server.address import is_local_page, is_own_name
+from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
 
-# Answered without a key: probes, readers of the document, and pages that are only opened.
-OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
-OPEN_FOLDER = "/page/"
+_OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NOBODY = "nobody"  # the owner of all requests to a server without a key
 _OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
@@ -28,6 +27,11 @@ _PROTOCOL = "mktts"  # what a browser offers beside its key, to have a protocol 
 # Subprotocols that carry a key: the first is followed by base64url, the second by the key.
 _KEY_PROTOCOLS = ("mktts.key.", "openai-insecure-api-key.")
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+
+
+def needs_no_key(path: str) -> bool:
+    """Of a speech server: probes, the document and its readers, and a page that is only opened."""
+    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 def owner_of(key: str) -> str:
@@ -53,6 +57,8 @@ class Gate:
     on_refusal: called with the code of each refusal.
     larger_bodies: paths whose bodies may have more than `max_body_bytes`, and how many.
     body_s: for a body, and more for a long one.
+    is_open: whether a path is answered without a key.
+    key_in_query: whether ?key= is a key for plain HTTP too, as for WebSockets.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class Gate:
         larger_bodies: Mapping[str, int] = MappingProxyType({}),
         hosts: Collection[str] = (),
         body_s: float = 20.0,
+        is_open: Callable[[str], bool] = needs_no_key,
+        key_in_query: bool = False,
     ) -> None:
         self._app = app
         keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
@@ -75,6 +83,8 @@ class Gate:
         self._on_refusal = on_refusal
         self._larger_bodies = larger_bodies
         self._body_s = body_s
+        self._is_open = is_open
+        self._key_in_query = key_in_query
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -104,23 +114,26 @@ class Gate:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and (self._hosts or not self._owners) and not is_own_name(host, self._hosts):
             raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
-        if origin is not None and origin not in self._origins and not self._owners and not is_local_page(origin):
+        if not (origin is None or origin in self._origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
         owner = self._owner(scope) if self._owners else NOBODY
-        if owner is None and not (scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)):
-            where = "" if scope["type"] == "http" else ", or ?key=KEY"
+        if owner is None and not self._is_open(scope["path"]):
+            where = ", or ?key=KEY" if self._takes_query(scope) else ""
             message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
             raise ApiError(401, "invalid_api_key", message)
         return owner
 
     def _owner(self, scope: Any) -> str | None:
-        for key in _keys_of(scope):
+        for key in _keys_of(scope, self._takes_query(scope)):
             found = _digest(key)
             for known, owner in self._owners.items():
                 if hmac.compare_digest(found, known):
                     return owner
         return None
+
+    def _takes_query(self, scope: Any) -> bool:
+        return self._key_in_query or scope["type"] == "websocket"
 
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
         """A `receive` that gives the body in one piece, read within its limits of size and time. Raises ApiError."""
@@ -181,16 +194,14 @@ def _chosen_protocol(offered: Sequence[str]) -> str | None:
     return None if not carriers else (_PROTOCOL if _PROTOCOL in others else (others or carriers)[0])
 
 
-def _keys_of(scope: Any) -> Iterator[bytes]:
-    """Keys of a request: as a bearer, or, of a WebSocket, in the query or as a subprotocol. A browser's page can set
-    no header there."""
+def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
+    """Keys of a request: as a bearer, in the query, or, of a WebSocket, as a subprotocol. A browser's page can set no
+    header there."""
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield given.strip().encode("latin-1")
-    if scope["type"] != "websocket":
-        return
     for name, value in parse_qsl(scope["query_string"].decode("latin-1")):
-        if name == "key":
+        if in_query and name == "key":
             yield value.encode()
     for word in scope.get("subprotocols", ()):
         if word.startswith(_KEY_PROTOCOLS[1]):

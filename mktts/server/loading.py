@@ -12,7 +12,6 @@ from mktts.model.backend import device_named
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
-    from mktts.model.voice import Voice
     from mktts.server.references import ReferenceSources
     from mktts.server.service import SpeechService
     from mktts.synth import Synthesizer
@@ -23,13 +22,15 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
     synthesizer. Raises what loading raises."""
     from mktts.checkpoint import open_checkpoint
+    from mktts.model.voice import Voice
     from mktts.server.service import SpeechService
     from mktts.server.uploads import VoiceFolder
     from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    voices = read_voices(arguments.voice)
-    aliases = read_aliases(arguments.voice_alias)
+    files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
+    voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
+    aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     # Its public name: clients need not know where a folder lies on this machine.
     folder = Path(arguments.checkpoint)
@@ -64,28 +65,15 @@ def runs_apart(process: str, engine: str, device: str) -> bool:
     return process == "own"
 
 
-def read_voices(words: list[str]) -> dict[str, Voice]:
-    """Voices by name of NAME=FILE words. Raises ServerError and VoiceError."""
-    from mktts.model.voice import Voice
-
-    voices = {}
+def pairs_of(words: list[str], option: str, shape: str) -> dict[str, str]:
+    """What stands behind the equals sign, by what stands before it. Raises ServerError."""
+    found = {}
     for word in words:
-        name, equals, file = word.partition("=")
-        if not name or not equals or not file:
-            raise ServerError(f"--voice must be NAME=FILE, got {word!r}")
-        voices[name.lower()] = Voice.load(Path(file))
-    return voices
-
-
-def read_aliases(words: list[str]) -> dict[str, str]:
-    """Names by alias of ALIAS=NAME words. Raises ServerError."""
-    aliases = {}
-    for word in words:
-        alias, equals, name = (part.strip() for part in word.partition("="))
-        if not alias or not equals or not name:
-            raise ServerError(f"--voice-alias must be ALIAS=NAME, got {word!r}")
-        aliases[alias] = name
-    return aliases
+        name, _, value = (part.strip() for part in word.partition("="))
+        if not name or not value:
+            raise ServerError(f"{option} must be {shape}, got {word!r}")
+        found[name] = value
+    return found
 
 
 def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:

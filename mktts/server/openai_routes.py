@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -39,9 +38,6 @@ PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
 KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # OpenAI's names of our keys
-_MAX_LOGGED_KEYS = 100  # ignored keys that the log names, each once
-
-log = logging.getLogger(__name__)
 
 
 async def json_only(request: Request) -> None:
@@ -58,7 +54,6 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     limits, model = service.limits, service.model
     started_s = int(time.time())
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
-    logged: set[str] = set()
 
     @router.post(
         SPEECH_PATH,
@@ -96,10 +91,6 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             if near := get_close_matches(key, OpenAISpeechRequest.model_fields, 1, 0.85):
                 message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
                 raise ApiError(400, "unknown_key", message, key[:40])
-        for key in body.ignored:
-            if key not in logged and len(logged) < _MAX_LOGGED_KEYS:
-                logged.add(key)
-                log.info("requests have the key %s, which changes nothing here: ignored", key)
         task = MODEL_TYPES[model.type].upstream_name
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"

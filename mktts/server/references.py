@@ -82,13 +82,13 @@ class References:
     def _read(self, recording: str) -> bytes:
         scheme = recording[:64].partition(":")[0].lower()
         if scheme == "data":
-            return from_base64(recording.partition(",")[2])
+            return _from_base64(recording.partition(",")[2])
         if scheme in ("http", "https"):
             return self._fetched(recording)
         if scheme == "file":
             return self._of_folder(unquote(urlsplit(recording).path))
         if len(recording) >= _SHORTEST_BASE64 and _BASE64_TEXT.fullmatch(recording):
-            return from_base64(recording)
+            return _from_base64(recording)
         return self._of_folder(recording)
 
     def _fetched(self, url: str) -> bytes:
@@ -132,10 +132,11 @@ def _refused(reason: str) -> ApiError:
     return ApiError(400, "reference_not_allowed", f"ref_audio: {reason}", "ref_audio")
 
 
-def from_base64(text: str, key: str = "ref_audio") -> bytes:
-    """Of either alphabet, with or without its padding. key: what the caller calls it. Raises ApiError."""
+def _from_base64(text: str) -> bytes:
+    """Of either alphabet, with or without its padding. Raises ApiError."""
     plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise ApiError(400, "bad_reference", f"{key}: expected base64, found other characters", key) from None
+        message = "ref_audio: expected base64, found other characters"
+        raise ApiError(400, "bad_reference", message, "ref_audio") from None

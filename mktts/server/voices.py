@@ -9,35 +9,15 @@ from mktts.errors import ServerError
 from mktts.server.schemas import DEFAULT
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
-OPENAI_VOICES = {
-    "alloy": "female",
-    "ash": "male",
-    "ballad": "male",
-    "cedar": "male",
-    "coral": "female",
-    "echo": "male",
-    "fable": "male",
-    "marin": "female",
-    "nova": "female",
-    "onyx": "male",
-    "sage": "female",
-    "shimmer": "female",
-    "verse": "male",
+_OPENAI = {
+    "female": ("alloy", "coral", "fable", "marin", "nova", "sage", "shimmer"),
+    "male": ("ash", "ballad", "cedar", "echo", "onyx", "verse"),
 }
-# As the model card of Qwen3-TTS-12Hz-CustomVoice describes its speakers; the last three are the small voice's.
+OPENAI_VOICES = (*_OPENAI["female"], *_OPENAI["male"])
+# As the model card of Qwen3-TTS-12Hz-CustomVoice describes its speakers; slt, rms and awb are the small voice's.
 _SPEAKERS = {
-    "vivian": "female",
-    "serena": "female",
-    "ono_anna": "female",
-    "sohee": "female",
-    "uncle_fu": "male",
-    "dylan": "male",
-    "eric": "male",
-    "ryan": "male",
-    "aiden": "male",
-    "slt": "female",
-    "rms": "male",
-    "awb": "male",
+    "female": ("vivian", "serena", "ono_anna", "sohee", "slt"),
+    "male": ("uncle_fu", "dylan", "eric", "ryan", "aiden", "rms", "awb"),
 }
 
 
@@ -52,8 +32,10 @@ def voice_aliases(
     """
     names = [name.lower() for name in names]
     plain = [name for name in names if name not in set(dialects)] or names or [DEFAULT]
-    turns = {sex: cycle([name for name in plain if _SPEAKERS.get(name) == sex] or plain) for sex in ("female", "male")}
-    aliases = {alias: next(turns[sex]) for alias, sex in OPENAI_VOICES.items() if alias not in names}
+    aliases = {}
+    for sex, voices in _OPENAI.items():
+        turns = cycle([name for name in plain if name in _SPEAKERS[sex]] or plain)
+        aliases |= {alias: next(turns) for alias in voices if alias not in names}
     for alias, name in (given or {}).items():
         if name.lower() not in (*names, DEFAULT):
             known = ", ".join([*names, DEFAULT])

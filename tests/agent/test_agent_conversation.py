@@ -15,17 +15,13 @@ from pipecat.observers.base_observer import BaseObserver
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.transports.base_output import BaseOutputTransport
 
-from mktts.agent import user_speech
 from mktts.agent.intents import STORY
-from mktts.agent.latency import TurnLatency
-from mktts.agent.scripted import Talk, UserTurn, converse, hear_back
+from mktts.agent.scripted import UserTurn, converse
 from mktts.agent.settings import from_environment
-from mktts.audio import from_pcm16
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
 
 pytestmark = needs("pocketsphinx")  # the speech to text that the agent has without a key
-PAUSE_S = 0.6
 
 
 class Order(BaseObserver):
@@ -45,6 +41,11 @@ class Order(BaseObserver):
                 self.log += "i"
             elif isinstance(data.frame, OutputAudioRawFrame):
                 self.log += "a"
+
+
+async def test_a_text_that_was_not_recorded_is_told_before_anything_is_loaded():
+    with pytest.raises(AgentError, match="'hello'.*no such text"):
+        await converse(from_environment({}, checkpoint="absent-folder"), [UserTurn("no such text")])
 
 
 async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
@@ -85,41 +86,3 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     assert any(line.startswith("stt: pocketsphinx") for line in lines)
     told = talk.document()
     assert told["turns"][1]["silence_ms"] == stop.silence_ms and "user" not in told
-
-
-def spoken(text: str) -> np.ndarray:
-    """A recording at 24 kHz, float32."""
-    pcm = from_pcm16(user_speech.load(text))
-    times = np.arange(len(pcm) * SAMPLE_RATE_HZ // user_speech.USER_RATE_HZ) * user_speech.USER_RATE_HZ / SAMPLE_RATE_HZ
-    return np.interp(times, np.arange(len(pcm)), pcm).astype(np.float32)
-
-
-def conversation(*turns: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
-    """(user, bot) tracks of the recordings named, one after another with pauses."""
-    pause = np.zeros(round(PAUSE_S * SAMPLE_RATE_HZ), np.float32)
-    user, bot = [], []
-    for asked, answered in turns:
-        first, second = spoken(asked), spoken(answered)
-        user += [pause, first, pause, np.zeros_like(second)]
-        bot += [pause, np.zeros_like(first), pause, second]
-    return np.concatenate([*user, pause]), np.concatenate([*bot, pause])
-
-
-def test_clear_speech_is_heard_word_for_word_and_other_words_are_errors():
-    tracks = conversation(("hello", "what time is it"), ("stop please", "what time is it"), ("thank you", "thank you"))
-    turns = [
-        TurnLatency(1, "hello", "What time is it?"),
-        TurnLatency(2, "hello", "what time is it now, please", "what", True),
-        TurnLatency(3, "hello", "thank you twice, thank you"),
-    ]
-    found = hear_back(turns, *tracks)
-    assert (found[0].heard, found[0].errors, found[0].words) == ("what time is it", 0, 4)
-    assert found[1].said == "what" and found[1].interrupted and found[1].errors
-    talks = [Talk((), False, (), (), 0, replies, *tracks, None) for replies in (found, found[:1], found[1:2])]
-    assert found[2].errors == 3
-    assert [talk.word_error_rate for talk in talks] == [3 / 9, 0, None]  # the interrupted one does not count
-
-
-def test_a_recording_of_other_turns_is_refused():
-    with pytest.raises(AgentError, match="2 turns.*found 1"):
-        hear_back([TurnLatency(1, "a"), TurnLatency(2, "b")], *conversation(("hello", "go on")))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 from pipecat.frames.frames import (
     ErrorFrame,
     InterruptionFrame,
@@ -18,8 +19,8 @@ from pipecat.frames.frames import (
 )
 from pipecat.metrics.metrics import LLMUsageMetricsData
 from pipecat.processors.aggregators.llm_context import LLMContext
-from pipecat.services.tts_service import TextAggregationMode
-from pipecat_fakes import FakeSource, FakeSpeech, Talk, until
+from pipecat_fakes import Talk
+from served import running_app
 from torch import Tensor
 
 from mktts.agent.llm import Qwen3LLMService, TextConversation, ThreadedDecoder, create_llm
@@ -28,7 +29,6 @@ from mktts.errors import EngineError
 from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextDecoder
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.pipecat import MkttsTTSService
 
 ASKED = {"role": "user", "content": "Who are you?"}
 INSTRUCTIONS = "Be brief."
@@ -110,32 +110,6 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     assert len(words(talk)) > len(before) and not talk.of(ErrorFrame)
 
 
-async def test_tokens_go_into_the_speech_as_they_are_made(model, monkeypatch):
-    """The speech has words before the reply is whole, and all of them at its end."""
-    reply = "I am a small voice, and I speak while I think."
-    ids = [*model.decoder.vocabulary.encode(reply), model.decoder.checkpoint.config.eos_ids[0]]
-    go_on, made = threading.Event(), []
-
-    def told(backend, state, count=1):
-        if len(made) == len(ids) // 2:
-            assert go_on.wait(60)
-        made.append(ids[len(made)])
-        return made[-1:]
-
-    monkeypatch.setattr(type(model.decoder._backend), "step", told)
-    source = FakeSource(lambda _: FakeSpeech(None))
-    tts = MkttsTTSService(source=source, text_aggregation_mode=TextAggregationMode.TOKEN)
-    async with Talk(service(model, reply_tokens=200), after=[tts]) as talk:
-        await talk.say(LLMContextFrame(LLMContext([ASKED])))
-        await until(lambda: source.speeches and source.speeches[0].texts)
-        assert len(made) < len(ids) and not source.speeches[0].finished.is_set()
-        go_on.set()
-        await until(source.speeches[0].finished.is_set)
-        source.speeches[0].give(1)
-    (speech,) = source.speeches
-    assert "".join(speech.texts) == reply and len(speech.texts) > 2
-
-
 async def test_two_conversations_take_turns_on_one_model(model):
     async with Talk(service(model)) as one, Talk(service(model)) as other:
         await one.say(LLMContextFrame(LLMContext([ASKED])))
@@ -214,16 +188,6 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
     assert [next(stream).id for _ in range(6)] == computed_alone(decoder, heard, 6)
 
 
-def test_another_conversation_shares_nothing(decoder):
-    one, other = (TextConversation(decoder, reply_tokens=8) for _ in range(2))
-    one.reply([SYSTEM, HELLO], seed=1).read()
-    changed = [Message("system", "Be long."), HELLO]
-    stream = other.reply(changed, seed=1)
-    assert other.kept_tokens == 0
-    one.reply([SYSTEM, HELLO, Message("user", "x")], seed=1)  # its cache is its own
-    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, changed, 6)
-
-
 def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
     conversation = TextConversation(decoder)
     stream = conversation.reply([HELLO], seed=1)
@@ -238,41 +202,24 @@ def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
 # ---- a server of OpenAI's shape
 
 
-@pytest.fixture
-def server():
-    """Streams WORDS as chat completions; `asked` holds (path, body) of each request."""
-    asked = []
+async def test_a_server_of_ones_own_answers_without_a_key():
+    app, asked = FastAPI(), []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((self.path, json.loads(body)))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            for word in WORDS:
-                choice = {"index": 0, "delta": {"role": "assistant", "content": word}, "finish_reason": None}
-                part = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m", "choices": [choice]}
-                self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> StreamingResponse:
+        asked.append(await request.json())
+        part = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+        choices = [{"index": 0, "delta": {"content": word}, "finish_reason": None} for word in WORDS]
+        events = [json.dumps({**part, "choices": [choice]}) for choice in choices]
+        return StreamingResponse(iter([f"data: {event}\n\n" for event in (*events, "[DONE]")]))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}/v1", asked
-        running.shutdown()
-
-
-async def test_a_server_of_ones_own_answers_without_a_key(server):
-    url, asked = server
-    settings = from_environment({"OPENAI_BASE_URL": url, "OPENAI_MODEL": "mine"}, instructions="Be brief.")
-    async with Talk(create_llm(settings)) as talk:
-        await ask(talk, ASKED)
+    with running_app(app) as url:
+        environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "mine"}
+        async with Talk(create_llm(from_environment(environment, instructions="Be brief."))) as talk:
+            await ask(talk, ASKED)
     assert [frame.text for frame in talk.of(LLMTextFrame)] == WORDS
-    ((path, body),) = asked
-    assert (path, body["model"], body["stream"]) == ("/v1/chat/completions", "mine", True)
+    (body,) = asked
+    assert (body["model"], body["stream"]) == ("mine", True)
     assert [(message["role"], message["content"]) for message in body["messages"]] == [
         ("system", "Be brief."),
         ("user", "Who are you?"),

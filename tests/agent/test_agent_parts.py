@@ -37,7 +37,7 @@ from mktts.agent import intents, latency, user_speech
 from mktts.agent.intents import INTENTS, STORY, Turn
 from mktts.agent.llm import ScriptedLLMService, create_llm
 from mktts.agent.settings import AgentSettings, from_environment
-from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, load_stt, make_decoder
+from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, make_decoder
 from mktts.errors import AgentError
 
 NOON = datetime(2026, 1, 1, 12, 0)
@@ -49,34 +49,14 @@ def said(*messages: str) -> Turn:
     return Turn(said=messages, now=NOON)
 
 
-@pytest.fixture(scope="module")
-def decoder():
-    return make_decoder(intents.grammar(), user_speech.USER_RATE_HZ)
-
-
 @OFFLINE_STT
-def test_the_grammar_recognises_every_recording_and_nothing_in_noise(decoder):
+def test_the_grammar_recognises_every_recording_and_nothing_in_noise():
+    decoder = make_decoder(user_speech.USER_RATE_HZ)
     for text in user_speech.TEXTS:
         assert decode(decoder, user_speech.load(text).tobytes() + PAUSE) == text
     for level in (0, 3_000):
         noise = np.random.default_rng(0).normal(0, level, user_speech.USER_RATE_HZ).astype("<i2")
         assert decode(decoder, noise.tobytes()) == ""
-
-
-def test_the_recordings_are_small_and_begin_and_end_with_sound():
-    sizes = [user_speech.recording(text).stat().st_size for text in user_speech.TEXTS]
-    assert sum(sizes) < 400_000
-    for text in user_speech.TEXTS:
-        pcm = user_speech.load(text)
-        assert abs(int(pcm[0])) > 100 and abs(int(pcm[-1])) > 100
-    with pytest.raises(AgentError, match="'hello'"):
-        user_speech.recording("no such text")
-
-
-@OFFLINE_STT
-def test_a_grammar_with_unknown_words_is_refused_by_name():
-    with pytest.raises(AgentError, match="JSGF"):
-        make_decoder("#JSGF V1.0;\ngrammar g;\npublic <x> = zzyzxq;\n", user_speech.USER_RATE_HZ)
 
 
 def spellings(phrase: str) -> list[str]:
@@ -95,18 +75,13 @@ def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
     }
 
 
-@pytest.mark.parametrize(
-    ("hour", "minute", "words"),
-    [
-        (9, 7, "It is seven minutes past nine."),
-        (21, 1, "It is one minute past nine."),
-        (0, 0, "It is twelve o'clock."),
-        (12, 45, "It is forty-five minutes past twelve."),
-        (23, 30, "It is thirty minutes past eleven."),
-    ],
-)
-def test_the_time_is_told_in_words(hour, minute, words):
-    assert intents.spoken_time(datetime(2026, 1, 1, hour, minute)) == words
+def test_the_time_is_told_in_words():
+    for hour, minute, words in (
+        (21, 1, "one minute past nine."),
+        (0, 0, "twelve o'clock."),
+        (12, 45, "forty-five minutes past twelve."),
+    ):
+        assert intents.spoken_time(datetime(2026, 1, 1, hour, minute)) == f"It is {words}"
 
 
 def test_the_story_goes_on_where_the_context_says_the_listener_was():
@@ -122,13 +97,13 @@ def test_the_story_goes_on_where_the_context_says_the_listener_was():
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([("user", "What time is it?")], ["It", " is", " twelve", " o'clock."]),
+        ([("user", "Thank you!")], ["You", " are", " welcome."]),
         ([("assistant", "Once upon a"), ("user", "say that again")], ["Once", " upon", " a"]),  # what the context holds
         ([("user", "hello"), ("developer", "not recognized")], None),
     ],
 )
 async def test_the_script_streams_tokens_between_start_and_end(messages, words):
-    async with Talk(ScriptedLLMService(tokens_per_s=1_000, now=lambda: NOON)) as talk:
+    async with Talk(ScriptedLLMService()) as talk:
         context = LLMContext([{"role": role, "content": text} for role, text in messages])
         await talk.say(LLMContextFrame(context))
         await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
@@ -138,9 +113,9 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
     assert said == words or (words is None and "did not understand" in "".join(said))
 
 
-async def test_an_interruption_ends_the_scripts_writing():
-    talk = Talk(ScriptedLLMService(tokens_per_s=10))  # seconds of margin on a busy machine
-    async with talk:
+async def test_an_interruption_ends_the_scripts_writing(monkeypatch):
+    monkeypatch.setattr("mktts.agent.llm.SCRIPT_TOKENS_PER_S", 10)  # seconds of margin on a busy machine
+    async with Talk(ScriptedLLMService()) as talk:
         await talk.say(LLMContextFrame(LLMContext([{"role": "user", "content": "tell me a story"}])))
         await talk.until(lambda: len(talk.of(LLMTextFrame)) > 2)
         await talk.say(InterruptionFrame())
@@ -265,12 +240,9 @@ def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
 class FakeWhisper:
     """Says what it was given: how many samples, their peak, the language."""
 
-    loaded: list[tuple[str, str]] = []
-
     def __init__(self, name: str, device: str, device_index: int) -> None:
         if name == "org/absent":
             raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
-        type(self).loaded.append((name, f"{device}:{device_index}"))
         self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
 
     def transcribe(self, audio: np.ndarray, language: str | None, **_: object) -> tuple:
@@ -285,7 +257,6 @@ def whisper(monkeypatch):
     package.WhisperModel = FakeWhisper
     package.__spec__ = SimpleNamespace(name="faster_whisper")
     monkeypatch.setitem(sys.modules, "faster_whisper", package)
-    monkeypatch.setattr(FakeWhisper, "loaded", [])
     monkeypatch.setattr("mktts.agent.stt._whisper_models", {})
     yield
     for name in ("pipecat.services.whisper.stt", "pipecat.services.whisper"):
@@ -304,23 +275,15 @@ async def test_whisper_hears_what_is_said_and_leaves_noise_out(whisper):
     assert not service.wants_wav_segments
 
 
-def test_conversations_share_one_whisper_and_a_language_is_found_out_where_none_is_named(whisper, tmp_path):
-    load_stt(with_whisper())
+def test_conversations_share_one_whisper_and_a_language_is_found_out_where_none_is_named(whisper):
     one, other = create_stt(with_whisper()), create_stt(with_whisper())
-    assert FakeWhisper.loaded == [("base", "cpu:0")] and one._model is other._model
-    assert one._settings.language is None
+    assert one._model is other._model and one._settings.language is None
     assert create_stt(with_whisper(language="english", stt_model="base.en"))._settings.language == Language.EN
-    for name in ("config.json", "model.bin"):
-        (tmp_path / name).write_bytes(b"")
-    load_stt(with_whisper(stt_model=str(tmp_path)))
-    assert FakeWhisper.loaded[-1] == (str(tmp_path), "cpu:0")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stt_model": "."}, "no config.json and no model.bin"),
-        ({"stt_model": "/no/such/folder"}, "no such folder"),
         ({"stt_model": "org/absent"}, "no network and no cache"),
         ({"stt_model": "base.en", "language": "german"}, "cannot transcribe"),
     ],

@@ -15,7 +15,7 @@ from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CodecError
-from mktts.measure.parity.codec import random_codes
+from mktts.measure.parity.codec import decode_streamed, random_codes
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.synth.upstream import import_upstream
 

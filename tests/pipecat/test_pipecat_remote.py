@@ -16,12 +16,11 @@ from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTS
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
-from served import Served, first_speaker, running, served
+from served import Served, running, served
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from mktts.audio import to_pcm16
 from mktts.batch import board
 from mktts.errors import (
     AccessError,
@@ -34,7 +33,6 @@ from mktts.errors import (
     TextError,
     VoiceError,
 )
-from mktts.model.sampling import Choice, Sampling
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import KEPT_PIECES, PATIENCE_S
 from mktts.server import Limits, listen
@@ -63,9 +61,6 @@ class Client:
 
     async def say(self, type: str, **fields: Any) -> None:
         await self.socket.send(json.dumps({"type": type, "error": None, **fields}))
-
-    async def started(self) -> None:
-        await self.say("started", sample_rate_hz=SAMPLE_RATE_HZ)
 
     async def audio(self, *pieces: bytes) -> None:
         for piece in pieces:
@@ -127,55 +122,32 @@ async def forever(client: Client) -> None:
     await asyncio.wait_for(client.socket.wait_closed(), 60)
 
 
-async def one_piece(client: Client) -> None:
-    """Speaks once, and breaks off."""
-    await client.read("start")
-    await client.audio(PIECE)
-    await client.finished()
-    client.break_off()
-
-
 @pytest.fixture(scope="module")
 def server(synth: Synthesizer) -> Iterator[Served]:
     with served(synth, Limits(max_streams=1), api_key=KEY) as running:
         yield running
 
 
-async def breaks_off(client: Client) -> None:
-    await client.read("start")
-    await client.started()
-    await client.audio(PIECE, PIECE, PIECE)
-    client.break_off()
-
-
-async def hangs(client: Client) -> None:
-    await client.read("start")
-    await client.started()
-    await client.audio(PIECE, PIECE, PIECE)
-    client.socket.transport.pause_reading()  # pings too
-    await forever(client)
-
-
-async def stops(client: Client) -> None:
-    await client.read("start")
-    await client.started()
-    await client.audio(PIECE, PIECE, PIECE)
-    await client.finished("error", "stopping")
-    await forever(client)
-
-
-async def babbles(client: Client) -> None:
-    await client.read("start")
-    await client.audio(PIECE, PIECE, PIECE)
-    await client.socket.send("[1, 2]")
-    await forever(client)
-
-
-@pytest.mark.parametrize("script", [breaks_off, hangs, stops, babbles])
+@pytest.mark.parametrize("fault", ["breaks off", "hangs", "stops", "babbles"])
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(script, mode):
+async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(fault, mode):
     """It is a permanent error only of a server that speaks another protocol: a lost one may come back."""
     text = "One two three four five six seven eight nine ten eleven."
+    babbles = fault == "babbles"
+
+    async def script(client: Client) -> None:
+        await client.read("start")
+        await client.audio(PIECE, PIECE, PIECE)
+        if fault == "breaks off":
+            return client.break_off()
+        if fault == "hangs":
+            client.socket.transport.pause_reading()  # pings too
+        elif fault == "stops":
+            await client.finished("error", "stopping")
+        else:
+            await client.socket.send("[1, 2]")
+        await forever(client)
+
     async with FakeServer(script) as server:
         tts = MkttsTTSService(
             source=RemoteSource(server.url, silence_s=0.1), text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S
@@ -183,12 +155,12 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(sc
         async with Talk(tts) as talk:
             await talk.say(*turn(text))
             await talk.until(lambda: talk.up and talk.of(LLMFullResponseEndFrame))
-            if script is babbles:
+            if babbles:
                 await talk.say(*turn("Never said."))
     errors = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    expected = (EngineError, True) if script is babbles else (ConnectionLost, False)
+    expected = (EngineError, True) if babbles else (ConnectionLost, False)
     assert [(type(error.exception), error.permanent) for error in errors] == [expected]
-    assert tts.is_usable == (script is not babbles)
+    assert tts.is_usable != babbles
     assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == 3 * PIECE
     assert talk.heard() and "One two three".startswith(talk.heard())  # of a quarter of a second
     assert sum(message["type"] == "start" for client in server.clients for message in client.got) == 1  # no retry
@@ -228,6 +200,7 @@ async def test_what_arrives_after_a_cancel_is_dropped_and_the_next_utterance_is_
         assert await taken(first) == b"" and first.finish_reason == "cancelled"
         assert await taken(second) == b"\1\0\2\0" and second.finish_reason == "eos"
         await source.disconnect()
+        assert not source._connections
     assert [message["type"] for message in server.clients[0].got] == ["start", "cancel", "start"]
     assert len(server.clients) == 1
 
@@ -284,7 +257,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
         await client.read("start")
         await client.say("error", error=failure(code))
         await client.read("start")
-        await client.started()
+        await client.say("started")
         await client.audio(PIECE)
         await client.finished("error", code)
         await forever(client)
@@ -328,51 +301,50 @@ async def test_cancelling_the_task_that_waits_cancels_the_generation():
 
 
 @pytest.mark.parametrize(
-    ("health", "error", "match"),
+    ("health", "message"),
     [
-        ({"status": "stopping"}, EngineError, "stopping"),
-        ({"speakers": None}, EngineError, "does not answer as"),
-        ({"model": {}}, EngineError, "does not answer as"),
+        (None, "python -m mktts serve"),  # there is no server
+        ({"status": "stopping"}, "stopping"),
+        ({"speakers": None}, "does not answer as"),
+        ({"model": {}}, "does not answer as"),
+    ],
+    ids=str,
+)
+async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_pipeline_ends_in_order(health, message):
+    async with contextlib.AsyncExitStack() as running:
+        url = (await running.enter_async_context(FakeServer(forever, **health or {}))).url
+        if health is None:
+            await running.aclose()
+            with pytest.raises(EngineError, match=message):
+                await RemoteSource(url).speak("Hello.", Style())
+        with pytest.raises(EngineError, match=message):
+            await RemoteSource(url).connect()
+        tts = MkttsTTSService(source=RemoteSource(url))
+        async with Talk(tts) as talk:
+            await talk.say(TTSSpeakFrame("Never said."))
+        assert not tts.is_usable
+        assert talk.samples() == 0 and talk.heard() == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "voice", "error", "message"),
+    [
+        (None, None, AccessError, "it needs an api_key"),
+        ("another", None, AccessError, "does not accept this api_key"),
+        (KEY, "mine.safetensors", PromptError, "--voice NAME=FILE"),
     ],
 )
-async def test_a_server_that_is_none_or_stops_is_refused_at_the_start(health, error, match):
-    async with FakeServer(forever, **health) as server:
-        with pytest.raises(error, match=match):
-            await RemoteSource(server.url).connect()
-
-
-async def test_no_server_is_a_permanent_error_at_the_start_and_the_pipeline_ends_in_order():
-    async with FakeServer(forever) as server:
-        url = server.url
-    with pytest.raises(EngineError, match="python -m mktts serve"):
-        await RemoteSource(url).connect()
-    with pytest.raises(EngineError, match="python -m mktts serve"):
-        await RemoteSource(url).speak("Hello.", Style())
-    tts = MkttsTTSService(source=RemoteSource(url))
-    async with Talk(tts) as talk:
-        await talk.say(TTSSpeakFrame("Never said."))
-    assert not tts.is_usable
-    assert talk.samples() == 0 and talk.heard() == ""
-
-
-@pytest.mark.parametrize("key", [None, "another"])
-async def test_a_wrong_key_is_named_and_permanent(server, key):
-    with pytest.raises(AccessError, match="api_key") as refused:
-        await RemoteSource(server.url, key).connect()
-    assert "another" not in str(refused.value)
-    tts = MkttsTTSService(source=RemoteSource(server.url, key))
-    async with Talk(tts):
-        pass
-    assert not tts.is_usable
-
-
-async def test_a_voice_that_the_server_lacks_is_found_out_at_the_start(server):
-    source = RemoteSource(server.url, KEY)
-    tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice="mine.safetensors"))
+async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(
+    server, key, voice, error, message
+):
+    source = RemoteSource(server.url, key)
+    tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
     async with Talk(tts):
         assert not tts.is_usable
-    with pytest.raises(PromptError, match="--voice NAME=FILE"):
-        source.check(Style(voice="mine.safetensors"))
+    with pytest.raises(error, match=message) as refused:
+        await source.connect()
+        source.check(Style(voice=voice))
+    assert "another" not in str(refused.value)
 
 
 async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
@@ -394,25 +366,6 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
     ]
     assert tts.is_usable
     assert talk.heard() == "Three four."
-
-
-async def test_after_a_cancel_the_next_utterance_is_the_synthesizers(server, synth, tiny):
-    source = RemoteSource(server.url, KEY, max_frames=6)
-    await source.connect()
-    assert source.name == tiny.folder.name and source.random_weights
-    for _ in range(4):
-        speech = await source.open(Style())
-        speech.feed("This is cancelled.")
-        await anext(speech)
-        speech.cancel()
-    sampling = Sampling(Choice(temperature=0.5), Choice(top_k=3, top_p=0.9), 1.3)
-    pcm = await taken(await source.speak("Hello.", Style(seed=3, sampling=sampling)))
-    speaker = first_speaker(tiny)
-    assert pcm == to_pcm16(synth.say("Hello.", speaker=speaker, seed=3, sampling=sampling, max_frames=6))
-    assert len(source._connections) == 1
-    await source.disconnect()
-    assert not source._connections
-    await until(lambda: server.studio.streams_open == 0)
 
 
 def test_the_address_of_the_websocket_follows_from_the_servers():
@@ -518,14 +471,3 @@ async def test_tries_have_an_end_and_a_cancel_ends_them():
         speech.cancel()
         assert await waiting == b"" and speech.finish_reason == "cancelled"
         await source.disconnect()
-
-
-async def test_a_lost_connection_is_replaced_at_the_next_utterance():
-    async with FakeServer(one_piece) as server:
-        source = RemoteSource(server.url)
-        await source.connect()
-        for _ in range(3):
-            assert await taken(await source.speak("Hello.", Style())) == PIECE
-            await until(lambda: not source._connections)
-        await source.disconnect()
-    assert len(server.clients) == 3

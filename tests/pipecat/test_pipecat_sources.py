@@ -22,6 +22,7 @@ from pipecat.frames.frames import (
 )
 from pipecat.metrics.metrics import TTFBMetricsData
 from pipecat.services.tts_service import TextAggregationMode
+from pipecat.transcriptions.language import Language
 from pipecat_fakes import Talk, metrics, turn
 from served import Served, Watched, served
 
@@ -122,12 +123,19 @@ async def test_settings_reach_the_model_from_the_next_sentence_on(place, synth):
         predictor=replace(sampling.predictor, do_sample=False),
         repetition_penalty=1.8,
     )
-    change = Settings(voice="ryan", language="english", seed=6, sampling=other)
+    changes = [
+        Settings(language=Language.EN_GB, seed=6, sampling=other),
+        Settings.from_mapping({"speaker": "ryan", "language": Language.HI}),  # which the model was not trained on
+    ]
     async with Talk(place.service()) as talk:
-        await talk.say(*turn("One."), TTSUpdateSettingsFrame(delta=change), *turn("Two."))
-    one = synth.say("One.", speaker="vivian", seed=5, options=OPTIONS)
-    two = synth.say("Two.", speaker="ryan", language="english", seed=6, sampling=other, options=OPTIONS)
-    assert audio(talk) == to_pcm16(one) + to_pcm16(two)
+        await talk.say(*turn("One."), TTSUpdateSettingsFrame(delta=changes[0]), *turn("Two."))
+        await talk.say(TTSUpdateSettingsFrame(delta=changes[1]), *turn("Three."))
+    parts = [
+        synth.say("One.", speaker="vivian", seed=5, options=OPTIONS),
+        synth.say("Two.", speaker="vivian", language="english", seed=6, sampling=other, options=OPTIONS),
+        synth.say("Three.", speaker="ryan", language="auto", seed=6, sampling=other, options=OPTIONS),
+    ]
+    assert audio(talk) == b"".join(map(to_pcm16, parts))
 
 
 async def test_two_sessions_of_one_source_take_turns(place, synth):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.pipecat.service import PcmConverter
 from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes, split_words
-from mktts.spec import SAMPLE_RATE_HZ
 
 
 @pytest.mark.parametrize(
@@ -130,16 +127,3 @@ def test_a_pause_of_the_engine_moves_the_words_after_it():
     heard.add(1.0, begin_s=25.0)
     assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
     assert heard.made_s == 2.0
-
-
-@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100, 48_000])
-async def test_resampling_in_pieces_equals_resampling_at_once(rate_hz):
-    seconds = np.arange(SAMPLE_RATE_HZ) / SAMPLE_RATE_HZ
-    pcm = (8000 * np.sin(2 * np.pi * 440 * seconds)).astype("<i2").tobytes()
-    cuts = [0, 2, 1000, 20_000, 20_000, len(pcm)]
-    pieces, whole = PcmConverter(SAMPLE_RATE_HZ, rate_hz), PcmConverter(SAMPLE_RATE_HZ, rate_hz)
-    out = b"".join([await pieces.convert(pcm[begin:end]) for begin, end in pairwise(cuts)]) + await pieces.finish()
-    at_once = await whole.convert(pcm) + await whole.finish()
-    assert len(out) == len(at_once) == 2 * rate_hz
-    difference = np.frombuffer(out, "<i2").astype(int) - np.frombuffer(at_once, "<i2")
-    assert np.abs(difference).max() <= 2  # the filter dithers

@@ -152,14 +152,11 @@ async def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_k
     assert api.synth.streams == []
 
 
-def test_keys_that_change_nothing_are_ignored_and_named_once(api, caplog):
-    caplog.set_level("INFO")
+def test_keys_that_change_nothing_are_ignored_and_named(api):
     harmless = {"user": "anna", "pitch": 0, "initial_codec_chunk_frames": 1, "x" * 41: "y"}
-    for _ in range(2):
-        answer = api.speech(stream=True, **harmless, **HOW)
-        assert answer.content == HELLO
-        assert answer.headers["X-Ignored-Keys"] == "initial_codec_chunk_frames,pitch,user"
-    assert caplog.text.count("the key user") == 1 and "anna" not in caplog.text and "x" * 41 not in caplog.text
+    answer = api.speech(stream=True, **harmless, **HOW)
+    assert answer.content == HELLO
+    assert answer.headers["X-Ignored-Keys"] == "initial_codec_chunk_frames,pitch,user"
 
 
 def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):

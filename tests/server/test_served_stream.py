@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,22 +24,12 @@ def chunk(frames: int = 1, start: int = 0) -> Chunk:
     return Chunk(pcm, start * FRAME_S, frames, Timings(10.0 * start, 1.0, 1.0, 1.0, 1.0))
 
 
-class Clock:
-    """now_s: passes where something is waited for."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
 class Source:
     """A stream whose chunks come at given times, seconds from the beginning of the clock."""
 
     seed, rests, finish_reason = 1, False, "eos"
 
-    def __init__(self, clock: Clock, *arrivals: tuple[float, Chunk | None | Exception]) -> None:
+    def __init__(self, clock: SimpleNamespace, *arrivals: tuple[float, Chunk | None | Exception]) -> None:
         self._clock, self._arrivals = clock, [(100.0 + at_s, what) for at_s, what in arrivals]
 
     async def take(self, within_s: float | None = None) -> Chunk | None:
@@ -60,9 +51,10 @@ class Source:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(served_stream, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its `now_s` passes where something is waited for."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(served_stream, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     return clock
 
 
@@ -74,7 +66,7 @@ def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     return ServedStream("tts_stream", source, 0, meters, lambda chars: None, lambda stream: None), late
 
 
-async def written(source: Source, clock: Clock) -> tuple[list[tuple[float, int]], list[float], ServedStream]:
+async def written(source: Source, clock: Any) -> tuple[list[tuple[float, int]], list[float], ServedStream]:
     """(seconds, frames) of every write, and by how much which were late."""
     made, late = served_stream_of(source)
     writes = []
@@ -133,18 +125,15 @@ async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_befor
     ahead = [(0.0, chunk(12)), (0.1, chunk(4))]
     writes, late, _ = await written(Source(clock, *ahead, (9.0, None)), clock)
     assert writes == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
-    writes, _, made = await written(Source(Clock(), *ahead, (0.2, EngineError("broken"))), clock)
+    clock.now_s = 100.0
+    writes, _, made = await written(Source(clock, *ahead, (0.2, EngineError("broken"))), clock)
     assert [count for _, count in writes] == [12, 4] and made.error.code == "engine_error"
 
 
-async def test_gathered_chunks_are_the_same_speech():
+async def test_gathered_chunks_are_the_same_speech(clock):
     chunks = [chunk(4, 4 * n) for n in range(5)]
-    left = iter([*chunks, None])
-
-    async def take(within_s: float | None = None) -> Chunk | None:
-        return next(left)
-
-    found = [one async for one in coalesced(take, lambda: 10.0)]
+    source = Source(clock, *[(0.0, one) for one in (*chunks, None)])
+    found = [one async for one in coalesced(source.take, lambda: 10.0)]
     assert [one.frames for one in found] == [12, 8]
     assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
     assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]

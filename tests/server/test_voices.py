@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import http.server
 import stat
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from absent import needs
-from served import until
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse, Response
+from served import running_app, until
 from test_openai import client
 
 from mktts.audio import encoded, from_pcm16
@@ -76,28 +76,18 @@ def base_api(make_api, tiny_base):
 
 @pytest.fixture(scope="module")
 def file_server():
-    """A server of files on this machine; `asked` holds the paths that were asked for."""
-    asked = []
+    """A server of files on this machine; `asked` holds the names that were asked for."""
+    app, asked = FastAPI(), []
 
-    class Files(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            if self.path == "/moved.wav":
-                self.send_response(302)
-                self.send_header("Location", "/me.wav")
-                self.end_headers()
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(WAV if self.path == "/me.wav" else b"not audio")
+    @app.get("/{name}")
+    def file(name: str) -> Response:
+        asked.append(name)
+        if name == "moved.wav":
+            return RedirectResponse("/me.wav")
+        return Response(WAV if name == "me.wav" else b"not audio")
 
-        def log_message(self, *words: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        server.shutdown()
+    with running_app(app) as url:
+        yield url, asked
 
 
 def data_url(data: bytes) -> str:
@@ -189,7 +179,7 @@ def test_addresses_and_files_only_where_the_server_was_told(make_api, tiny_base,
     for recording in (*outside, f"{base}/moved.wav", f"{base}/text", base.replace("127.0.0.1", "localhost")):
         answer = api.speech(ref_audio=recording)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "ref_audio", recording
-    assert asked == ["/me.wav", "/moved.wav", "/text"]
+    assert asked == ["me.wav", "moved.wav", "text"]
 
 
 # ---- uploads
