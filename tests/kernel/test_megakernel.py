@@ -8,7 +8,8 @@ import torch
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend
-from mktts.measure.parity.probe import forced, probe_of
+from mktts.measure.parity.kernel import KernelUnderTest
+from mktts.measure.parity.ratio import forced
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
@@ -140,7 +141,7 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     """Teacher-forced on one run's codes: every head of every frame, bf16 against an fp32 run of the same weights."""
     checkpoint = open_checkpoint("random:0.6b")
     prompts = {dtype: prompt_of(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    probe = probe_of(kernel_of(checkpoint))
+    probe = KernelUnderTest(kernel_of(checkpoint))
     state = probe.start(prompts[torch.bfloat16], Sampling(), 5, 24)
     ours = [probe.step(state, prompts[torch.bfloat16].row(t - 1) if t else None) for t in range(24)]
     runs = [ours]

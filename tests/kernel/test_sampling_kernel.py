@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mktts.checkpoint import open_checkpoint
-from mktts.measure.parity.probe import forced
+from mktts.measure.parity.ratio import forced
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder
