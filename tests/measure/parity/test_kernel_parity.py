@@ -292,7 +292,9 @@ def batch(request, monkeypatch) -> bool:
 
     def decode(checkpoint, device, lanes, precision):
         plain = CodecLanes(CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors()), lanes)
-        return partial(plain.decode, [plain.start() for _ in range(lanes)])
+        for slot in range(lanes):
+            plain.enter(slot, None)
+        return partial(plain.decode, slots=range(lanes))
 
     def oracle(checkpoint, *given):
         return KernelUnderTest(backend_of(checkpoint, torch.bfloat16))
