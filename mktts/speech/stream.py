@@ -29,7 +29,7 @@ class Begins(Protocol):
     def begin(self, job: Job, work: Any, on: EngineName) -> None: ...
 
 
-class Fed(Protocol):
+class TextInput(Protocol):
     """A script that text is fed through, as a stream knows it."""
 
     started_s: float
@@ -175,7 +175,7 @@ class Session(Stream):
         engine: Begins,
         job: Job,
         seed: int,
-        make: Callable[[], tuple[Any, Fed, EngineName]],
+        make: Callable[[], tuple[Any, TextInput, EngineName]],
         front_end: FrontEndFeed | None = None,
     ) -> None:
         """make: called when the first visible text has come; until then nothing knows of the stream but its owner.
@@ -184,7 +184,7 @@ class Session(Stream):
         super().__init__(engine, job, seed)
         self._make = make
         self._front_end = front_end
-        self._script: Fed | None = None
+        self._script: TextInput | None = None
         self._early: list[str] = []  # pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -229,7 +229,7 @@ class Session(Stream):
                 self._job.cancel()
                 raise TextError("expected text to speak before finish, got none")
 
-    def _end(self, script: Fed) -> None:
+    def _end(self, script: TextInput) -> None:
         if self._front_end is not None and not self._job.over:
             try:
                 script.feed(self._front_end.finish())
