@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -151,12 +151,20 @@ def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
             print(f" {elapsed_s:.1f} s", file=sys.stderr)
 
 
-def whole_number(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
-    """Raises OptionsError unless `value` is a whole number of at least `at_least` and, where given, `at_most`."""
+def whole_number(
+    name: str, value: object, at_least: int, at_most: int | None = None, error: type[MkttsError] = OptionsError
+) -> None:
+    """Raises `error` unless `value` is a whole number of at least `at_least` and, where given, at most `at_most`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-        raise OptionsError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+        raise error(f"{name} must be a whole number of at least {at_least}, got {value!r}")
     if at_most is not None and value > at_most:
-        raise OptionsError(f"{name} must be at most {at_most}, got {value}")
+        raise error(f"{name} must be at most {at_most}, got {value}")
+
+
+def one_of(name: str, value: object, known: Collection[object], error: type[MkttsError] = OptionsError) -> None:
+    """Raises `error` unless `value` is one of `known`."""
+    if value not in known:
+        raise error(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 def counted(number: int, what: str) -> str:

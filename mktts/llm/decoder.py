@@ -15,17 +15,15 @@ from typing import Literal, get_args
 
 import torch
 
-from mktts.common import whole_number
+from mktts.common import one_of, whole_number
 from mktts.errors import BackendUnavailable, EngineError, TextError
-from mktts.llm.backend import TextBackend, TextState, TorchTextBackend, check_start
+from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.sampling import MAX_SEED, Choice, drawn_seed
 
 TextBackendName = Literal["auto", "torch", "megakernel"]
-
-
 TextFinishReason = Literal["eos", "max_tokens", "cancelled"]
 
 
@@ -135,13 +133,11 @@ class TextDecoder:
         backend: TextBackend,
         checkpoint: TextCheckpoint,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Puts a made backend behind the interface; `load` is the usual way in."""
         self.checkpoint = checkpoint
         self.backend_name = backend.name
         self.device = torch.device(device)
-        self.dtype = dtype
         self.choice = checkpoint.choice()
         self.vocabulary: TextVocabulary = checkpoint.tokenizer()
         self._backend: TextBackend | None = backend
@@ -161,12 +157,11 @@ class TextDecoder:
         "cuda:1", or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU.
         Raises CheckpointError, and BackendUnavailable naming what is missing.
         """
-        if backend not in get_args(TextBackendName):
-            raise BackendUnavailable(f"backend must be one of {get_args(TextBackendName)}, got {backend!r}")
+        one_of("backend", backend, get_args(TextBackendName), BackendUnavailable)
         where = device_named(device)
         dtype = dtype or default_dtype(where)
         checkpoint = open_text_checkpoint(source)
-        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where, dtype)
+        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where)
 
     def generate(
         self,
@@ -177,7 +172,7 @@ class TextDecoder:
         max_tokens: int = 256,
         stop_at_eos: bool = True,
         tokens_per_step: int = 1,
-        after: tuple[TextState, int] | None = None,
+        after: After = None,
     ) -> TokenStream:
         """Prefills `prompt` and returns the stream of new tokens.
 
@@ -186,7 +181,7 @@ class TextDecoder:
         stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
         of them waits for the last, and cancelling takes effect after that many at most.
         after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
-        holds; those are not computed again (see `mktts.agent.llm.TextConversation`).
+        holds, or 0; those are not computed again (see `mktts.agent.llm.TextConversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
         positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.
@@ -201,11 +196,10 @@ class TextDecoder:
         whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
-        how = (ids, choice or self.choice, seed, max_tokens)
-        state, keep = after or (None, 0)
+        after = after if after and after[1] else None
         return TokenStream(
             backend=self._backend,
-            state=self._backend.go_on(state, keep, *how) if keep else self._backend.start(*how),
+            state=self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
             pieces=Detokenizer(self.vocabulary),
             eos_ids=config.eos_ids if stop_at_eos else (),
             seed=seed,

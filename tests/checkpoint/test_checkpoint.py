@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
-from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpecs, expected_codec_tensors, expected_tensors
 from mktts.errors import CheckpointError
@@ -253,8 +253,13 @@ def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once_and_the_front_e
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_checkpoint.make(tmp_path_factory.mktemp("sharded") / "checkpoint", shards=3)
+def sharded(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint as the Hub's own library divides it."""
+    folder = Path(shutil.copytree(tiny.folder, tmp_path_factory.mktemp("sharded") / "checkpoint"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size=sum(t.nbytes for t in tensors.values()) // 3)
+    return folder
 
 
 def test_shards_hold_the_same_tensors_as_one_file(sharded: Path, tiny: Checkpoint) -> None:

@@ -171,12 +171,11 @@ class FakeBackend(TextBackend):
         self.started: list[tuple[list[int], Choice, int, int]] = []
         self.calls: list[int] = []
 
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> SimpleNamespace:
+    def start(
+        self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: object = None
+    ) -> SimpleNamespace:
         self.started.append((prompt.tolist(), choice, seed, max_tokens))
         return SimpleNamespace(tokens=0, max_tokens=max_tokens)
-
-    def go_on(self, *_: object) -> None:
-        raise NotImplementedError
 
     def step(self, state: SimpleNamespace, count: int = 1, debug: Tensor | None = None) -> list[int]:
         self.calls.append(count)

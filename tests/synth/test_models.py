@@ -75,7 +75,7 @@ def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"engine": "many"}, OptionsError, "engine must be one of .*'auto', 'single', 'batch'.*got 'many'"),
+        ({"engine": "many"}, OptionsError, "engine must be one of auto, single, batch, got 'many'"),
         ({"engine": "single", "deterministic": True}, OptionsError, "leave engine='single' out"),
         ({"engine": "batch", "backend": "megakernel"}, BackendUnavailable, "does not run on backend 'megakernel'"),
         ({"engine": "batch", "backend": "upstream"}, BackendUnavailable, "does not run on backend 'upstream'"),
