@@ -122,7 +122,11 @@ class TorchTextBackend(TextBackend):
 
     @torch.inference_mode()
     def _make(self, state: TorchTextState, most: int, debug: Tensor | None) -> list[int]:
-        state.last = self._draw(self.logits(state), state)
+        logits, noise = self.logits(state), None
+        if state.choice.do_sample:
+            (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
+            noise = drawn.to(self.device)
+        state.last = int(choose(logits, state.choice, noise))
         state.tokens += 1
         return [state.last]
 
@@ -133,9 +137,3 @@ class TorchTextBackend(TextBackend):
             row = self.embedding[state.last : state.last + 1]
             state.hidden, state.last = self.stack.forward(row[None], state.cache), None
         return F.linear(state.hidden, self.head)[0, -1].float()
-
-    def _draw(self, logits: Tensor, state: TorchTextState) -> int:
-        if not state.choice.do_sample:
-            return int(choose(logits, state.choice, None))
-        (noise,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
-        return int(choose(logits, state.choice, noise.to(self.device)))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Literal, get_args
@@ -42,6 +42,7 @@ class Token:
     ready_ms: float
 
 
+@dataclass(eq=False, repr=False)
 class TokenStream:
     """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
 
@@ -50,30 +51,19 @@ class TokenStream:
     finish_reason: None while tokens may still come, and when the model `failed`.
     """
 
-    def __init__(
-        self,
-        backend: TextBackend,
-        state: TextState,
-        pieces: Detokenizer,
-        eos_ids: Sequence[int],
-        seed: int,
-        max_tokens: int,
-        tokens_per_step: int,
-        started_s: float,
-    ) -> None:
-        self.ids: list[int] = []
-        self.seed = seed
-        self.state = state
-        self.finish_reason: TextFinishReason | None = None
-        self.failed = False
-        self._backend: TextBackend | None = backend
-        self._pieces = pieces
-        self._eos_ids = frozenset(eos_ids)
-        self._max_tokens = max_tokens
-        self._tokens_per_step = tokens_per_step
-        self._started_s = started_s
-        self._made: list[int] = []  # by the backend, not taken yet
-        self._ready_ms = 0.0
+    _backend: TextBackend | None
+    state: TextState
+    _pieces: Detokenizer
+    _eos_ids: Collection[int]
+    seed: int
+    _max_tokens: int
+    _tokens_per_step: int
+    _started_s: float
+    ids: list[int] = field(default_factory=list)
+    finish_reason: TextFinishReason | None = None
+    failed: bool = False
+    _made: list[int] = field(default_factory=list)  # by the backend, not taken yet
+    _ready_ms: float = 0.0
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
@@ -198,14 +188,14 @@ class TextDecoder:
         check_start(config.stack, ids, max_tokens)
         after = after if after and after[1] else None
         return TokenStream(
-            backend=self._backend,
-            state=self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
-            pieces=Detokenizer(self.vocabulary),
-            eos_ids=config.eos_ids if stop_at_eos else (),
-            seed=seed,
-            max_tokens=max_tokens,
-            tokens_per_step=tokens_per_step,
-            started_s=started_s,
+            self._backend,
+            self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
+            Detokenizer(self.vocabulary),
+            config.eos_ids if stop_at_eos else (),
+            seed,
+            max_tokens,
+            tokens_per_step,
+            started_s,
         )
 
     def close(self) -> None:

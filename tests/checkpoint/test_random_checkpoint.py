@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,20 +113,6 @@ def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
     assert codes.shape == (frames, 16)
 
 
-ENSURE = "import sys; from mktts.checkpoint.random import make; print(make.ensure_named('random:tiny', sys.argv[1]))"
-
-
-def test_two_processes_make_one_checkpoint(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen([sys.executable, "-c", ENSURE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = {process.communicate(timeout=120)[0].strip() for process in started}
-    assert [process.returncode for process in started] == [0, 0]
-    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
-    assert files_of(Path(printed.pop())) == HUB_FILES | {"mktts.json"}
-
-
 def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = random_checkpoint.make
 
@@ -189,51 +173,19 @@ def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_pat
     assert (tmp_path / "precious").read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["random:", "random:huge", "random:tiny:bass", "random:tiny:base:base", "random:tiny:base:voice_design"]
-    + ["random:tiny:margin:eos0", "random:tiny:full_codec"],
-)
-def test_unknown_words_are_refused_with_the_allowed_ones(name: str) -> None:
-    with pytest.raises(CheckpointError, match="tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"):
-        open_checkpoint(name)
+WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
-        ({"size": "small"}, "size must be one of"),
-        ({"model_type": "clone"}, "type must be one of"),
-        ({"eos_after": 5}, "eos_after needs margin"),
-        ({"eos_after": 1, "margin": True}, "at least 2"),
+        *((words, WORDS_ALLOWED) for words in ("", "huge", "tiny:bass", "tiny:base:base", "tiny:base:voice_design")),
+        *((words, WORDS_ALLOWED) for words in ("tiny:margin:eos0", "tiny:full_codec")),
+        ("tiny:eos5", "eos_after needs margin"),
+        ("tiny:margin:eos1", "at least 2"),
     ],
 )
-def test_impossible_options_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+def test_unknown_or_impossible_words_are_refused_and_leave_nothing(words: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        random_checkpoint.make(tmp_path / "made", **options)
+        random_checkpoint.ensure_named(f"random:{words}", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-LOAD_0_6B = """
-import sys, torch
-from mktts.checkpoint import open_checkpoint
-views = open_checkpoint(sys.argv[1]).tensors()
-for view in views.values():
-    view.view(torch.int16).max()  # reads every page
-status = open("/proc/self/status").read()  # not ru_maxrss, which a child inherits from its parent
-print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_0_6b_with_every_weight_read_stays_within_2_3_gb(tmp_path: Path) -> None:
-    folder = random_checkpoint.make(tmp_path / "made", "0.6b", "base")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD_0_6B, str(folder)], capture_output=True, text=True, check=True
-        )
-        assert int(done.stdout) < 2.3e9
-        assert (folder / "model.safetensors").stat().st_size == 1_829_344_272 + 32  # released without metadata
-    finally:
-        shutil.rmtree(folder)  # pytest keeps the folders of three runs

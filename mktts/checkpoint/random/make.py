@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mktts.checkpoint.files import MARKER
-from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.tokenizer import TOKENIZER_CONFIG, merges, tokenizer_config, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
@@ -60,9 +59,9 @@ def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]
     if not kind.speakers:
         languages = {name: id_ for name, id_ in talker["codec_language_id"].items() if "dialect" not in name}
         talker |= {"codec_language_id": languages, "spk_id": {}, "spk_is_dialect": {}}
-    codec = files[f"{CODEC_FOLDER}/config.json"]
+    codec = files["speech_tokenizer/config.json"]
     codec = codec if full_codec else _changed(codec, changes["tiny-codec"])
-    return {**files, "config.json": config, f"{CODEC_FOLDER}/config.json": codec}
+    return {**files, "config.json": config, "speech_tokenizer/config.json": codec}
 
 
 def _changed(content: Json, changes: Json) -> Json:
@@ -98,7 +97,7 @@ def make(
     marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed}
     files[MARKER] = marker | {"margin": margin, "eos_after": eos_after}
     with whole_folder(folder) as work:
-        (work / CODEC_FOLDER).mkdir()
+        (work / "speech_tokenizer").mkdir()
         for name, content in files.items():
             write_json(work / name, content, sort_keys=False)
         write_tokenizer(work)
@@ -107,8 +106,8 @@ def make(
         if margin:
             widen_margins(tensors, config, seed, eos_after)
         write_weights(work, tensors)
-        codec = expected_codec_tensors(files[f"{CODEC_FOLDER}/config.json"])
-        write_weights(work / CODEC_FOLDER, random_tensors(codec, seed, torch.float32))
+        codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
+        write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32))
     return folder
 
 
