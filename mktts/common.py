@@ -20,12 +20,11 @@ from mktts.errors import CheckpointError, MkttsError, OptionsError
 _PATIENCE_S = 1.0
 
 
-def write_whole(path: Path | str, data: bytes, mode: int = 0o644, *, lasting: bool = False) -> Path:
+def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
     """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
 
-    mode: of a new file; nobody may read more of it meanwhile. lasting: what stands in place is whole after a loss of
-    power too, for the time of a write to the disk. A symbolic link stays, and what it points to is
-    replaced. A device or a FIFO stays, and is written to.
+    mode: of a new file; nobody may read more of it meanwhile. A symbolic link stays, and what it points to is replaced.
+    A device or a FIFO stays, and is written to.
     """
     path = Path(path)
     try:
@@ -38,9 +37,6 @@ def write_whole(path: Path | str, data: bytes, mode: int = 0o644, *, lasting: bo
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-                if lasting:
-                    file.flush()
-                    os.fsync(file.fileno())
             os.chmod(part, mode)  # mkstemp makes files that only their owner can read
             os.replace(part, target)
         except BaseException:

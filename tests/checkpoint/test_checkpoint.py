@@ -35,7 +35,7 @@ def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, spec in sorted(specs.items()):
-        start, end = end, end + spec.nbytes(dtype)
+        start, end = end, end + spec.params * {"BF16": 2, "F32": 4}[dtype]
         header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
