@@ -26,7 +26,7 @@ SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7
 TOGETHER = SimpleNamespace(model=BATCH)
 TORCH = Sampling(rng="torch")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-DTYPE = r"dtype must be torch\.bfloat16, torch\.float32 or None"
+DTYPE = r"dtype must be one of torch.bfloat16, torch.float32"
 
 
 @pytest.mark.parametrize(
