@@ -75,7 +75,6 @@ def make(
     size: str = "tiny",
     model_type: str = "custom_voice",
     *,
-    seed: int = 0,
     margin: bool = False,
     eos_after: int | None = None,
     full_codec: bool = False,
@@ -94,20 +93,20 @@ def make(
             "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
         )
     files = small_files(size, model_type, full_codec or not size.startswith("tiny"))
-    marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed}
-    files[MARKER] = marker | {"margin": margin, "eos_after": eos_after}
+    marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "margin": margin}
+    files[MARKER] = marker | {"eos_after": eos_after}
     with whole_folder(folder) as work:
         (work / "speech_tokenizer").mkdir()
         for name, content in files.items():
             write_json(work / name, content, sort_keys=False)
         write_tokenizer(work)
         config = ModelConfig.load(work)
-        tensors = random_tensors(expected_tensors(config), seed, torch.bfloat16)
+        tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
         if margin:
-            widen_margins(tensors, config, seed, eos_after)
+            widen_margins(tensors, config, 0, eos_after)
         write_weights(work, tensors)
         codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
-        write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32))
+        write_weights(work / "speech_tokenizer", random_tensors(codec, 0, torch.float32))
     return folder
 
 
