@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -20,12 +20,11 @@ from mktts.errors import CheckpointError, MkttsError, OptionsError
 _PATIENCE_S = 1.0
 
 
-def write_whole(path: Path | str, data: bytes, mode: int = 0o644, *, lasting: bool = False) -> Path:
+def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
     """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
 
-    mode: of a new file; nobody may read more of it meanwhile. lasting: what stands in place is whole after a loss of
-    power too, for the time of a write to the disk. A symbolic link stays, and what it points to is
-    replaced. A device or a FIFO stays, and is written to.
+    mode: of a new file; nobody may read more of it meanwhile. A symbolic link stays, and what it points to is replaced.
+    A device or a FIFO stays, and is written to.
     """
     path = Path(path)
     try:
@@ -38,9 +37,6 @@ def write_whole(path: Path | str, data: bytes, mode: int = 0o644, *, lasting: bo
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-                if lasting:
-                    file.flush()
-                    os.fsync(file.fileno())
             os.chmod(part, mode)  # mkstemp makes files that only their owner can read
             os.replace(part, target)
         except BaseException:
@@ -151,12 +147,20 @@ def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
             print(f" {elapsed_s:.1f} s", file=sys.stderr)
 
 
-def whole_number(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
-    """Raises OptionsError unless `value` is a whole number of at least `at_least` and, where given, `at_most`."""
+def whole_number(
+    name: str, value: object, at_least: int, at_most: int | None = None, error: type[MkttsError] = OptionsError
+) -> None:
+    """Raises `error` unless `value` is a whole number of at least `at_least` and, where given, at most `at_most`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-        raise OptionsError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+        raise error(f"{name} must be a whole number of at least {at_least}, got {value!r}")
     if at_most is not None and value > at_most:
-        raise OptionsError(f"{name} must be at most {at_most}, got {value}")
+        raise error(f"{name} must be at most {at_most}, got {value}")
+
+
+def one_of(name: str, value: object, known: Collection[object], error: type[MkttsError] = OptionsError) -> None:
+    """Raises `error` unless `value` is one of `known`."""
+    if value not in known:
+        raise error(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 def counted(number: int, what: str) -> str:

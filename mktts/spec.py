@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from mktts.common import read_object
+from mktts.common import one_of, read_object
 from mktts.errors import CheckpointError
 
 SAMPLE_RATE_HZ = 24_000
@@ -168,8 +168,7 @@ class ModelConfig:
         where = str(folder / "config.json")
         talker = _get(raw, "talker_config", dict, where)
         name = _get(raw, "tts_model_type", str, where)
-        if name not in MODEL_TYPES:
-            raise CheckpointError(f"{where}: tts_model_type must be one of {', '.join(MODEL_TYPES)}, found {name!r}")
+        one_of(f"{where}: tts_model_type", name, MODEL_TYPES, CheckpointError)
         model_type = MODEL_TYPES[name]
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:

@@ -39,8 +39,3 @@ def python_without(packages: Collection[str], code: str) -> subprocess.Completed
     """What `code` does in a process of its own in which these packages cannot be imported."""
     command = [sys.executable, "-c", _BLOCK.format(names=tuple(packages)) + code]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **python_path()}, timeout=120)
-
-
-def mktts_without(packages: Collection[str], *words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m mktts WORD...` in such a process."""
-    return python_without(packages, f"from mktts.cli import main; sys.exit(main({list(words)!r}))")

@@ -35,16 +35,15 @@ class Chromium:
     port: int
 
     @contextlib.asynccontextmanager
-    async def tab(self, url: str, width: int = 760, height: int = 680) -> AsyncIterator[Tab]:
+    async def tab(self, url: str, height: int = 680) -> AsyncIterator[Tab]:
         """A new tab at `url`, loaded; closed afterwards."""
         about = await asyncio.to_thread(self._ask, f"new?{urllib.parse.quote(url, safe='')}", "PUT")
         async with websockets.connect(about["webSocketDebuggerUrl"], max_size=None, close_timeout=0.1) as socket:
             tab = Tab(socket)
             for domain in ("Runtime", "Page", "Network"):
                 await tab.command(f"{domain}.enable")
-            await tab.command(
-                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-            )
+            size = {"width": 760, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            await tab.command("Emulation.setDeviceMetricsOverride", **size)
             await tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
             await tab.command("Page.bringToFront")  # a tab behind another one gets no clicks
             yield tab

@@ -6,7 +6,8 @@ import gc
 import inspect
 import os
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,6 @@ import pytest
 
 from mktts.batch.admission import AdmissionSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.llm.tokens import TextVocabulary
 from mktts.model.tokenizer import TextTokenizer
 from mktts.synth import loading
 
@@ -65,20 +65,14 @@ def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
     """Keeps the tokenizers of the cache's checkpoints: a vocabulary takes a quarter of a second to read, the files do
     not change while tests run, and a tokenizer has no state. Those of all other folders are read every time."""
-    shared = Path(os.environ["MKTTS_CACHE"]).resolve()
-    kept: dict[tuple, TextTokenizer | TextVocabulary] = {}
+    shared, read = Path(os.environ["MKTTS_CACHE"]).resolve(), TextTokenizer.load
+    kept = cache(read)
+
+    def load(folder: str | Path) -> TextTokenizer:
+        return (kept if Path(folder).resolve().is_relative_to(shared) else read)(folder)
+
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (TextTokenizer, TextVocabulary):
-
-            def load(cls: type, folder: str | Path, *words: int, read: Callable = kind.load) -> object:
-                if not Path(folder).resolve().is_relative_to(shared):
-                    return read(folder, *words)
-                key = (cls, Path(folder).resolve(), *words)
-                if key not in kept:
-                    kept[key] = read(folder, *words)
-                return kept[key]
-
-            patch.setattr(kind, "load", classmethod(load))
+        patch.setattr(TextTokenizer, "load", load)
         yield
 
 

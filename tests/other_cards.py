@@ -84,21 +84,13 @@ class Model:
         builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
         prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
         fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))
-        codes = run(fp32, prompt, frames).codes
+        codes, _ = run(fp32, prompt, frames)
         exact, rounded = (_forced(backend, prompt, codes[:FORCED_FRAMES]) for backend in (fp32, bf16))
         return cls(config, tensors, prompt, codes, exact, error_of(rounded, exact))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Greedy codes (frames, 16) of one stream, and what each step took."""
-
-    codes: Tensor
-    steps_ms: list[float]
-
-
-def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
-    """Up to `frames` frames, fewer where speech ends."""
+def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> tuple[Tensor, list[float]]:
+    """Greedy codes (T, 16) of one stream, T <= `frames` where speech ends, and what each step took in ms."""
     state = backend.start(prompt, Sampling().greedy(), 0, frames)
     codes, steps_ms = [], []
     for index in range(frames):
@@ -108,7 +100,7 @@ def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> Run:
         if frame.codes is None:
             break
         codes.append(frame.codes)
-    return Run(torch.stack(codes), steps_ms)
+    return torch.stack(codes), steps_ms
 
 
 def error_of(found: list[Observed], exact: list[Observed]) -> float:
@@ -142,18 +134,18 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
     from mktts.kernel.backend import MegakernelBackend
 
     backend = MegakernelBackend(model.config, model.tensors, card=card)
-    made = run(backend, model.prompt)
-    same = min(len(made.codes), len(model.codes))
-    differ = (made.codes[:same] != model.codes[:same]).any(1).nonzero()
+    codes, steps_ms = run(backend, model.prompt)
+    same = min(len(codes), len(model.codes))
+    differ = (codes[:same] != model.codes[:same]).any(1).nonzero()
     return {
         "arch": card.arch,
         "multiprocessors": card.multiprocessors,
         "blocks": backend.shape.blocks,
         "shared_bytes": backend.shared_bytes,
-        "equal": torch.equal(made.codes, model.codes),
+        "equal": torch.equal(codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
         "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,
-        "frame_ms": statistics.median(made.steps_ms[_WARM_FRAMES:] or made.steps_ms),
+        "frame_ms": statistics.median(steps_ms[_WARM_FRAMES:] or steps_ms),
     }
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import wave
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -61,17 +60,6 @@ def test_say_from_a_pipe_to_a_pipe_gives_the_samples_of_the_file(capfdbinary, mo
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
     assert main(["say", "-", *SAY[2:], "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
-def test_say_writes_wav_into_a_fifo_and_leaves_it_there(tmp_path):
-    os.mkfifo("fifo")
-    with ThreadPoolExecutor(1) as pool:
-        read = pool.submit((tmp_path / "fifo").read_bytes)
-        assert main([*SAY, "-o", "fifo"]) == 0
-        assert main([*SAY, "-o", "out.wav"]) == 0
-        assert read.result(10) == (tmp_path / "out.wav").read_bytes()
-    assert (tmp_path / "fifo").is_fifo()
 
 
 def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
@@ -146,13 +134,6 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(tmp_path, capsys, 
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("mktts: ")
     assert captured.out == "" and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words", [["voice", "me.wav", "-o", "me.safetensors"], ["text", "Once upon a time"]], ids=str)
-def test_what_would_be_nonsense_without_a_checkpoint_wants_one(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert "required: --checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

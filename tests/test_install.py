@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -13,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import pytest
-from install_table import PYTHONS, ROOT, SYSTEMS, TABLE, IndexUnreachable, left_out, requirements, resolve
+from install_table import PYTHONS, ROOT, SYSTEMS, TABLE, left_out, requirements, resolve
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -143,20 +142,5 @@ def test_the_table_has_every_system_and_python_and_what_is_left_out_there():
 @pytest.mark.skipif(find_spec("uv") is None, reason="needs the package uv")
 @pytest.mark.parametrize(("system", "python"), EACH, ids=lambda value: getattr(value, "name", value))
 def test_the_requirements_resolve_to_wheels(system, python, tmp_path):
-    if not has_route():
-        pytest.skip("no network at all: the package index cannot be asked")
-    try:
-        row = resolve(system, python, tmp_path)
-    except IndexUnreachable as error:
-        pytest.fail(f"there is a network, and the package index is out of reach: {error}")
+    row = resolve(system, python, tmp_path)
     assert row["ok"], row["error"]
-
-
-def has_route() -> bool:
-    """Whether packets to elsewhere would leave this machine; none is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation
-        except OSError:
-            return False
-    return True

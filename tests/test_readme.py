@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from other_cards import CASES
 from readme_figures import CARDS, FIGURE, SPEED, renewed, speed_table, state_of
-from test_rooms import ALLOWED
 
 from mktts.cli import parse
 from mktts.kernel.build import TARGETS
@@ -148,14 +147,6 @@ def test_the_rooms_are_those_of_the_package():
     package = ROOT / "mktts"
     assert sorted(listed) == sorted(path.name for path in package.iterdir() if list(path.glob("[!_]*.py")))
     assert [path for path in re.findall(r"^(\w+)/ ", tree, re.MULTILINE) if not (ROOT / path).is_dir()] == []
-
-
-def test_contributors_are_told_which_room_may_import_which():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|$", text, re.MULTILINE)
-    assert {room: set(re.findall(r"\w+", allowed)) for room, allowed in rows} == {
-        room: set(allowed.split()) for room, allowed in ALLOWED.items()
-    }
 
 
 def test_the_compute_capabilities_are_those_that_are_compiled_for():

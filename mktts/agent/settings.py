@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from mktts.arguments import option
 from mktts.checkpoint import DEFAULT_CHECKPOINT
+from mktts.common import one_of
 from mktts.errors import AgentError
 from mktts.model.prompt import Layout
 
@@ -83,8 +84,7 @@ class AgentSettings:
             ("turn_end", self.turn_end, get_args(TurnEnd)),
             ("layout", self.layout, (None, *get_args(Layout))),
         ):
-            if value not in known:
-                raise AgentError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+            one_of(name, value, known, AgentError)
         if self.openai_url is not None and urlsplit(self.openai_url).scheme not in ("http", "https"):
             raise AgentError(f"the model's address must begin with http:// or https://, got {self.openai_url!r}")
 

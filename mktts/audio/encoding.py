@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from mktts.audio.pcm import to_pcm16
-from mktts.common import is_special, write_whole
+from mktts.common import is_special, one_of, write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -69,8 +69,7 @@ def encoder_of(
     Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
     the package av (PyAV) is missing that this needs.
     """
-    if kind not in STREAM_FORMATS:
-        raise AudioError(f"format must be one of {', '.join(STREAM_FORMATS)}, got {kind!r}")
+    one_of("format", kind, STREAM_FORMATS, AudioError)
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
     encoder: Encoder

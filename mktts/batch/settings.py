@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from mktts.codec.packed import Precision
-from mktts.common import whole_number
-from mktts.errors import OptionsError
+from mktts.common import one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,4 @@ class BatchSettings:
         for name in ("max_streams", "positions", "memory_bytes"):
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, at_least=1)
-        if self.codec not in ("full", "fast"):
-            raise OptionsError(f"codec must be 'full' or 'fast', got {self.codec!r}")
+        one_of("codec", self.codec, get_args(Precision))

@@ -202,16 +202,11 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
             f"{repo_id} at revision {revision}: expected a checkpoint on the Hub, found none "
             f"({type(error).__name__}). Check the id, or {by_folder}."
         ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        # no connection, HF_HUB_OFFLINE, a proxy in the way: all reach us as these
-        raise CheckpointError(
-            f"{repo_id} at revision {revision}: the Hub is offline or unreachable from here "
-            f"({type(error).__name__}) and the local cache does not hold it; {by_folder}."
-        ) from None
     except Exception as error:  # huggingface_hub lets its HTTP client's own exceptions through
+        reason = next(iter(str(error).splitlines()), "")
         raise CheckpointError(
-            f"{repo_id} at revision {revision}: the Hub is offline or answered with an error "
-            f"({type(error).__name__}: {error}); {by_folder}."
+            f"{repo_id} at revision {revision}: the Hub is offline, unreachable from here or answered with an error "
+            f"({type(error).__name__}: {reason}), and the local cache does not hold it; {by_folder}."
         ) from None
     return Path(folder), revision
 

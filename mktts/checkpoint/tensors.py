@@ -39,9 +39,9 @@ class TensorSpec:
     def params(self) -> int:
         return math.prod(self.shape)
 
-    def nbytes(self, dtype: str | None = None) -> int:
-        """Bytes of the data in `dtype` (a safetensors name), or in the first allowed one."""
-        return self.params * DTYPE_BYTES[dtype or self.dtypes[0]]
+    def nbytes(self) -> int:
+        """Bytes of the data in the first allowed dtype."""
+        return self.params * DTYPE_BYTES[self.dtypes[0]]
 
 
 TensorSpecs = dict[str, TensorSpec]

@@ -22,6 +22,7 @@ from mktts.model.sampling import Choice, checked_seed, choose, gumbel
 from mktts.spec import StackConfig
 
 TextState = Any  # backend-specific dataclass: KV cache, position, newest token, seed
+After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
 
 
 class TextBackend(ABC):
@@ -31,17 +32,11 @@ class TextBackend(ABC):
     config: TextConfig
 
     @abstractmethod
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`."""
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextState:
+        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`.
 
-    @abstractmethod
-    def go_on(
-        self, state: TextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
-    ) -> TextState:
-        """As `start`, without computing the first `keep` of the prompt's tokens again: those are the first of what
-        `state` holds, its prompt and then its tokens but for the newest. `state` stays as it is.
-
-        1 <= keep < L. Sums may be ordered otherwise than `start` has them.
+        after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
+        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then.
         """
 
     def step(self, state: TextState, count: int = 1, debug: Tensor | None = None) -> list[int]:
@@ -74,8 +69,6 @@ def check_start(stack: StackConfig, prompt: Tensor, max_tokens: int) -> None:
     if int(prompt.min()) < 0 or int(prompt.max()) >= stack.vocab_size:
         found = f"{int(prompt.min())} to {int(prompt.max())}"
         raise PromptError(f"prompt ids must be from 0 to {stack.vocab_size - 1}, got {found}")
-    if max_tokens < 1:
-        raise CapacityError(f"max_tokens must be at least 1, got {max_tokens}")
     if len(prompt) + max_tokens > stack.max_position_embeddings:
         raise CapacityError(
             f"{len(prompt)} prompt tokens and max_tokens {max_tokens} exceed the model's "
@@ -116,29 +109,24 @@ class TorchTextBackend(TextBackend):
         self.head = self.embedding if config.tied else tensors[HEAD].to(self.device, dtype)
 
     @torch.inference_mode()
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
-        check_start(self.config.stack, prompt, max_tokens)
-        return self._begin(self.stack.new_cache(len(prompt) + max_tokens), prompt, choice, seed, max_tokens)
-
-    @torch.inference_mode()
-    def go_on(
-        self, state: TorchTextState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
-    ) -> TorchTextState:
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TorchTextState:
         check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
-        for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
-            new[:, :, :, :keep] = kept[:, :, :, :keep]
-        cache.length = keep
-        return self._begin(cache, prompt, choice, seed, max_tokens)
-
-    def _begin(self, cache: KVCache, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TorchTextState:
+        if after is not None:
+            state, cache.length = after
+            for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
+                new[:, :, :, : cache.length] = kept[:, :, :, : cache.length]
         rows = self.embedding[prompt[cache.length :].to(self.device)]
         hidden = self.stack.forward(rows[None], cache)
         return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
 
     @torch.inference_mode()
     def _make(self, state: TorchTextState, most: int, debug: Tensor | None) -> list[int]:
-        state.last = self._draw(self.logits(state), state)
+        logits, noise = self.logits(state), None
+        if state.choice.do_sample:
+            (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
+            noise = drawn.to(self.device)
+        state.last = int(choose(logits, state.choice, noise))
         state.tokens += 1
         return [state.last]
 
@@ -149,9 +137,3 @@ class TorchTextBackend(TextBackend):
             row = self.embedding[state.last : state.last + 1]
             state.hidden, state.last = self.stack.forward(row[None], state.cache), None
         return F.linear(state.hidden, self.head)[0, -1].float()
-
-    def _draw(self, logits: Tensor, state: TorchTextState) -> int:
-        if not state.choice.do_sample:
-            return int(choose(logits, state.choice, None))
-        (noise,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
-        return int(choose(logits, state.choice, noise.to(self.device)))

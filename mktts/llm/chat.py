@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mktts.common import read_object
+from mktts.common import one_of, read_object
 from mktts.errors import CheckpointError, TextError
 from mktts.llm.tokens import TextVocabulary
 
@@ -62,8 +62,7 @@ class ChatTemplate:
         encode = self._vocabulary.encode
         ids: list[int] = []
         for message in messages:
-            if message.role not in ROLES:
-                raise TextError(f"a message's role must be one of {', '.join(ROLES)}, got {message.role!r}")
+            one_of("a message's role", message.role, ROLES, TextError)
             content = message.content
             if message.role == "assistant":
                 content = content.rpartition(_THOUGHT)[2].lstrip("\n") if _THOUGHT in content else content

@@ -6,7 +6,6 @@ weights are memory-mapped when asked for. What the decoder does not compute is r
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,17 +18,16 @@ from torch import Tensor
 from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.files import MARKER, WeightFiles
 from mktts.checkpoint.open import resolve
-from mktts.checkpoint.random.make import whole_folder, write_tokenizer, write_weights
-from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors
+from mktts.checkpoint.random.make import made_once, whole_folder, write_tokenizer, write_weights
+from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors, shrink_branches
 from mktts.checkpoint.tensors import TensorSpecs, check, stack_shapes, tensor_specs
-from mktts.common import cache_folder, read_object, write_json
+from mktts.common import cache_folder, one_of, read_object, write_json
 from mktts.errors import CheckpointError, SamplingError
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
 from mktts.spec import StackConfig
 
 RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
-BRANCH_SHARE = 0.15  # of the residual stream, that attention and MLPs add up to with wide margins
 _RELEASED = Path(__file__).with_name("qwen3_0.6b.json")  # the released JSON files (Apache-2.0)
 _TINY = {
     "hidden_size": 64,
@@ -41,7 +39,6 @@ _TINY = {
     "max_window_layers": 3,
 }
 SIZES: dict[str, dict[str, Any]] = {"tiny": _TINY, "tiny-untied": {**_TINY, "tie_word_embeddings": False}, "0.6b": {}}
-MODEL_TYPE = "qwen3"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 STACK = "model."  # prefix of the layers and the final norm
@@ -71,10 +68,9 @@ class TextConfig:
     def load(cls, folder: Path) -> TextConfig:
         """Reads config.json and the end ids of generation_config.json. Raises CheckpointError naming the key."""
         where, raw = str(folder / "config.json"), read_object(folder / "config.json")
-        found = raw.get("model_type")
-        if found != MODEL_TYPE:
+        if (found := raw.get("model_type")) != "qwen3":
             raise CheckpointError(
-                f"{where}: model_type must be {MODEL_TYPE!r}, found {found!r}. TextDecoder reads Qwen3 text models; "
+                f"{where}: model_type must be 'qwen3', found {found!r}. TextDecoder reads Qwen3 text models; "
                 "speech checkpoints go to Synthesizer."
             )
         for key, value in _FIXED.items():
@@ -203,48 +199,32 @@ def _eos_ids(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
 # ---- random weights: for timing and parity only
 
 
-def make_text_checkpoint(
-    folder: str | Path,
-    size: str = "tiny",
-    *,
-    seed: int = 0,
-    margin: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    shards: int = 1,
-    store_head: bool = False,
-) -> Path:
+def make_text_checkpoint(folder: Path, size: str = "tiny", *, margin: bool = False) -> Path:
     """Writes a random text checkpoint to `folder` (all of it or nothing) and returns the folder.
 
-    size: "tiny", "tiny-untied", "0.6b". dtype: bfloat16 or float32. shards: files the model is spread over.
-    margin: every greedy choice wins by a wide margin, so that backends agree token for token; the head is untied.
-    store_head: a tied head is stored again as lm_head.weight, as in the released 0.6B.
+    size: "tiny", "tiny-untied", "0.6b". margin: every greedy choice wins by a wide margin, so that backends agree token
+    for token; the head is untied.
 
-    Raises CheckpointError for an unknown size or dtype, or where `folder` cannot be written or is not empty.
+    Raises CheckpointError for an unknown size, or where `folder` cannot be written or is not empty.
     """
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise CheckpointError(f"dtype must be torch.bfloat16 or torch.float32, found {dtype}")
-    raw = config_json(size) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    if margin:
-        raw["tie_word_embeddings"] = False
-    with whole_folder(Path(folder)) as work:
+    raw = config_json(size) | ({"tie_word_embeddings": False} if margin else {})
+    with whole_folder(folder) as work:
         for name, content in (
             ("config.json", raw),
-            ("generation_config.json", _released("generation_config")),
-            (MARKER, {"random": True, "recipe": RECIPE, "size": size, "seed": seed, "margin": margin}),
+            ("generation_config.json", read_object(_RELEASED)["generation_config"]),
+            (MARKER, {"random": True, "recipe": RECIPE, "size": size, "margin": margin}),
         ):
             write_json(work / name, content, sort_keys=False)
         write_tokenizer(work)
         config = TextConfig.load(work)
-        tensors = random_tensors(expected_text_tensors(config), seed, dtype)
+        tensors = random_tensors(expected_text_tensors(config), 0, torch.bfloat16)
         if margin:
-            _widen_margins(tensors, config, seed)
+            _widen_margins(tensors, config)
         elif config.tied:
             # embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation
             tensors[f"{STACK}norm.weight"] *= HEAD_LOGIT_STD
-        if store_head:
-            tensors[HEAD] = tensors[EMBEDDING].clone()
-        write_weights(work, tensors, shards)
-    return Path(folder)
+        write_weights(work, tensors)
+    return folder
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
@@ -255,36 +235,22 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
             f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {', '.join(SIZES)}"
         )
     folder = cache_folder(cache) / "-".join([f"random-text-r{RECIPE}", size, *rest])
-    if not (folder / MARKER).is_file():
-        try:
-            make_text_checkpoint(folder, size, margin=bool(rest))
-        except CheckpointError:
-            if not (folder / MARKER).is_file():  # otherwise another process made the same one first
-                raise
-    return folder
+    return made_once(folder, lambda: make_text_checkpoint(folder, size, margin=bool(rest)))
 
 
 def config_json(size: str) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError listing the sizes for an unknown one."""
-    if size not in SIZES:
-        raise CheckpointError(f"size must be one of {', '.join(SIZES)}, found {size!r}")
-    return {**_released("config"), **SIZES[size]}
+    one_of("size", size, SIZES, CheckpointError)
+    return {**read_object(_RELEASED)["config"], **SIZES[size]}
 
 
-def _released(name: str) -> dict[str, Any]:
-    return json.loads(_RELEASED.read_text(encoding="utf-8"))[name]
-
-
-def _widen_margins(tensors: dict[str, Tensor], config: TextConfig, seed: int) -> None:
+def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:
     """Greedy choice: a permutation of the last token, in one cycle through the whole vocabulary.
 
     The head's row of the next token is the unit embedding of this one; the branches add only a small part to it.
     """
-    stack, generator = config.stack, torch.Generator().manual_seed(seed)
-    gain = BRANCH_SHARE / math.sqrt(2 * stack.num_hidden_layers)
-    for i in range(stack.num_hidden_layers):
-        for leaf in ("self_attn.o_proj", "mlp.down_proj"):
-            tensors[f"{STACK}layers.{i}.{leaf}.weight"] *= gain
+    stack, generator = config.stack, torch.Generator().manual_seed(0)
+    shrink_branches(tensors, STACK, stack, 1.0)
     embedding = tensors[EMBEDDING]
     rows = torch.randn(embedding.shape, generator=generator)
     embedding.copy_(rows)  # component RMS 1: the scale that the branches' share refers to

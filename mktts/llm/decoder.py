@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
-from mktts.common import whole_number
+from mktts.common import one_of, whole_number
 from mktts.errors import BackendUnavailable, EngineError, TextError
-from mktts.llm.backend import TextBackend, TextState, TorchTextBackend, check_start
+from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.tokens import Detokenizer, TextVocabulary
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.sampling import MAX_SEED, Choice, drawn_seed
 
 TextBackendName = Literal["auto", "torch", "megakernel"]
-
-
 TextFinishReason = Literal["eos", "max_tokens", "cancelled"]
 
 
@@ -44,6 +42,7 @@ class Token:
     ready_ms: float
 
 
+@dataclass(eq=False, repr=False)
 class TokenStream:
     """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
 
@@ -52,30 +51,19 @@ class TokenStream:
     finish_reason: None while tokens may still come, and when the model `failed`.
     """
 
-    def __init__(
-        self,
-        backend: TextBackend,
-        state: TextState,
-        pieces: Detokenizer,
-        eos_ids: Sequence[int],
-        seed: int,
-        max_tokens: int,
-        tokens_per_step: int,
-        started_s: float,
-    ) -> None:
-        self.ids: list[int] = []
-        self.seed = seed
-        self.state = state
-        self.finish_reason: TextFinishReason | None = None
-        self.failed = False
-        self._backend: TextBackend | None = backend
-        self._pieces = pieces
-        self._eos_ids = frozenset(eos_ids)
-        self._max_tokens = max_tokens
-        self._tokens_per_step = tokens_per_step
-        self._started_s = started_s
-        self._made: list[int] = []  # by the backend, not taken yet
-        self._ready_ms = 0.0
+    _backend: TextBackend | None
+    state: TextState
+    _pieces: Detokenizer
+    _eos_ids: Collection[int]
+    seed: int
+    _max_tokens: int
+    _tokens_per_step: int
+    _started_s: float
+    ids: list[int] = field(default_factory=list)
+    finish_reason: TextFinishReason | None = None
+    failed: bool = False
+    _made: list[int] = field(default_factory=list)  # by the backend, not taken yet
+    _ready_ms: float = 0.0
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
@@ -135,13 +123,11 @@ class TextDecoder:
         backend: TextBackend,
         checkpoint: TextCheckpoint,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Puts a made backend behind the interface; `load` is the usual way in."""
         self.checkpoint = checkpoint
         self.backend_name = backend.name
         self.device = torch.device(device)
-        self.dtype = dtype
         self.choice = checkpoint.choice()
         self.vocabulary: TextVocabulary = checkpoint.tokenizer()
         self._backend: TextBackend | None = backend
@@ -161,12 +147,11 @@ class TextDecoder:
         "cuda:1", or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU.
         Raises CheckpointError, and BackendUnavailable naming what is missing.
         """
-        if backend not in get_args(TextBackendName):
-            raise BackendUnavailable(f"backend must be one of {get_args(TextBackendName)}, got {backend!r}")
+        one_of("backend", backend, get_args(TextBackendName), BackendUnavailable)
         where = device_named(device)
         dtype = dtype or default_dtype(where)
         checkpoint = open_text_checkpoint(source)
-        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where, dtype)
+        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where)
 
     def generate(
         self,
@@ -177,7 +162,7 @@ class TextDecoder:
         max_tokens: int = 256,
         stop_at_eos: bool = True,
         tokens_per_step: int = 1,
-        after: tuple[TextState, int] | None = None,
+        after: After = None,
     ) -> TokenStream:
         """Prefills `prompt` and returns the stream of new tokens.
 
@@ -186,7 +171,7 @@ class TextDecoder:
         stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
         of them waits for the last, and cancelling takes effect after that many at most.
         after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
-        holds; those are not computed again (see `mktts.agent.llm.TextConversation`).
+        holds, or 0; those are not computed again (see `mktts.agent.llm.TextConversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
         positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.
@@ -201,17 +186,16 @@ class TextDecoder:
         whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
-        how = (ids, choice or self.choice, seed, max_tokens)
-        state, keep = after or (None, 0)
+        after = after if after and after[1] else None
         return TokenStream(
-            backend=self._backend,
-            state=self._backend.go_on(state, keep, *how) if keep else self._backend.start(*how),
-            pieces=Detokenizer(self.vocabulary),
-            eos_ids=config.eos_ids if stop_at_eos else (),
-            seed=seed,
-            max_tokens=max_tokens,
-            tokens_per_step=tokens_per_step,
-            started_s=started_s,
+            self._backend,
+            self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
+            Detokenizer(self.vocabulary),
+            config.eos_ids if stop_at_eos else (),
+            seed,
+            max_tokens,
+            tokens_per_step,
+            started_s,
         )
 
     def close(self) -> None:

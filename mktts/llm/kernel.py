@@ -25,7 +25,7 @@ from mktts.kernel.launch import (
 )
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
-from mktts.llm.backend import TextBackend, check_start
+from mktts.llm.backend import After, TextBackend, check_start
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
@@ -100,28 +100,11 @@ class TextKernelBackend(TextBackend):
         self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 
     @torch.inference_mode()
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
-        state = self._new(prompt, choice, seed, max_tokens)
-        state.hidden.copy_(self._prefill.fill(self._rows(prompt), state.kv))
-        return state
-
-    @torch.inference_mode()
-    def go_on(
-        self, state: TextKernelState, keep: int, prompt: Tensor, choice: Choice, seed: int, max_tokens: int
-    ) -> TextKernelState:
-        new = self._new(prompt, choice, seed, max_tokens)
-        new.hidden.copy_(self._prefill.go_on(self._rows(prompt), new.kv, kept_of_cache(state.kv, keep)))
-        return new
-
-    def _rows(self, prompt: Tensor) -> Tensor:
-        return self._weights["embeddings0"][prompt.to(self.device)]
-
-    def _new(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> TextKernelState:
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextKernelState:
         stack = self.config.stack
         check_start(stack, prompt, max_tokens)
-        kv = self.shape.cache(len(prompt) + max_tokens)
-        return TextKernelState(
-            kv=torch.empty(kv, dtype=self.dtype, device=self.device),
+        state = TextKernelState(
+            kv=torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
             hidden=torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
             out=pinned_words(MAX_TOKENS_A_LAUNCH),
             choice=choice,
@@ -130,6 +113,12 @@ class TextKernelBackend(TextBackend):
             max_tokens=max_tokens,
             fixed=self._fixed,
         )
+        rows = self._weights["embeddings0"][prompt.to(self.device)]
+        if after is None:
+            state.hidden.copy_(self._prefill.fill(rows, state.kv))
+        else:
+            state.hidden.copy_(self._prefill.go_on(rows, state.kv, kept_of_cache(after[0].kv, after[1])))
+        return state
 
     def _make(self, state: TextKernelState, most: int, debug: Tensor | None) -> list[int]:
         """One launch."""

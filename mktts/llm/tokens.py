@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers.models import BPE
-
 from mktts.common import read_object
 from mktts.errors import CheckpointError
 from mktts.model.tokenizer import TextTokenizer, byte_symbols
@@ -30,9 +28,8 @@ class TextVocabulary:
     tokens go into a prompt as ids; `added` maps their text to them.
     """
 
-    def __init__(self, model: BPE, added: Mapping[int, AddedToken]) -> None:
-        self._model = model
-        self._tokenizer = TextTokenizer(model)
+    def __init__(self, tokenizer: TextTokenizer, added: Mapping[int, AddedToken]) -> None:
+        self._tokenizer = tokenizer
         self._added = dict(added)
         self.added = {token.content: i for i, token in added.items()}
 
@@ -42,27 +39,19 @@ class TextVocabulary:
 
         rows: of the embedding; more tokens than that raise CheckpointError, as does any unusable file.
         """
-        vocab, merges, config = (folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json"))
-        for path in (vocab, merges):
-            if not path.is_file():
-                raise CheckpointError(f"{path}: expected this file of the Hub layout, found nothing")
-        try:
-            model = BPE.from_file(str(vocab), str(merges))
-        except Exception as error:  # the library raises bare Exception for every kind of broken file
-            raise CheckpointError(f"{vocab}: expected a BPE vocabulary beside its merges, found: {error}") from None
+        tokenizer, config = TextTokenizer.load(folder), folder / "tokenizer_config.json"
         entries = read_object(config).get("added_tokens_decoder")
         try:
             added = {int(i): AddedToken(str(e["content"]), bool(e["special"])) for i, e in entries.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{config}: expected added_tokens_decoder, id to token, found: {error!r}") from None
-        vocabulary = cls(model, added)
-        top = max([vocabulary._tokenizer.vocab_size - 1, *added])
+        top = max([tokenizer.vocab_size - 1, *added])
         if top >= rows:
             raise CheckpointError(
-                f"{vocab}: expected ids below the embedding's {rows} rows, found {top}. "
+                f"{folder / 'vocab.json'}: expected ids below the embedding's {rows} rows, found {top}. "
                 "Take the tokenizer from the checkpoint's own repository."
             )
-        return vocabulary
+        return cls(tokenizer, added)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands. Raises TextError for what is not text."""
@@ -73,7 +62,7 @@ class TextVocabulary:
         added = self._added.get(token_id)
         if added is not None:
             return b"" if added.special else added.content.encode()
-        symbols = self._model.id_to_token(token_id)
+        symbols = self._tokenizer.model.id_to_token(token_id)
         if symbols is None:
             return b""
         if not set(symbols) <= _BYTES.keys():

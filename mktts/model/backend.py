@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mktts.common import whole_number
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
@@ -49,8 +50,7 @@ def check_start(embeds: Tensor, width: int, max_frames: int) -> None:
     """What every backend refuses: PromptError for rows that are not (L >= 2, width), CapacityError for no frames."""
     if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
         raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
-    if max_frames < 1:
-        raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+    whole_number("max_frames", max_frames, 1, error=CapacityError)
 
 
 class Backend(Protocol):

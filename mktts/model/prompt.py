@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mktts.common import one_of
 from mktts.errors import PromptError, TextError
 from mktts.model.backend import PromptRows
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
@@ -125,11 +126,9 @@ class PromptBuilder:
         config = self.config
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
-        if request.layout not in (None, "whole", "streaming"):
-            raise PromptError(f"layout must be 'whole', 'streaming' or None, got {request.layout!r}")
+        one_of("layout", request.layout, (None, "whole", "streaming"), PromptError)
         language = (request.language or "auto").lower()
-        if language not in config.spoken_languages:
-            raise PromptError(f"language must be one of {config.spoken_languages}, got {request.language!r}")
+        one_of("language", language, config.spoken_languages, PromptError)
         speaker = (request.speaker or "").lower() or None
         if speaker is not None and speaker not in config.speakers:
             known = sorted(config.speakers) or f"none: a {config.type.name} checkpoint has no built-in speakers"

@@ -15,13 +15,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mktts.common import one_of, whole_number
 from mktts.errors import SamplingError
 from mktts.spec import MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
@@ -101,8 +101,7 @@ class Sampling:
     rng: Rng = "philox"
 
     def __post_init__(self) -> None:
-        if self.rng not in get_args(Rng):
-            raise SamplingError(f"rng must be one of {get_args(Rng)}, got {self.rng!r}")
+        one_of("rng", self.rng, get_args(Rng), SamplingError)
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise SamplingError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
 
@@ -166,8 +165,7 @@ def checked_seed(seed: int | None) -> int:
     """`seed`, or a fresh one for None. Raises SamplingError outside [0, 2^64)."""
     if seed is None:
         return secrets.randbits(SEED_BITS)
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 1 << SEED_BITS:
-        raise SamplingError(f"seed must be a whole number of at least 0 and below 2^{SEED_BITS}, got {seed!r}")
+    whole_number("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
     return int(seed)
 
 

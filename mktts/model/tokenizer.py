@@ -30,7 +30,7 @@ class TextTokenizer:
         self._normalizer = NFC()
         self._split = Split(Regex(SPLIT_PATTERN), behavior="isolated")
         self._bytes = ByteLevel(add_prefix_space=False, use_regex=False)
-        self._model = model
+        self.model = model
         self._tokenizer = Tokenizer(model)
         self._tokenizer.normalizer = self._normalizer
         self._tokenizer.pre_tokenizer = Sequence([self._split, self._bytes])
@@ -71,7 +71,7 @@ class TextTokenizer:
 
     def encode_piece(self, piece: str) -> list[int]:
         """Token ids of one piece of `split`."""
-        return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self._model.tokenize(word)]
+        return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self.model.tokenize(word)]
 
 
 class IncrementalTokenizer:

@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.frames import CloseCode
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import one_of
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -129,8 +130,7 @@ class RemoteSource:
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
         if not self._languages:
             return
-        if style.language.lower() not in self._languages:
-            raise PromptError(f"language must be one of {', '.join(self._languages)}; got {style.language!r}")
+        one_of("language", style.language.lower(), self._languages, PromptError)
         if style.voice is not None and style.voice.lower() not in self._speakers:
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
             raise PromptError(

@@ -17,6 +17,7 @@ from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
+from mktts.common import one_of, whole_number
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, SamplingError
 from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
@@ -62,16 +63,13 @@ class Loading:
         batch: BatchSettings | None,
     ) -> Loading:
         """Raises BackendUnavailable and OptionsError, see `Synthesizer.load`."""
-        if backend not in get_args(BackendName):
-            raise BackendUnavailable(f"backend must be one of {get_args(BackendName)}, got {backend!r}")
-        if engine not in get_args(EngineChoice):
-            raise OptionsError(f"engine must be one of {get_args(EngineChoice)}, got {engine!r}")
+        one_of("backend", backend, get_args(BackendName), BackendUnavailable)
+        one_of("engine", engine, get_args(EngineChoice))
         where = device_named(device)
         dtype = default_dtype(where) if dtype is None else dtype
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise BackendUnavailable(f"dtype must be torch.bfloat16, torch.float32 or None, got {dtype!r}")
-        if cpu_threads is not None and cpu_threads < 1:
-            raise BackendUnavailable(f"cpu_threads must be at least 1 or None, got {cpu_threads}")
+        one_of("dtype", dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
+        if cpu_threads is not None:
+            whole_number("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
         if deterministic and engine == "single":
             raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
         together = engine == "batch" or bool(deterministic)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
+from mktts.common import whole_number
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -159,8 +160,7 @@ def generate_codes(
     frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
     PromptError for what upstream refuses and CapacityError for max_frames < 1.
     """
-    if max_frames < 1:
-        raise CapacityError(f"max_frames must be at least 1, got {max_frames}")
+    whole_number("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
 
     def before(module: Any, arguments: Any) -> None:

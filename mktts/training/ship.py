@@ -39,7 +39,7 @@ def ship(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None) ->
         shutil.copytree(voice, work, dirs_exist_ok=True)
         codec = {name: t.clone() for name, t in checkpoint.codec_files.map().items() if name.startswith("decoder.")}
         (work / CODEC_FOLDER / "model.safetensors").unlink()
-        write_weights(work / CODEC_FOLDER, codec, 1)
+        write_weights(work / CODEC_FOLDER, codec)
         (work / CARD).write_text(card(checkpoint, evaluation), encoding="utf-8")
     return out
 

@@ -94,11 +94,13 @@ def test_an_old_libsndfile_is_named(tmp_path, monkeypatch):
         write_audio(tmp_path / "a.opus", f32(0))
 
 
-def test_only_wav_is_written_without_soundfile(tmp_path, monkeypatch):
+def test_without_soundfile_only_wav_is_written_and_the_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     write_audio(tmp_path / "a.wav", f32(0))
     with pytest.raises(BackendUnavailable, match="soundfile"):
         write_audio(tmp_path / "a.mp3", f32(0))
+    with pytest.raises(BackendUnavailable, match="soundfile"):
+        read_audio(tmp_path / "a.wav")
 
 
 def test_a_failed_write_keeps_the_old_file_and_no_part(tmp_path, monkeypatch):
@@ -126,12 +128,6 @@ def test_what_is_not_audio_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(VoiceError, match=found):
             read_audio(path)
-
-
-def test_reading_without_soundfile_names_the_package(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(BackendUnavailable, match="soundfile"):
-        read_audio(tmp_path / "a.wav")
 
 
 def sound(milliseconds: int, dbfs: float, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from absent import needs, python_without
 from sounds import decoded, loudest_hz, tone
 
-from mktts.audio import read_audio, to_pcm16, write_audio
+from mktts.audio import to_pcm16
 from mktts.audio.encoding import STREAM_FORMATS, encoder_of
 from mktts.errors import AudioError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -141,10 +141,3 @@ def test_without_pyav_samples_are_still_sent_and_the_rest_names_the_package():
     done = python_without(["av"], code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("pip install av") == 2
-
-
-def test_an_aac_file(tmp_path):
-    path = write_audio(tmp_path / "a.aac", tone(SECONDS))
-    name, heard, rate_hz = decoded(path.read_bytes())
-    assert (name, rate_hz) == ("aac", SAMPLE_RATE_HZ) and len(heard) / rate_hz == pytest.approx(SECONDS, abs=0.1)
-    assert len(read_audio(write_audio(tmp_path / "a.opus", tone(SECONDS)))[0])  # whole files are libsndfile's

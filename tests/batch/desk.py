@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_lanes import FakeLanes
-from fakes import OFF, FakeBackend, FakeCodec, fake_model, fake_together
+from fakes import OFF, FakeBackend, FakeCodec, FakeLanes, fake_model, fake_together
 
 from mktts.batch import executor
 from mktts.batch.admission import AdmissionSettings

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from desk import Desk, chunks_of
-from fake_lanes import FakeLanes
-from fakes import OFF, ROOMY, FakeBackend, FakeCodec
+from fakes import OFF, ROOMY, FakeBackend, FakeCodec, FakeLanes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from desk import Desk, alone, fails_at, frames_of
-from fake_lanes import SETTINGS
-from fakes import OFF, ROOMY, FakeBackend, fake_model
+from fakes import OFF, ROOMY, SETTINGS, FakeBackend, fake_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

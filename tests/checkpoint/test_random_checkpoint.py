@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from upstream_models import loaded
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.tokenizer import SPECIAL_START, WORDS, vocabulary
+from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import TensorSpec
 from mktts.errors import CheckpointError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -59,19 +59,18 @@ def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> No
     assert pcm.abs().max() < 0.9
 
 
-def test_the_seed_alone_decides_the_weights(tmp_path: Path, tiny: Checkpoint) -> None:
+def test_a_checkpoint_that_is_made_again_is_the_same(tmp_path: Path, tiny: Checkpoint) -> None:
     again = random_checkpoint.make(tmp_path / "again")
-    other = random_checkpoint.make(tmp_path / "other", seed=1)
     for name in HUB_FILES:
         assert (again / name).read_bytes() == (tiny.folder / name).read_bytes()
-    for name in ("model.safetensors", "speech_tokenizer/model.safetensors"):
-        assert (other / name).read_bytes() != (tiny.folder / name).read_bytes()
 
 
-def test_float32_weights_are_the_bfloat16_ones_before_rounding(tmp_path: Path, tiny: Checkpoint) -> None:
-    fine, coarse = open_checkpoint(random_checkpoint.make(tmp_path / "f", dtype=torch.float32)), tiny.tensors()
-    assert all(torch.equal(t.bfloat16(), coarse[name]) for name, t in fine.tensors().items())
-    assert {t.dtype for t in fine.tensors().values()} == {torch.float32}
+def test_name_and_seed_alone_decide_a_tensor() -> None:
+    specs = {name: TensorSpec((4, 8)) for name in ("a.weight", "b.weight")}
+    first, again, other = (random_tensors(specs, seed, torch.float32) for seed in (0, 0, 1))
+    assert torch.equal(first["a.weight"], again["a.weight"])
+    assert not torch.equal(first["a.weight"], other["a.weight"])
+    assert not torch.equal(first["a.weight"], first["b.weight"])
 
 
 def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny: Checkpoint) -> None:
@@ -121,20 +120,6 @@ def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
     assert codes.shape == (frames, 16)
 
 
-ENSURE = "from mktts.checkpoint.random.make import ensure; print(ensure('tiny', cache=__import__('sys').argv[1]))"
-
-
-def test_two_processes_make_one_checkpoint(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen([sys.executable, "-c", ENSURE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = {process.communicate(timeout=120)[0].strip() for process in started}
-    assert [process.returncode for process in started] == [0, 0]
-    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
-    assert files_of(Path(printed.pop())) == HUB_FILES | {"mktts.json"}
-
-
 def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = random_checkpoint.make
 
@@ -143,7 +128,7 @@ def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatc
         return make(folder, *args, **options)  # what the slower of two processes sees
 
     monkeypatch.setattr(random_checkpoint, "make", late)
-    assert open_checkpoint(random_checkpoint.ensure("tiny", cache=tmp_path)).is_random
+    assert open_checkpoint(random_checkpoint.ensure_named("random:tiny", tmp_path)).is_random
 
 
 @pytest.fixture
@@ -160,7 +145,7 @@ def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless: Path, monk
     folder = random_checkpoint.cache_folder()
     assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
     assert random_checkpoint.cache_folder() == folder
-    assert random_checkpoint.ensure("tiny").parent == folder
+    assert random_checkpoint.ensure_named("random:tiny").parent == folder
     monkeypatch.setenv("HOME", str(homeless / "home"))
     assert random_checkpoint.cache_folder() == homeless / "home" / ".cache" / "mktts"
     monkeypatch.setenv("MKTTS_CACHE", str(homeless / "named"))
@@ -187,7 +172,7 @@ def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", fail)
         with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
-            random_checkpoint.ensure("tiny", cache=tmp_path)
+            random_checkpoint.ensure_named("random:tiny", tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="found content"):
@@ -195,53 +180,19 @@ def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_pat
     assert (tmp_path / "precious").read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["random:", "random:huge", "random:tiny:bass", "random:tiny:base:base", "random:tiny:base:voice_design"]
-    + ["random:tiny:margin:eos0", "random:tiny:full_codec"],
-)
-def test_unknown_words_are_refused_with_the_allowed_ones(name: str) -> None:
-    with pytest.raises(CheckpointError, match="tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"):
-        open_checkpoint(name)
+WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
-        ({"size": "small"}, "size must be one of"),
-        ({"model_type": "clone"}, "type must be one of"),
-        ({"dtype": torch.float16}, "dtype must be"),
-        ({"eos_after": 5}, "eos_after needs margin"),
-        ({"eos_after": 1, "margin": True}, "at least 2"),
-        ({"shards": 0}, "shards must be between"),
+        *((words, WORDS_ALLOWED) for words in ("", "huge", "tiny:bass", "tiny:base:base", "tiny:base:voice_design")),
+        *((words, WORDS_ALLOWED) for words in ("tiny:margin:eos0", "tiny:full_codec")),
+        ("tiny:eos5", "eos_after needs margin"),
+        ("tiny:margin:eos1", "at least 2"),
     ],
 )
-def test_impossible_options_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+def test_unknown_or_impossible_words_are_refused_and_leave_nothing(words: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        random_checkpoint.make(tmp_path / "made", **options)
+        random_checkpoint.ensure_named(f"random:{words}", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-LOAD_0_6B = """
-import sys, torch
-from mktts.checkpoint import open_checkpoint
-views = open_checkpoint(sys.argv[1]).tensors()
-for view in views.values():
-    view.view(torch.int16).max()  # reads every page
-status = open("/proc/self/status").read()  # not ru_maxrss, which a child inherits from its parent
-print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_0_6b_with_every_weight_read_stays_within_2_3_gb(tmp_path: Path) -> None:
-    folder = random_checkpoint.make(tmp_path / "made", "0.6b", "base", full_codec=False)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD_0_6B, str(folder)], capture_output=True, text=True, check=True
-        )
-        assert int(done.stdout) < 2.3e9
-        assert (folder / "model.safetensors").stat().st_size == 1_829_344_272 + 32  # released without metadata
-    finally:
-        shutil.rmtree(folder)  # pytest keeps the folders of three runs

@@ -147,22 +147,6 @@ def test_wide_margins_make_greedy_tokens_independent_of_the_dtype():
     assert runs[0] == runs[1] and len(set(runs[0])) == 16
 
 
-def test_the_oracle_ends_a_call_at_an_end_id_and_goes_on_when_asked(tiny):
-    backend, prompt = backend_of(tiny), torch.tensor([5, 6, 7])
-    ids = backend.step(backend.start(prompt, GREEDY, 0, 10), 10)
-    end = ids[4]
-    first = ids.index(end)
-    backend.config = SimpleNamespace(stack=tiny.config.stack, eos_ids=(end,))
-    state = backend.start(prompt, GREEDY, 0, 10)
-    assert backend.step(state, 10) == ids[: first + 1]
-    rest = []
-    while len(rest) < 9 - first:
-        rest += backend.step(state, 100)
-    assert ids[: first + 1] + rest == ids
-    with pytest.raises(CapacityError, match="max_tokens 10"):
-        backend.step(state)
-
-
 class FakeBackend(TextBackend):
     """Gives `ids` one after the other, whatever the prompt."""
 
@@ -171,12 +155,11 @@ class FakeBackend(TextBackend):
         self.started: list[tuple[list[int], Choice, int, int]] = []
         self.calls: list[int] = []
 
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int) -> SimpleNamespace:
+    def start(
+        self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: object = None
+    ) -> SimpleNamespace:
         self.started.append((prompt.tolist(), choice, seed, max_tokens))
         return SimpleNamespace(tokens=0, max_tokens=max_tokens)
-
-    def go_on(self, *_: object) -> None:
-        raise NotImplementedError
 
     def step(self, state: SimpleNamespace, count: int = 1, debug: Tensor | None = None) -> list[int]:
         self.calls.append(count)
@@ -216,6 +199,8 @@ def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_reques
     assert stream.finish_reason == "eos" and backend.started[0][1] == tiny.choice()
     stream = decoder.generate("Hello", max_tokens=5, stop_at_eos=False, tokens_per_step=tokens_per_step)
     assert [token.id for token in stream] == [10, 11, first, second, 10] and stream.finish_reason == "max_tokens"
+    with pytest.raises(CapacityError, match="max_tokens 0"):
+        backend.step(backend.start(torch.tensor([1]), GREEDY, 0, 0))
 
 
 def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
@@ -337,23 +322,15 @@ def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtyp
 
 # ---- the command
 
-TEXT = ["text", "Hello world", "--checkpoint", "random:tiny", "--device", "cpu", "--max-tokens", "6"]
+TEXT = ["text", "-", "--checkpoint", "random:tiny", "--device", "cpu", "--max-tokens", "6", "--seed", "1"]
 
 
-def test_the_continuation_goes_to_standard_output_and_its_timing_to_standard_error(capsys):
-    assert main([*TEXT, "--greedy"]) == 0
+def test_the_continuation_goes_to_standard_output_and_its_timing_to_standard_error(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello world\n"))
+    assert main(TEXT) == 0
     captured = capsys.readouterr()
     with TextDecoder.load("random:tiny", device="cpu") as decoder:
-        expected = decoder.generate("Hello world", choice=Choice(do_sample=False), max_tokens=6).read()
+        expected = decoder.generate("Hello world", seed=1, max_tokens=6).read()
     assert captured.out == expected + "\n"
     assert "6 tokens" in captured.err and "ended by max_tokens" in captured.err
     assert RANDOM_WEIGHTS in captured.err
-
-
-def test_a_seed_repeats_and_standard_input_is_a_prompt(capsys, monkeypatch):
-    outs = []
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello world\n"))
-    for words in ([*TEXT, "--seed", "1"], ["text", "-", *TEXT[2:], "--seed", "1"], [*TEXT, "--seed", "2"]):
-        assert main(words) == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1] != outs[2]

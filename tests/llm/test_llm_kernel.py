@@ -112,8 +112,8 @@ def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt
     keep = len(first) + len(made) - 1
     prompt = torch.tensor([*first.tolist(), *made, *range(300, 317)])
     whole = logits(kernel.start(prompt, GREEDY, 0, 8))
-    kept = logits(kernel.go_on(spoken, keep, prompt, GREEDY, 0, 8))
-    wrong = logits(kernel.go_on(another, keep, prompt, GREEDY, 0, 8))
+    kept = logits(kernel.start(prompt, GREEDY, 0, 8, (spoken, keep)))
+    wrong = logits(kernel.start(prompt, GREEDY, 0, 8, (another, keep)))
     error, control = ((found - whole).norm() / whole.norm() for found in (kept, wrong))
     print(f"{source}: relative error {error:.4f}, from another state {control:.4f}")
     assert error < 0.05 and control > 3 * error

@@ -152,7 +152,7 @@ def test_a_setting_out_of_range_is_named(kwargs, named):
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "7", True])
 def test_a_seed_out_of_range_is_named(seed):
-    with pytest.raises(SamplingError, match=r"seed.*below 2\^64"):
+    with pytest.raises(SamplingError, match="seed must be"):
         checked_seed(seed)
 
 

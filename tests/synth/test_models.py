@@ -26,7 +26,7 @@ SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7
 TOGETHER = SimpleNamespace(model=BATCH)
 TORCH = Sampling(rng="torch")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-DTYPE = r"dtype must be torch\.bfloat16, torch\.float32 or None"
+DTYPE = r"dtype must be one of torch.bfloat16, torch.float32"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"engine": "many"}, OptionsError, "engine must be one of .*'auto', 'single', 'batch'.*got 'many'"),
+        ({"engine": "many"}, OptionsError, "engine must be one of auto, single, batch, got 'many'"),
         ({"engine": "single", "deterministic": True}, OptionsError, "leave engine='single' out"),
         ({"engine": "batch", "backend": "megakernel"}, BackendUnavailable, "does not run on backend 'megakernel'"),
         ({"engine": "batch", "backend": "upstream"}, BackendUnavailable, "does not run on backend 'upstream'"),

@@ -67,7 +67,7 @@ def write_random_codec(folder):
         if name.startswith("speech_tokenizer/"):
             write_json(folder / name.split("/")[1], content)
     write_json(folder / "config.json", raw)
-    write_weights(folder, random_tensors(expected_codec_tensors(raw), 0, torch.float32), 1)
+    write_weights(folder, random_tensors(expected_codec_tensors(raw), 0, torch.float32))
     return folder
 
 

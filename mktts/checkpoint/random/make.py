@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mktts.checkpoint.files import MARKER
 from mktts.checkpoint.random.tokenizer import TOKENIZER_CONFIG, merges, tokenizer_config, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
-from mktts.common import cache_folder, read_object, write_json
+from mktts.common import cache_folder, one_of, read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import MODEL_TYPES, ModelConfig
 
@@ -42,10 +42,8 @@ def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]
 
     Raises CheckpointError listing the allowed words for an unknown `size` or `model_type`.
     """
-    if size not in SIZES:
-        raise CheckpointError(f"size must be one of {', '.join(SIZES)}, found {size!r}")
-    if model_type not in MODEL_TYPES:
-        raise CheckpointError(f"type must be one of {', '.join(MODEL_TYPES)}, found {model_type!r}")
+    one_of("size", size, SIZES, CheckpointError)
+    one_of("type", model_type, MODEL_TYPES, CheckpointError)
     names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
     files = {name: read_object(_RELEASED / name) for name in names if name != TOKENIZER_CONFIG}
     changes, kind = read_object(_FOLDER / "sizes.json"), MODEL_TYPES[model_type]
@@ -73,81 +71,50 @@ def _changed(content: Json, changes: Json) -> Json:
 
 
 def make(
-    folder: str | Path,
+    folder: Path,
     size: str = "tiny",
     model_type: str = "custom_voice",
     *,
-    seed: int = 0,
     margin: bool = False,
     eos_after: int | None = None,
-    full_codec: bool | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    shards: int = 1,
+    full_codec: bool = False,
 ) -> Path:
-    """Writes a random checkpoint to `folder` (all of it or nothing) and returns the folder.
+    """Writes a random checkpoint, bfloat16 with a float32 codec, to `folder` (all of it or nothing) and returns that.
 
     size: "tiny", "tiny-projected" (talker wider than predictor), "0.6b", "1.7b".
     margin: widely separated logits, so that greedy runs agree code for code between backends.
     eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.
-    full_codec: the released codec's size; default: full for 0.6b and 1.7b, tiny otherwise. Always float32.
-    dtype: of the model, bfloat16 or float32. shards: files the model is spread over.
+    full_codec: the released codec's size for a tiny model too, as 0.6b and 1.7b always have it.
 
     Raises CheckpointError for unknown words, where `folder` exists and is not empty, or where it cannot be written.
     """
-    full_codec = not size.startswith("tiny") if full_codec is None else full_codec
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise CheckpointError(f"dtype must be torch.bfloat16 or torch.float32, found {dtype}")
     if eos_after is not None and not margin:
         raise CheckpointError(
             "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
         )
-    files = small_files(size, model_type, full_codec)
-    marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "seed": seed}
-    files[MARKER] = marker | {"margin": margin, "eos_after": eos_after}
-    with whole_folder(Path(folder)) as work:
+    files = small_files(size, model_type, full_codec or not size.startswith("tiny"))
+    marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "margin": margin}
+    files[MARKER] = marker | {"eos_after": eos_after}
+    with whole_folder(folder) as work:
         (work / "speech_tokenizer").mkdir()
         for name, content in files.items():
             write_json(work / name, content, sort_keys=False)
         write_tokenizer(work)
-        write_weights(work, _model_tensors(ModelConfig.load(work), seed, dtype, margin, eos_after), shards)
+        config = ModelConfig.load(work)
+        tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
+        if margin:
+            widen_margins(tensors, config, 0, eos_after)
+        write_weights(work, tensors)
         codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
-        write_weights(work / "speech_tokenizer", random_tensors(codec, seed, torch.float32), 1)
-    return Path(folder)
-
-
-def ensure(
-    size: str = "tiny",
-    model_type: str = "custom_voice",
-    *,
-    seed: int = 0,
-    margin: bool = False,
-    eos_after: int | None = None,
-    full_codec: bool | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    cache: str | Path | None = None,
-) -> Path:
-    """Like `make`, into the cache ($MKTTS_CACHE, else ~/.cache/mktts); made once, by whichever process is first.
-
-    Raises CheckpointError for unknown words, or where the cache cannot be written.
-    """
-    full = not size.startswith("tiny") if full_codec is None else full_codec
-    words = [size, model_type, f"seed{seed}", str(dtype).removeprefix("torch."), f"{'full' if full else 'tiny'}-codec"]
-    words += ["margin"] if margin else []
-    words += [f"eos{eos_after}"] if eos_after is not None else []
-    folder = cache_folder(cache) / f"random-r{RECIPE}-{'-'.join(words)}"
-    if not (folder / MARKER).is_file():
-        try:
-            make(folder, size, model_type, seed=seed, margin=margin, eos_after=eos_after, full_codec=full, dtype=dtype)
-        except CheckpointError:
-            if not (folder / MARKER).is_file():  # otherwise another process made the same one first
-                raise
+        write_weights(work / "speech_tokenizer", random_tensors(codec, 0, torch.float32))
     return folder
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made on first use.
+    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made in the cache ($MKTTS_CACHE, else
+    ~/.cache/mktts) on first use.
 
-    Raises CheckpointError listing the allowed words.
+    Raises CheckpointError listing the allowed words, or where the cache cannot be written.
     """
     size, *rest = name.split(":")[1:] or [""]
     types = [word for word in rest if word in MODEL_TYPES]
@@ -158,14 +125,23 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
             f"checkpoint {name!r}: expected random:SIZE[:TYPE][:full-codec][:margin[:eosN]] "
             f"with SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
         )
-    return ensure(
-        size,
-        types[0] if types else "custom_voice",
-        margin="margin" in rest,
-        eos_after=int(ends[0].removeprefix("eos")) if ends else None,
-        full_codec=True if "full-codec" in rest else None,
-        cache=cache,
-    )
+    model_type = types[0] if types else "custom_voice"
+    eos_after = int(ends[0].removeprefix("eos")) if ends else None
+    words = [size, model_type, *(flag for flag in FLAGS if flag in rest), *ends]
+    folder = cache_folder(cache) / f"random-r{RECIPE}-{'-'.join(words)}"
+    how = {"margin": "margin" in rest, "eos_after": eos_after, "full_codec": "full-codec" in rest}
+    return made_once(folder, lambda: make(folder, size, model_type, **how))
+
+
+def made_once(folder: Path, make_it: Callable[[], object]) -> Path:
+    """`folder`, made by whichever process is first. Raises CheckpointError as `make_it` does."""
+    if not (folder / MARKER).is_file():
+        try:
+            make_it()
+        except CheckpointError:
+            if not (folder / MARKER).is_file():  # otherwise another process made the same one first
+                raise
+    return folder
 
 
 @contextmanager
@@ -193,15 +169,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
 
 
-def _model_tensors(
-    config: ModelConfig, seed: int, dtype: torch.dtype, margin: bool, eos_after: int | None
-) -> dict[str, Tensor]:
-    tensors = random_tensors(expected_tensors(config), seed, dtype)
-    if margin:
-        widen_margins(tensors, config, seed, eos_after)
-    return tensors
-
-
 def write_tokenizer(folder: Path) -> None:
     """The small tokenizer's vocab.json, merges.txt and tokenizer_config.json."""
     write_json(folder / "tokenizer_config.json", tokenizer_config(), sort_keys=False)
@@ -210,29 +177,10 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n" + lines, encoding="utf-8")
 
 
-def write_weights(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    """One `model.safetensors`, or `shards` files of about equal size and their index."""
+def write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """`folder/model.safetensors`."""
     from safetensors.torch import save_file
 
-    def save(group: dict[str, Tensor], name: str) -> None:
-        save_file(group, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # safetensors makes its files private
-
-    if shards == 1:
-        save(tensors, "model.safetensors")
-        return
-    if not 1 < shards <= len(tensors):
-        raise CheckpointError(f"shards must be between 1 and {len(tensors)}, found {shards}")
-    total_bytes, done_bytes = sum(t.nbytes for t in tensors.values()), 0
-    groups: list[dict[str, Tensor]] = [{} for _ in range(shards)]
-    for name, tensor in tensors.items():
-        groups[done_bytes * shards // total_bytes][name] = tensor
-        done_bytes += tensor.nbytes
-    groups = [group for group in groups if group]
-    weight_map: dict[str, str] = {}
-    for i, group in enumerate(groups, start=1):
-        file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        save(group, file_name)
-        weight_map |= dict.fromkeys(group, file_name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    write_json(folder / "model.safetensors.index.json", index, sort_keys=False)
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes its files private

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mktts.checkpoint.tensors import Shape, TensorSpecs
 from mktts.errors import CheckpointError
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
 HEAD_LOGIT_STD = 3.0
 PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
@@ -101,22 +101,19 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
     generator = _generator("margins", seed)
-    _shrink_branches(tensors, config)
+    shrink_branches(tensors, "talker.model.", config.talker, 1.0)
+    shrink_branches(tensors, "talker.code_predictor.model.", config.predictor, GROUP_RMS)
     codes = _pair_codes(tensors, config, generator)
     _rewrite_talker(tensors, config, codes, eos_after)
     _rewrite_predictor(tensors, config, generator)
 
 
-def _shrink_branches(tensors: dict[str, Tensor], config: ModelConfig) -> None:
-    for prefix, stack, input_rms in (
-        ("talker.model.", config.talker, 1.0),
-        ("talker.code_predictor.model.", config.predictor, GROUP_RMS),
-    ):
-        # branches add up to about 0.15 of the residual stream, whatever the depth
-        gain = 0.15 * input_rms / math.sqrt(2 * stack.num_hidden_layers)
-        for i in range(stack.num_hidden_layers):
-            for leaf in ("self_attn.o_proj", "mlp.down_proj"):
-                tensors[f"{prefix}layers.{i}.{leaf}.weight"] *= gain
+def shrink_branches(tensors: dict[str, Tensor], prefix: str, stack: StackConfig, input_rms: float) -> None:
+    """Attention and MLPs of one stack add up to about 0.15 of its residual stream, whatever its depth."""
+    gain = 0.15 * input_rms / math.sqrt(2 * stack.num_hidden_layers)
+    for i in range(stack.num_hidden_layers):
+        for leaf in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"{prefix}layers.{i}.{leaf}.weight"] *= gain
 
 
 def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> _Codes:

@@ -97,6 +97,6 @@ def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16)
             if name.startswith(f"{CODEC_FOLDER}/"):  # what is beside the configuration has no sizes in it
                 write_json(folder / Path(name).name, content, sort_keys=False)
         write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
-        write_weights(folder, hub_tensors(codec, dtype), 1)
+        write_weights(folder, hub_tensors(codec, dtype))
     except OSError as error:
         raise CheckpointError(f"{folder}: expected to write a speech tokenizer there, but: {error}") from None

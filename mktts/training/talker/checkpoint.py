@@ -65,7 +65,7 @@ def write_checkpoint(
     with whole_folder(folder) as work:
         shutil.copytree(prepared, work, dirs_exist_ok=True)
         shutil.copytree(codec, work / CODEC_FOLDER, dirs_exist_ok=True)
-        write_weights(work, stored, 1)
+        write_weights(work, stored)
         if card:
             (work / "README.md").write_text(card, encoding="utf-8")
     return folder
