@@ -94,7 +94,7 @@ def backend_on_cpu(
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
     launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
-    launcher.kernel = SimpleNamespace(launch=lambda params, stream: _launch(library, params, next(seeds)))
+    launcher.kernel = SimpleNamespace(library=library, launch=lambda p, stream: _launch(library, p, next(seeds)))
     backend = object.__new__(MegakernelBackend)
     backend.config, backend.shape, backend._launcher, backend._tags_per_frame = model.config, shape, launcher, 1_000
     backend.device, backend.dtype = torch.device("cpu"), torch.bfloat16
