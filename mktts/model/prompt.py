@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import PromptError, TextError
-from mktts.model.backend import PromptRows
+from mktts.model.backend import CODE_EMBEDDINGS, PromptRows
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.spec import ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
@@ -104,9 +104,7 @@ class PromptBuilder:
         self._table = TextTable(tensors["talker.model.text_embedding.weight"], self.device, dtype)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
-        groups = range(NUM_CODEBOOKS - 1)
-        self._codec_tables = [get("talker.model.codec_embedding.weight")]
-        self._codec_tables += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
+        self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
         newline = tokenizer.encode("\n")
         self._heads: OrderedDict[Hashable, tuple[Tensor, _Special]] = OrderedDict()
         self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
