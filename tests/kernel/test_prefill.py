@@ -81,6 +81,7 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made_whatever_was_prefille
     kept = prefill.keep(9)
     expected = (prefill.run(x[9:], 9), prefill.keys_values.clone())
     prefill.run(torch.full((333, SMALL.hidden_size), torch.nan, dtype=dtype))
+    assert expected[0].isfinite().all()  # a result is the caller's
     prefill.restore(kept)
     assert prefill.length == kept.shape[3] == 9
     found = (prefill.run(x[9:], 9), prefill.keys_values)
