@@ -33,9 +33,9 @@ from mktts.kernel.launch import (
     wait_for_frame,
 )
 from mktts.kernel.prompts import KernelPrefill
-from mktts.kernel.tape import codec_embeddings, model_weights
+from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeRows, TapeStack
-from mktts.model.backend import Frame, PromptRows, check_start, no_number
+from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
@@ -113,7 +113,8 @@ class MegakernelBackend:
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
         few = TapeRows(self.shape, self._weights)
         self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
-        self.embeddings = codec_embeddings(self._weights)
+        tables = self._weights["embeddings0"], *self._weights["embeddings"]
+        self.embeddings = dict(zip(CODE_EMBEDDINGS, tables, strict=True))
         self._fixed = self._fixed_params()
 
     @torch.inference_mode()

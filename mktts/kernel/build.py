@@ -13,7 +13,6 @@ import json
 import re
 import struct
 import sys
-import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from mktts.common import cache_folder, write_whole
+from mktts.common import announced, cache_folder, write_whole
 from mktts.errors import BackendUnavailable
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -248,10 +247,10 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
     if kept.with_suffix(".json").exists():
         return Build(kept.with_suffix(".image").read_bytes(), **json.loads(kept.with_suffix(".json").read_text()))
-    print(f"mktts: compiling {unit} for {arch}, once ...", end="", file=sys.stderr, flush=True)
-    begun_s = time.perf_counter()
-    build = _compile(code, unit, arch, flags)
-    print(f" {time.perf_counter() - begun_s:.1f} s", file=sys.stderr)
+    with announced(f"mktts: compiling {unit} for {arch}, once"):
+        image, log = compile_source(code, unit, arch, flags)
+    registers = max(map(int, re.findall(r"Used (\d+) registers", log)), default=0)
+    build = Build(image, registers, sum(map(int, re.findall(r"(\d+) bytes spill", log))), log)
     about = {name: value for name, value in asdict(build).items() if name != "image"}
     try:
         write_whole(kept.with_suffix(".image"), build.image)
@@ -287,9 +286,3 @@ def constants_of_ptx(ptx: str) -> dict[str, int]:
     """As `constants_of`, from PTX: `.global .align 4 .u32 mktts_warps = 8;`, floats as 0f and eight hex digits."""
     found = re.findall(r"\.[uf]32 mktts_(\w+) = (?:0f([0-9A-F]{8})|(\d+));", ptx)
     return {name: int(bits, 16) if bits else int(number) for name, bits, number in found}
-
-
-def _compile(code: str, unit: str, arch: str, flags: list[str]) -> Build:
-    image, log = compile_source(code, unit, arch, flags)
-    registers = max(map(int, re.findall(r"Used (\d+) registers", log)), default=0)
-    return Build(image, registers, sum(map(int, re.findall(r"(\d+) bytes spill", log))), log)

@@ -43,27 +43,13 @@ _POINTERS = """
 """.split()
 
 
-def _words(choice: Choice) -> dict[str, float]:
-    """The fields of a choice by csrc's names: `greedy` in the place of `do_sample`."""
-    given = asdict(choice)
-    return {"greedy": int(not given.pop("do_sample")), **given}
-
-
-def _twice(kind: type) -> list[str]:
-    """csrc's names of the fields of `kind`, each of code 0 (and of a text's tokens) and of codes 1 to 15."""
-    names = [name for name, value in _words(Choice()).items() if isinstance(value, kind)]
-    if kind is int:  # csrc has the newest whole number first
-        names.reverse()
-    return [name + book for name in names for book in ("0", "")]
-
-
 class StreamParams(ctypes.Structure):
-    """csrc/state.cuh, struct Stream."""
+    """csrc/state.cuh, struct Stream. Settings of a choice that end in 0 are of code 0, and of a text's tokens."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("rows", "hidden", "sum", "kv", "seen", "out")]
-        + [(name, ctypes.c_int) for name in ("slots", "position", "frame", *_twice(int))]
-        + [(name, ctypes.c_float) for name in (*_twice(float), "penalty")]
+        + [(name, ctypes.c_int) for name in ("slots", "position", "frame", "top_k0", "top_k", "greedy0", "greedy")]
+        + [(name, ctypes.c_float) for name in ("temperature0", "temperature", "top_p0", "top_p", "penalty")]
         + [(name, ctypes.c_uint) for name in ("seed_lo", "seed_hi", "token")]
     )
 
@@ -87,7 +73,8 @@ def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> Non
 
 def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
     """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
-    for name, value in _words(choice).items():
+    given = asdict(choice)
+    for name, value in {"greedy": not given.pop("do_sample"), **given}.items():
         setattr(stream, name + "0" * book0, value)
 
 

@@ -7,13 +7,14 @@ cut into eight parts along k. Within 16 columns the order is permuted so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.kernel.grid import FRAGMENTS, TILE_ROWS, WARP_ROWS, WARPS, Dealt, Shape, layer_matrices
+from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, inverse_frequency
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
@@ -115,12 +116,11 @@ Get = Callable[[str], Tensor]  # Hub name -> bf16 tensor on the kernel's device
 def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Tensor]:
     """Talker and code predictor by the names in csrc/state.cuh, struct Params."""
     code_predictor = "talker.code_predictor."
-    groups = range(NUM_CODEBOOKS - 1)
     weights = {"talker_head_tape": pack_rows(shape, get("talker.codec_head.weight"))}
-    heads = [pack_rows(shape, get(f"{code_predictor}lm_head.{g}.weight")) for g in groups]
+    heads = [pack_rows(shape, get(f"{code_predictor}lm_head.{g}.weight")) for g in range(NUM_CODEBOOKS - 1)]
     weights["predictor_head_tape"] = torch.stack(heads)
-    embeddings = torch.stack([get(f"{code_predictor}model.codec_embedding.{g}.weight") for g in groups])
-    first = get("talker.model.codec_embedding.weight")
+    first, *others = map(get, CODE_EMBEDDINGS)
+    embeddings = torch.stack(others)
     weights |= {"embeddings0": first, "embeddings": embeddings, "inputs0": first, "inputs": embeddings}
     if has_projection:
         name = f"{code_predictor}small_to_mtp_projection."
@@ -130,14 +130,6 @@ def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Ten
         weights |= {"inputs0": F.linear(first, matrix, bias), "inputs": F.linear(embeddings, matrix, bias)}
     weights |= stack_weights(shape, "talker", shape.talker, get, "talker.model.")
     return weights | stack_weights(shape, "predictor", shape.predictor, get, f"{code_predictor}model.")
-
-
-def codec_embeddings(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The code embeddings among `model_weights` by Hub name, each (vocabulary, H)."""
-    held = {"talker.model.codec_embedding.weight": weights["embeddings0"]}
-    for group, table in enumerate(weights["embeddings"]):
-        held[f"talker.code_predictor.model.codec_embedding.{group}.weight"] = table
-    return held
 
 
 def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix: str) -> dict[str, Tensor]:

@@ -18,7 +18,12 @@ from mktts.common import whole_number
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
+from mktts.spec import NUM_CODEBOOKS
 
+CODE_EMBEDDINGS = (
+    "talker.model.codec_embedding.weight",
+    *(f"talker.code_predictor.model.codec_embedding.{group}.weight" for group in range(NUM_CODEBOOKS - 1)),
+)  # by Hub name, a codebook each
 StreamState = Any  # backend-specific dataclass: KV cache, position, last codes, code-0 history, seed
 
 
@@ -61,7 +66,7 @@ class Backend(Protocol):
     """
 
     name: str
-    embeddings: Mapping[str, Tensor]  # of all codes, by Hub name, (vocabulary, H) each; prompts read them too
+    embeddings: Mapping[str, Tensor]  # CODE_EMBEDDINGS, (vocabulary, H) each; prompts read them too
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError
-from mktts.model.backend import Frame, PromptRows, check_start, no_number
+from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, Sampling, checked_seed, choose, gumbel, restrict
 from mktts.model.voice import Voice
@@ -69,13 +69,10 @@ class TorchBackend:
         self.talker = Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype)
         self.predictor = Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", self.device, dtype)
         self.codec_head = get("talker.codec_head.weight")
-        groups = range(NUM_CODEBOOKS - 1)
-        names = ["talker.model.codec_embedding.weight"]
-        names += [f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in groups]
-        self.embeddings = {name: get(name) for name in names}
+        self.embeddings = {name: get(name) for name in CODE_EMBEDDINGS}
         # code_tables[g] holds the embeddings of codebook g; heads[g] is the predictor head that gives codebook g + 1
         self.code_tables = list(self.embeddings.values())
-        self.heads = [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups]
+        self.heads = [get(f"talker.code_predictor.lm_head.{g}.weight") for g in range(NUM_CODEBOOKS - 1)]
         projection = "talker.code_predictor.small_to_mtp_projection."
         self.projection = (
             (get(projection + "weight"), get(projection + "bias")) if projection + "weight" in tensors else None

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from mktts.common import one_of
 from mktts.errors import PromptError, TextError
-from mktts.model.backend import PromptRows
+from mktts.model.backend import CODE_EMBEDDINGS, PromptRows
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
+from mktts.spec import ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
@@ -105,9 +105,7 @@ class PromptBuilder:
         self._table = TextTable(tensors["talker.model.text_embedding.weight"], self.device, dtype)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
-        groups = range(NUM_CODEBOOKS - 1)
-        self._codec_tables = [get("talker.model.codec_embedding.weight")]
-        self._codec_tables += [get(f"talker.code_predictor.model.codec_embedding.{g}.weight") for g in groups]
+        self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
         newline = tokenizer.encode("\n")
         self._heads: OrderedDict[Hashable, tuple[Tensor, _Special]] = OrderedDict()
         self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
@@ -204,8 +202,9 @@ class PromptBuilder:
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
-        """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding)))."""
-        return self._projected(self._table.rows(ids))
+        """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding))). Another grouping may round differently."""
+        (w1, b1), (w2, b2) = self._projection
+        return F.linear(F.silu(F.linear(self._table.rows(ids), w1, b1)), w2, b2)
 
     def special_rows(self, *ids: int) -> Tensor:
         """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
@@ -270,12 +269,6 @@ class PromptBuilder:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
         return torch.cat(parts), _Special.of(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
-
-    @torch.inference_mode()
-    def _projected(self, x: Tensor) -> Tensor:
-        """Text embeddings (N, E) as rows (N, H). Another grouping into products may round differently."""
-        (w1, b1), (w2, b2) = self._projection
-        return F.linear(F.silu(F.linear(x, w1, b1)), w2, b2)
 
     def _text_side(self, request: Request, ids: list[int]) -> Tensor:
         """Text rows in one product: with the transcript's, where the voice has one, and all of the text."""
@@ -417,7 +410,8 @@ class TextTable:
         self._table, self._device, self._dtype = table, device, dtype
         self._uploads = table.device.type == "cpu" and device.type == "cuda"
         if self._uploads:
-            _read_pages(table)
+            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
+            table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
             self._numbers = numbers(table)
 
     def __len__(self) -> int:
@@ -450,11 +444,6 @@ def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
     if min(ids) < 0 or max(ids) >= len(table):
         raise IndexError(f"ids must be 0 to {len(table) - 1}, got {min(ids)} to {max(ids)}")
     np.take(table, np.array(ids, np.int64), axis=0, out=out, mode="clip")  # "raise" would copy twice
-
-
-def _read_pages(table: Tensor) -> None:
-    """Reads a value of every page of a mapped table, so that a word's first use does not wait for the disk."""
-    table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,10 +77,6 @@ class KVCache:
     values: Tensor
     length: int = 0
 
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
-
     def copy(self) -> KVCache:
         return KVCache(self.keys.clone(), self.values.clone(), self.length)
 
@@ -145,9 +141,9 @@ class Qwen3Stack(Stack):
 
         Raises CapacityError when the cache is full.
         """
-        end = cache.length + x.shape[1]
-        if end > cache.capacity:
-            raise CapacityError(f"key-value cache holds {cache.capacity} positions, position {end} was asked for")
+        end, capacity = cache.length + x.shape[1], cache.keys.shape[3]
+        if end > capacity:
+            raise CapacityError(f"key-value cache holds {capacity} positions, position {end} was asked for")
         turns = self.rotary(cache.length, end)
         for w, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             x = self.layer(w, x, turns, keys, values, end)

@@ -57,9 +57,11 @@ def test_the_first_sound_comes_out_after_so_many_frames_and_then_it_keeps_up(kin
             assert len(heard) / rate_hz >= (made - 2) * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ and len(heard)
 
 
-def test_a_stream_of_mp3_promises_no_length():
+def test_a_stream_of_mp3_or_wav_promises_no_length():
     head = b"".join(pieces("mp3", tone(SECONDS)))[:200]
     assert head[0] == 0xFF and b"ID3" not in head and b"Xing" not in head and b"Info" not in head
+    head = b"".join(pieces("wav", tone(SECONDS)))[:44]
+    assert head[4:8] == head[40:44] == b"\xff" * 4  # RIFF's and data's lengths as players take them for unknown
 
 
 @pytest.mark.parametrize("speed", [0.25, 0.8, 2.0, 4.0])

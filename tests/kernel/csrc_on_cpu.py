@@ -9,19 +9,26 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+from driver_on_cpu import launcher_without_a_card, put_stand_in
 from other_cards import FORCED_FRAMES, Model
 
-from mktts.kernel.backend import MegakernelStream, frame_of, new_state_tensors
+from mktts.kernel import backend as backend_module
+from mktts.kernel import launch
+from mktts.kernel.backend import Debug, MegakernelBackend
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import MOST_ROWS, Shape
-from mktts.kernel.launch import FRAME_WORDS, MADE, STATUS_WORDS, WAITS, Params, point
+from mktts.kernel.launch import WAITS, Params
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import Launch, RowsParams
 from mktts.measure.parity.ratio import Observed, vocabularies
+from mktts.model.backend import PromptRows
+from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
-from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL
+from mktts.spec import NUM_CODEBOOKS
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -51,10 +58,10 @@ def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
     library = _compiled("rows.cu", "launch_rows.h", folder, most_rows, [], {**shape.defines, "__shared__": "static"})
     seeds = itertools.count(1)
 
-    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+    def run(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
         library.host_launch(name.encode(), *grid, ctypes.byref(parameters), ctypes.c_ulonglong(next(seeds)))
 
-    return launch
+    return run
 
 
 def _compiled(
@@ -74,43 +81,39 @@ def _compiled(
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
-def observed(
-    model: Model, shape: Shape, library: ctypes.CDLL, seed: int, frames: int = FORCED_FRAMES
-) -> list[Observed]:
-    """The first frames, greedy, after the model's prompt, whose rows go through the kernel one by one."""
-    talker, embeds = model.config.talker, model.prompt.embeds.bfloat16().contiguous()
-    rows = len(embeds)
+def backend_on_cpu(
+    model: Model, shape: Shape, library: ctypes.CDLL, seed: int, patch: pytest.MonkeyPatch
+) -> MegakernelBackend:
+    """A backend whose launches run to their end on the CPU, in an order of chance. All rows of a prompt go through the
+    kernel, one by one."""
+    put_stand_in(patch)
+    patch.setattr(launch, "_TIMEOUT_NS", _TIMEOUT_TURNS)
+    patch.setattr(backend_module, "_KERNEL_ROWS", 10**6)
+    patch.setattr(backend_module, "pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
+    launcher, seeds = launcher_without_a_card(patch), itertools.count(seed)
+    launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
-    exchange = words[-words.data_ptr() % 128 // 4 :]
-    out, status = torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    own = new_state_tensors(shape, rows + frames, torch.bfloat16, torch.device("cpu"))
-    sampling = Sampling().greedy()
+    launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
+    launcher.kernel = SimpleNamespace(library=library, launch=lambda p, stream: _launch(library, p, next(seeds)))
+    backend = object.__new__(MegakernelBackend)
+    backend.config, backend.shape, backend._launcher, backend._tags_per_frame = model.config, shape, launcher, 1_000
+    backend.device, backend.dtype = torch.device("cpu"), torch.bfloat16
     projected = "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors
-    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
-    fixed = Params()
+    backend._weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
+    backend._fixed = backend._fixed_params()
+    return backend
+
+
+def observed(backend: MegakernelBackend, prompt: Prompt, frames: int = FORCED_FRAMES) -> list[Observed]:
+    """The first frames, greedy, of one launch."""
+    talker, sizes = backend.config.talker, vocabularies(backend.config)
+    state = backend.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, frames)
     logits = torch.zeros(frames, NUM_CODEBOOKS, talker.vocab_size, dtype=torch.bfloat16)
     hidden = torch.zeros(frames, talker.num_hidden_layers, talker.hidden_size, dtype=torch.bfloat16)
-    point(fixed, weights | {"exchange": exchange, "status": status})
-    fixed.ends[:] = [model.config.codec_ids.eos, -1, -1, -1]
-    fixed.min_frames, fixed.suppress_from = MIN_NEW_FRAMES, talker.vocab_size - SUPPRESSED_TAIL
-    fixed.timeout_ns, fixed.tag = _TIMEOUT_TURNS, 1
-    state = MegakernelStream(
-        **own, out=out, sampling=sampling, seed=0, prompt_rows=rows, max_frames=frames, fixed=fixed
-    )
-    params = state.params
-    params.stream.rows, params.prefill, params.frames = embeds.data_ptr(), 1, rows
-    _launch(library, params, seed)
-    text = torch.stack([torch.zeros_like(embeds[0]), *(model.prompt.row(i).bfloat16() for i in range(frames - 1))])
-    layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
-    params.tag += rows * talker.num_hidden_layers * layer_exchanges
-    params.stream.rows, params.prefill, params.frames = text.data_ptr(), 0, frames
-    params.stream.position = rows - 1
-    point(params, {"debug_logits": logits, "debug_hidden": hidden})
-    _launch(library, params, seed + 1)
-    assert out[MADE] == frames
-    codes, sizes = torch.stack([frame_of(out.numpy(), i, 0.0).codes for i in range(frames)]), vocabularies(model.config)
+    rows = [None, *(prompt.row(index) for index in range(frames - 1))]
+    made = list(backend.frames(state, rows, Debug(logits, hidden)))
     heads = [[head[:size].float() for head, size in zip(frame, sizes, strict=True)] for frame in logits]
-    return [Observed(codes[i], heads[i], hidden[i].float() if i else None) for i in range(frames)]
+    return [Observed(frame.codes, heads[i], hidden[i].float() if i else None) for i, frame in enumerate(made)]
 
 
 def _launch(library: ctypes.CDLL, params: Params, seed: int) -> None:

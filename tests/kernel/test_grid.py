@@ -33,11 +33,6 @@ def test_a_wider_grid_reads_at_most_an_eighth_more(size, multiprocessors):
     assert shape.blocks * shape.block_elements <= 1.125 * 128 * choose_shape(config_at(size), 128).block_elements
 
 
-def test_a_text_model_has_the_grid_of_its_stack():
-    shapes = [choose_text_shape(config_at("0.6b").talker, multiprocessors) for multiprocessors in (24, 58, 132)]
-    assert [shape.blocks for shape in shapes] == [24, 56, 128]
-
-
 def test_no_block_of_a_grid_is_without_rows():
     """Who reads a buffer is known to have read it by what it sends next: a block that sends nothing is not known."""
     stack = replace(config_at("tiny").talker, hidden_size=256, head_dim=64)

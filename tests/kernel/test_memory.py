@@ -14,7 +14,6 @@ from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.kernel.build import SHARED, compile_kernel
 from mktts.kernel.grid import Shape, choose_shape
-from mktts.kernel.launch import Params
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeStack
 from mktts.measure.inspection import config_at
@@ -44,14 +43,6 @@ def test_every_byte_of_the_packed_weights_is_in_it(size):
     assert found["prefill: one layer unpacked"] == TapeStack(shape, made).room_bytes
     keys_values = found["a stream: keys and values of 100 positions"]
     assert 0 <= keys_values - 100 * checkpoint.config.talker.kv_bytes_per_position < keys_values // 5  # whole slots
-
-
-def test_every_weight_that_a_launch_points_to_is_in_one_row():
-    named = [name for names in WEIGHTS.values() for name in names]
-    weights = {
-        field for field, kind in Params._fields_ if re.match("talker_|predictor_|projection|embed|inputs", field)
-    }
-    assert sorted(named) == sorted(weights)
 
 
 @pytest.mark.parametrize("size", ["tiny", "1.7b"])

@@ -81,23 +81,13 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made_whatever_was_prefille
     kept = prefill.keep(9)
     expected = (prefill.run(x[9:], 9), prefill.keys_values.clone())
     prefill.run(torch.full((333, SMALL.hidden_size), torch.nan, dtype=dtype))
+    assert expected[0].isfinite().all()  # a result is the caller's
     prefill.restore(kept)
     assert prefill.length == kept.shape[3] == 9
     found = (prefill.run(x[9:], 9), prefill.keys_values)
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
     prefill.run(torch.full((333, SMALL.hidden_size), torch.nan, dtype=dtype))
     assert torch.equal(prefill.run(x), small(dtype).run(x))
-
-
-def test_what_is_kept_is_a_copy_and_knows_its_size_and_a_result_belongs_to_the_caller():
-    prefill = small()
-    first = prefill.run(prompt(9))
-    result = first.clone()
-    kept, before = prefill.keep(5), prefill.keys_values[:, :, :, :5].clone()
-    prefill.run(prompt(9, seed=3))
-    assert torch.equal(kept, before) and not torch.equal(prefill.keys_values[:, :, :, :5], before)
-    assert torch.equal(first, result)
-    assert kept.nbytes == 5 * 2 * SMALL.kv_bytes_per_position  # fp32 takes twice the bytes of bf16
 
 
 def test_warm_up_makes_every_pass_that_a_prompt_needs():
@@ -124,8 +114,6 @@ def test_borders():
         prefill.run(prompt(1, dtype=torch.bfloat16))
     with pytest.raises(PromptError, match=r"past must be in 0\.\.0"):
         prefill.run(prompt(1), 1)
-    with pytest.raises(CapacityError, match="holds 512 positions, 513"):
-        prefill.run(prompt(513))
     prefill.run(prompt(10))
     with pytest.raises(CapacityError, match="10 positions are filled, 11"):
         prefill.keep(11)

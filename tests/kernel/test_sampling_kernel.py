@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mktts.checkpoint import open_checkpoint
 from mktts.measure.parity.ratio import forced
-from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder
 from mktts.model.sampling import Choice, Sampling, choose, gumbel, restrict
@@ -88,15 +87,3 @@ def test_the_kernels_codes_are_the_choosers(setting, source):
     backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
     debug = backend.new_debug()
     compare(backend, prompt, SETTINGS[setting], FRAMES, lambda *at: (backend.step(*at, debug).codes, debug.logits))
-
-
-@pytest.mark.gpu
-@GPU
-def test_kernel_and_oracle_draw_the_same_codes_until_rounding_decides_one(tiny_margin):
-    prompt = prompt_of(tiny_margin)
-    hot, agreed = Sampling(Choice(temperature=3.0, top_k=0), Choice(temperature=3.0, top_k=0)), []
-    kernel, oracle = kernel_of(tiny_margin), TorchBackend(tiny_margin.config, tiny_margin.tensors(), "cuda")
-    for seed in range(5):
-        frame, book = first_mismatch(*(our_codes(each, prompt, hot, seed, 8) for each in (kernel, oracle))) or (8, 0)
-        agreed.append(NUM_CODEBOOKS * frame + book)
-    assert sum(agreed) > 150, agreed  # of 640; other draws would part at once
