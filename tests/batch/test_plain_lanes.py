@@ -3,7 +3,6 @@ caller's thread and in two of their own, whatever order ticks are read in."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from lane_player import CHOICES, Player, Segment, differences, random_segments
 from torch import Tensor
 
 from mktts.batch.lanes import Made
-from mktts.batch.plain.lanes import InOrder, TorchLanes
+from mktts.batch.plain.lanes import TorchLanes
 from mktts.batch.plain.stack import CHUNK_POSITIONS
 from mktts.batch.plain.talker import LaneNoise, TorchTalker
 from mktts.batch.tick import Piece, Tick
@@ -134,18 +133,6 @@ def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
 def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
     with pytest.raises(EngineError, match="gave no number"):
         lanes_of(tiny, True).begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
-
-
-@pytest.mark.parametrize("name", [None, "one"])
-def test_work_is_done_in_order_and_its_errors_are_kept_for_who_asks(name: str | None) -> None:
-    line, done = InOrder(name), []
-    waited = [line.do(lambda i=i: done.append((i, threading.current_thread().name))) for i in range(50)]
-    failed = line.do(lambda: 1 / 0)
-    assert [future.result() for future in waited] == [None] * 50
-    assert [i for i, _ in done] == list(range(50))
-    assert {who == threading.current_thread().name for _, who in done} == {name is None}
-    with pytest.raises(ZeroDivisionError):
-        failed.result()
 
 
 # ---- the talker by itself
