@@ -139,7 +139,7 @@ def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
 
 
 def talker_of(checkpoint, slots: int) -> TorchTalker:
-    return TorchTalker(checkpoint.config, checkpoint.tensors(), CPU, torch.float32, slots)
+    return TorchTalker(checkpoint.config, checkpoint.tensors(), torch.float32, slots)
 
 
 def begin(talker: TorchTalker, slot: int, segment: Segment) -> None:
@@ -200,7 +200,7 @@ def test_a_lane_of_nan_harms_no_other(tiny):
 def test_noise_is_philoxs(tiny):
     seeds, frames, eos = [5, 2**40 + 3, 2**64 - 1], [0, 7, 2_000], tiny.config.codec_ids.eos
     vocabularies = tiny.config.talker.vocab_size, tiny.config.predictor.vocab_size
-    code0, later = LaneNoise(tiny.config).draw(seeds, frames, CPU)
+    code0, later = LaneNoise(tiny.config).draw(seeds, frames)
     for lane, (seed, frame) in enumerate(zip(seeds, frames, strict=True)):
         expected = torch.from_numpy(gumbel(seed, frame, range(1), vocabularies[0])[0])
         usable = torch.tensor([*range(vocabularies[0] - SUPPRESSED_TAIL), eos])

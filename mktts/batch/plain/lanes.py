@@ -108,7 +108,7 @@ class TorchLanes:
         self._talking = InOrder("mktts-talker" if threads else None)
         self._decoding = InOrder("mktts-codec" if threads else None)
         self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
-        self._talker = TorchTalker(config, tensors, decoder.device, dtype, slots)
+        self._talker = TorchTalker(config, tensors, dtype, slots)
         self._codec = CodecLanes(decoder, slots)
         self._primed = PrimedStates(decoder)
         positions = min(positions, config.talker.max_position_embeddings)
@@ -190,4 +190,4 @@ class TorchLanes:
     def _decode(self, slots: Sequence[int], codes: Tensor) -> tuple[np.ndarray, float]:
         begun_s = time.perf_counter()
         pcm = self._codec.decode(codes, slots)
-        return pcm.cpu().numpy(), time.perf_counter() - begun_s
+        return pcm.numpy(), time.perf_counter() - begun_s
