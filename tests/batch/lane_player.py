@@ -76,8 +76,6 @@ class CountingCodec:
 
     name = "counting"
 
-    state_bytes = 4
-
     def __init__(self, slots: int, device: torch.device) -> None:
         self.heard = torch.zeros(slots, device=device)
 
