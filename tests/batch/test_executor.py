@@ -172,6 +172,8 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     at.run()
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
+    (slot,) = at.together._jobs
+    assert (at.board.chunk_start[slot], at.board.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
     script.feed("gh")
     at.run()
