@@ -341,6 +341,8 @@ class Together:
                 return
             if work.ready() and not work.unread:
                 job.advance(LaneUtterance.flush)  # nothing comes for now: the listener gets what there is
+                if job.open:
+                    self._board.chunk(slot, job.made_frames, job.made_frames + work.next_chunk_frames)
             if job.open and not work.unread and (work.segment is None or self._pages.is_open(slot)):
                 job.rest(True)  # without a frame on its way, nor pages to wait for
                 self._asleep[job] = slot

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from mktts.batch.lanes import Lanes
-from mktts.batch.tick import Piece, Tick
-from mktts.model.backend import PromptRows
+from mktts.batch.tick import Tick
+from mktts.measure.parity.batch import RandomTicks
+from mktts.measure.parity.ratio import RowStream
+from mktts.measure.parity.upstream import our_codes
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -23,31 +25,7 @@ CHOICES = (
 )
 
 
-@dataclass
-class Segment:
-    """prompt (L, H), texts (frames, H). prefix: so many rows of the prompt are those of every segment with `key`."""
-
-    prompt: Tensor
-    texts: Tensor
-    sampling: Sampling
-    seed: int
-    key: str | None = None
-    prefix: int = 0
-
-    @property
-    def frames(self) -> int:
-        return len(self.texts)
-
-    def of_oracle(self, oracle) -> list[Tensor | None]:
-        """Its codes; None last where it ends by itself."""
-        state = oracle.start(PromptRows(self.prompt), self.sampling, self.seed, self.frames)
-        made: list[Tensor | None] = []
-        while len(made) < self.frames and not state.ended:
-            made.append(oracle.step(state, self.texts[len(made) - 1] if made else None).codes)
-        return made
-
-
-def random_segments(config, device, count: int, frames: int, longest: int = 90, ends_after=None) -> list[Segment]:
+def random_segments(config, device, count: int, frames: int, longest: int = 90, ends_after=None) -> list[RowStream]:
     """Segments of prompts of 2 to `longest` rows. Every third shares its prefix with others. ends_after: the codec
     embeddings of a checkpoint whose greedy streams end by themselves behind its beginning-of-speech row."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
@@ -64,10 +42,9 @@ def random_segments(config, device, count: int, frames: int, longest: int = 90, 
         sampling = Sampling(CHOICES[i % 4], CHOICES[i // 2 % 4], repetition_penalty=(1.0, 1.05, 1.7)[i % 3])
         if ends_after is not None and i % 2:
             prompt[-1], sampling = 0.1 * prompt[-1] + ends_after[config.codec_ids.bos], Sampling().greedy()
-        texts = 0.2 * rows(int(rng.integers(2, frames + 1)))
+        text = 0.2 * rows(int(rng.integers(2, frames + 1)))
         prefix = 0 if key is None else len(prefixes[key])
-        segment = Segment(prompt.to(device), texts.to(device), sampling, 1_000 + i + (7 << 33), key, prefix)
-        made.append(segment)
+        made.append(RowStream(prompt.to(device), text.to(device), sampling, 1_000 + i + (7 << 33), key, prefix))
     return made
 
 
@@ -75,8 +52,6 @@ class CountingCodec:
     """PCM that tells what was decoded: the sixteen codes, then how many frames the slot has heard."""
 
     name = "counting"
-
-    state_bytes = 4
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.heard = torch.zeros(slots, device=device)
@@ -97,135 +72,128 @@ class CountingCodec:
 
 @dataclass
 class _Open:
+    """index, entered: as RandomTicks has them, of the segment that is being made. serial: of that segment."""
+
     stream: int
-    slot: int
-    left: deque[Segment]
+    left: deque[int]
     heard: int
-    segment: Segment | None = None
+    index: int = 0
     entered: int = 0
     launched: int = 0
-    made: list[Tensor | None] = field(default_factory=list)
-    serial: int = 0  # of the segment
+    made: list[Tensor] = field(default_factory=list)
+    serial: int = 0
 
 
-@dataclass
-class Player:
-    """`play` runs all streams, each a list of segments, and returns what each segment made."""
+class Player(RandomTicks):
+    """`play` runs all streams, each a list of segments; `made` then has the codes of each segment, by stream.
 
-    lanes: Lanes
-    streams: list[list[Segment]]
-    hurry: float = 0.7  # the part of the streams that is in a tick
-    cancelled: dict[int, int] = field(default_factory=dict)  # stream -> frames after which it leaves
-    sounds: bool = True
+    cancelled: stream -> frames after which it leaves. wasted: lanes that were launched behind the end of a segment.
+    """
 
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(0)
-        self.free = list(range(self.lanes.slots))
-        self.open: dict[int, _Open] = {}
-        self.made: dict[int, list[list[Tensor | None]]] = {}
-        self.flying: deque = deque()
-        self.wasted = self.cut = self.kept = 0
+    def __init__(
+        self,
+        lanes: Lanes,
+        streams: list[list[RowStream]],
+        cancelled: dict[int, int] | None = None,
+        sounds: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """sounds: the lanes have a CountingCodec. seed: of the ticks."""
+        super().__init__(lanes, [segment for segments in streams for segment in segments], lanes.slots, seed)
+        self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
+        self.made: dict[int, list[list[Tensor]]] = {}
+        self.wasted = 0
+        self._flying: deque = deque()
 
-    def play(self) -> dict[int, list[list[Tensor | None]]]:
-        todo = deque(range(len(self.streams)))
-        while todo or self.open or self.flying:
-            while todo and self.free and self.rng.random() < 0.6:
-                self._enter(todo.popleft())
-            tick = self._tick() if len(self.flying) < 2 else Tick()
-            if not tick.empty and (not self.flying or self.rng.random() < 0.7):
+    def play(self) -> None:
+        numbers = iter(range(len(self._streams)))
+        todo = deque((stream, deque(next(numbers) for _ in of)) for stream, of in enumerate(self.streams))
+        while todo or self._open or self._flying:
+            while todo and self._free and self._rng.random() < 0.6:
+                self._come(*todo.popleft())
+            tick = self._tick() if len(self._flying) < 2 else Tick()
+            if not tick.empty and (not self._flying or self._rng.random() < 0.7):
                 self._launch(tick)
-            elif self.flying:
+            elif self._flying:
                 self._collect()
-        return self.made
 
-    def _enter(self, stream: int) -> None:
-        slot = self.free.pop(int(self.rng.integers(len(self.free))))
-        reference = torch.full((stream % 4, NUM_CODEBOOKS), 1) if stream % 2 else None
+    def _come(self, stream: int, segments: deque[int]) -> None:
+        slot, reference = self._free.pop(), None
+        if stream % 2:
+            reference = torch.full((stream % 4, NUM_CODEBOOKS), 1)
         self.lanes.enter(slot, reference)
-        heard = 0 if reference is None else len(reference)
-        state = self.open[slot] = _Open(stream, slot, deque(self.streams[stream]), heard)
+        self._open[slot] = _Open(stream, segments, 0 if reference is None else len(reference))
         self.made[stream] = []
-        self._begin(state)
+        self._begin(slot)
 
-    def _begin(self, state: _Open) -> None:
-        segment = state.segment = state.left.popleft()
-        rows, copies = self.lanes.pages.open(state.slot, len(segment.prompt) + segment.frames, segment.key)
-        self.kept += rows > 0
-        self.lanes.begin(state.slot, segment.prompt, segment.sampling, segment.seed, copies)
-        state.entered, state.launched, state.made = rows, 0, []
-        state.serial += 1
+    def _begin(self, slot: int) -> None:
+        state = self._open[slot]
+        state.index = state.left.popleft()
+        segment = self._streams[state.index]
+        state.entered, copies = self.lanes.pages.open(slot, segment.positions, segment.key)
+        self.kept += state.entered > 0
+        self.lanes.begin(slot, segment.embeds, segment.sampling, segment.seed, copies)
+        state.launched, state.made, state.serial = 0, [], state.serial + 1
         self.made[state.stream].append(state.made)
 
     def _tick(self) -> Tick:
-        settings, pieces, new = self.lanes.settings, [], []
-        budget = int(self.rng.integers(1, settings.max_rows + 1))
-        order = [self.open[slot] for slot in self.rng.permutation(sorted(self.open)).tolist()]
-        for state in order:
-            left = len(state.segment.prompt) - state.entered
-            if left and budget and len(new) < settings.max_lanes:
-                rows = min(left, budget)
-                if self.rng.random() < 0.3:
-                    rows = int(self.rng.integers(1, rows + 1))
-                pieces.append(Piece(state.slot, state.entered, rows, rows == left))
-                self.cut += rows < left
-                new += [state] if rows == left else []
-                budget -= rows
-        old = [
-            state
-            for state in order
-            if state.entered == len(state.segment.prompt)
-            and 0 < state.launched < state.segment.frames
-            and self.rng.random() < self.hurry
-        ][: settings.max_lanes - len(new)]
-        if not old and not pieces:
-            return Tick()
-        bucket = settings.bucket(self.lanes.model, len(new) + len(old), sum(piece.rows for piece in pieces))
-        slots = np.array([state.slot for state in (*new, *old)], np.int32)
-        return Tick(bucket=bucket, lanes=slots, new_lanes=len(new), pieces=tuple(pieces))
+        """Of those that have frames to be launched."""
+        everyone = self._open
+        self._open = {slot: s for slot, s in everyone.items() if s.launched < len(self._streams[s.index].text)}
+        tick = super()._tick()
+        self._open = everyone
+        return tick
 
     def _launch(self, tick: Tick) -> None:
-        states = [self.open[slot] for slot in tick.lanes.tolist()]
-        rows = [None if i < tick.new_lanes else s.segment.texts[s.launched - 1] for i, s in enumerate(states)]
+        slots = tick.lanes.tolist()
+        states = [self._open[slot] for slot in slots]
+        rows = [self._streams[s.index].row(s.launched - 1) if s.launched else None for s in states]
         launched = self.lanes.launch(tick, rows)
         for piece in tick.pieces:
-            self.open[piece.slot].entered += piece.rows
+            self._open[piece.slot].entered += piece.rows
         for state in states:
             state.launched += 1
-        for state in states[: tick.new_lanes]:
-            if state.segment.key is not None:
-                self.lanes.copy(self.lanes.pages.keep(state.slot, state.segment.key, state.segment.prefix) or ())
-        self.flying.append((launched, [(state, state.serial) for state in states]))
+        for slot, state in zip(slots[: tick.new_lanes], states, strict=False):
+            segment = self._streams[state.index]
+            if segment.key is not None:
+                self.lanes.copy(self.lanes.pages.keep(slot, segment.key, segment.prefix) or ())
+        self._flying.append((launched, [(slot, self._open[slot], self._open[slot].serial) for slot in slots]))
 
     def _collect(self) -> None:
-        launched, lanes = self.flying.popleft()
+        launched, lanes = self._flying.popleft()
         made = self.lanes.collect(launched)
         assert len(made.codes) == len(made.ended) == len(made.pcm) == len(lanes) and made.took_s >= 0
-        for (state, serial), codes, ended, pcm in zip(lanes, made.codes, made.ended, made.pcm, strict=True):
-            if self.open.get(state.slot) is not state:
+        for (slot, state, serial), codes, ended, pcm in zip(lanes, made.codes, made.ended, made.pcm, strict=True):
+            if self._open.get(slot) is not state:
                 continue
             if serial != state.serial:  # launched before the segment's end was known
                 assert ended
                 self.wasted += 1
                 continue
-            if codes[0] < 0:  # no numbers: the stream is over
-                self._leave(state)
+            if codes[0] < 0 and not ended:  # no numbers: the stream is over
+                self._leave(slot)
                 continue
-            state.made.append(None if ended else torch.from_numpy(codes))
-            state.heard += not ended
-            if self.sounds and not ended:
-                assert pcm[:NUM_CODEBOOKS].tolist() == codes.tolist() and pcm[NUM_CODEBOOKS] == state.heard
-            over = ended or len(state.made) == state.segment.frames
+            if not ended:
+                state.made.append(torch.from_numpy(codes))
+                state.heard += 1
+                if self._sounds:
+                    assert pcm[:NUM_CODEBOOKS].tolist() == codes.tolist() and pcm[NUM_CODEBOOKS] == state.heard
+            over = ended or len(state.made) == len(self._streams[state.index].text)
             if len(state.made) == self.cancelled.get(state.stream) or (over and not state.left):
-                self._leave(state)
+                self._leave(slot)
             elif over:
-                self.lanes.pages.close(state.slot)
-                self._begin(state)
+                self.lanes.pages.close(slot)
+                self._begin(slot)
 
-    def _leave(self, state: _Open) -> None:
-        self.lanes.pages.close(state.slot)
-        self.lanes.leave(state.slot)
-        del self.open[state.slot]
-        self.free.append(state.slot)
+    def _leave(self, slot: int) -> None:
+        self.lanes.pages.close(slot)
+        self.lanes.leave(slot)
+        del self._open[slot]
+        self._free.append(slot)
+
+
+def expected_codes(segment: RowStream, oracle) -> Tensor:
+    return our_codes(oracle, segment, segment.sampling, segment.seed, len(segment.text))
 
 
 def differences(player: Player, oracle) -> list[str]:
@@ -233,12 +201,9 @@ def differences(player: Player, oracle) -> list[str]:
     wrong = []
     for stream, segments in player.made.items():
         for i, found in enumerate(segments):
-            expected = player.streams[stream][i].of_oracle(oracle)
+            expected = expected_codes(player.streams[stream][i], oracle)
             if stream in player.cancelled:
                 expected = expected[: len(found)]
-            same = len(found) == len(expected) and all(
-                (a is None) == (b is None) and (a is None or torch.equal(a, b))
-                for a, b in zip(found, expected, strict=True)
-            )
+            same = len(found) == len(expected) and all(map(torch.equal, found, expected))
             wrong += [] if same else [f"stream {stream}, segment {i}"]
     return wrong

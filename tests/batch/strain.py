@@ -41,9 +41,9 @@ def strained(source: str, deterministic: bool, precision: str, graphs: bool) -> 
     segments = random_segments(checkpoint.config, device, 2 * STREAMS, FRAMES)
     streams = [segments[i : i + 1 + i % 2] for i in range(STREAMS)]
     player = Player(lanes, streams, cancelled={2: 1, 5: 2}, sounds=False)
-    made = player.play()
+    player.play()
     torch.cuda.synchronize()
-    return sum(len(frames) for of_stream in made.values() for frames in of_stream)
+    return sum(len(frames) for of_stream in player.made.values() for frames in of_stream)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_player import CountingCodec, Player, differences, random_segments
+from lane_player import CountingCodec, Player, differences, expected_codes, random_segments
 
 from mktts.batch.pages import Copy, Pages
 from mktts.batch.scheduler import TickSettings
@@ -58,7 +58,7 @@ def test_codes_are_the_oracles_under_joins_skips_ends_cuts_and_kept_prefixes(nam
     segments = segments_of(opened, 36, ends_after=ends)
     # the first of two may end by itself, with a tick launched behind its end
     streams = [[segments[i + 1], segments[i]] for i in range(0, 36, 2)] + [[s] for s in segments[1::4]]
-    player = Player(lanes_of(opened, graphs), streams, cancelled={3: 1, 8: 2}, hurry=0.9)
+    player = Player(lanes_of(opened, graphs), streams, cancelled={3: 1, 8: 2})
     player.lanes.prepare()
     player.play()
     assert differences(player, oracle_of(opened)) == []
@@ -113,10 +113,10 @@ def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtyp
 
 def test_a_lane_of_nan_harms_no_other(tiny):
     segments = segments_of(tiny, 6)
-    broken = replace(segments[3], prompt=torch.full_like(segments[3].prompt, torch.nan))
+    broken = replace(segments[3], embeds=torch.full_like(segments[3].embeds, torch.nan))
     choices = [Sampling(talker=s.sampling.talker, predictor=s.sampling.talker) for s in segments]  # also with filters
     broken = [[replace(broken, sampling=sampling)] for sampling in choices]
-    player = Player(lanes_of(tiny), [[s] for s in segments] + broken, hurry=1.0)
+    player = Player(lanes_of(tiny), [[s] for s in segments] + broken)
     player.play()
     for stream in range(6, 12):
         assert not player.made.pop(stream)[0], "a stream of NaN has no frames"
@@ -127,15 +127,15 @@ def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
     """A stream that goes on beyond its pages, and beyond the table, as a tick launched too far ahead may."""
     segments = segments_of(tiny, 3)
     lanes = lanes_of(tiny)
-    others = [[replace(s, texts=s.texts[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
-    long = segments[2].prompt[:1].expand(250, -1).contiguous()
+    others = [[replace(s, text=s.text[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
+    long = segments[2].embeds[:1].expand(250, -1).contiguous()
     lanes.pages.open(SLOTS - 1, 250)
     lanes.enter(SLOTS - 1, None)
     lanes.begin(SLOTS - 1, long, Sampling().greedy(), 1)
     lane = np.array([SLOTS - 1], np.int32)
     lanes.collect(lanes.launch(Tick((16, 256), lane, 1, pieces=(Piece(SLOTS - 1, 0, 250, True),)), [None]))
     player = Player(lanes, others)
-    player.free.remove(SLOTS - 1)
+    player._free.remove(SLOTS - 1)
     for frame in range(12):
         lanes.collect(lanes.launch(Tick((4, 0), lane), [long[0]]))
         if frame == 3:
@@ -145,7 +145,7 @@ def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
 
 def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
     lanes, (segment, *_) = lanes_of(tiny), segments_of(tiny, 1)
-    prompt, width = segment.prompt, segment.prompt.shape[1]
+    prompt, width = segment.embeds, segment.embeds.shape[1]
     with pytest.raises(PromptError, match=f"256, {width}"):
         lanes.begin(0, prompt[:, 1:], Sampling(), 0)
     with pytest.raises(PromptError, match=f"256, {width}"):
@@ -174,13 +174,13 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
         with pytest.raises(error):
             lanes.launch(wrong, text)
     waiting = [lanes.launch(first, [None])]
-    waiting.append(lanes.launch(Tick((4, 0), lane), [segment.texts[0].cpu().double()]))
+    waiting.append(lanes.launch(Tick((4, 0), lane), [segment.row(0).cpu().double()]))
     with pytest.raises(EngineError, match="collect one"):
         lanes.launch(Tick((4, 0), lane), [prompt[0]])
     with pytest.raises(EngineError, match="order"):
         lanes.collect(waiting[1])
     found = [lanes.collect(one).codes[0].tolist() for one in waiting]
-    assert found == [codes.tolist() for codes in segment.of_oracle(oracle_of(tiny))[:2]]
+    assert found == expected_codes(segment, oracle_of(tiny))[:2].tolist()
 
 
 def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lane_player import random_segments
 from torch import Tensor
 
 from mktts.batch.lanes import Lanes
@@ -19,6 +20,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
+from mktts.spec import ModelConfig
 from mktts.synth import Synthesizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -47,14 +49,9 @@ def streams_of(width: int) -> list[RowStream]:
     return streams
 
 
-def neighbours(width: int, count: int, seed: int) -> list[RowStream]:
+def neighbours(config: ModelConfig, count: int) -> list[RowStream]:
     """Short streams, so that many come and go; a page of keys and values each."""
-    chance = np.random.default_rng(seed)
-    lengths = zip(chance.integers(2, 13, count).tolist(), chance.integers(2, FRAMES + 1, count).tolist(), strict=True)
-    return [
-        RowStream(rows(prompt, width, seed + i), rows(frames, width, 2 * seed + i), SAMPLINGS[i % 4], seed + i)
-        for i, (prompt, frames) in enumerate(lengths)
-    ]
+    return [replace(one, key=None, prefix=0) for one in random_segments(config, DEVICE, count, FRAMES, longest=12)]
 
 
 def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
@@ -72,15 +69,14 @@ def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
 def played(request) -> Iterator[SimpleNamespace]:
     """codes: of each stream alone in a tick of the smallest bucket, no prefix kept."""
     checkpoint = open_checkpoint(request.param)
-    width = checkpoint.config.talker.hidden_size
-    streams = streams_of(width)
-    lanes = lanes_of(checkpoint, pages_for([*streams, *neighbours(width, max(SIZES), 0)]))
+    streams = streams_of(checkpoint.config.talker.hidden_size)
+    lanes = lanes_of(checkpoint, pages_for([*streams, *neighbours(checkpoint.config, max(SIZES))]))
     codes = []
     for stream in streams:
         lanes.pages.forget(KEY)
         codes += RandomTicks(lanes, [stream], SIZES[0]).play()
     assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
-    yield SimpleNamespace(lanes=lanes, width=width, streams=streams, codes=codes)
+    yield SimpleNamespace(lanes=lanes, config=checkpoint.config, streams=streams, codes=codes)
     del lanes
     gc.collect()
     torch.cuda.empty_cache()
@@ -91,7 +87,7 @@ def played(request) -> Iterator[SimpleNamespace]:
 def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, size, kept):
     chance = np.random.default_rng(size + kept)
     count = len(played.streams)
-    crowd = neighbours(played.width, max(size, count) - count, 1_000 * size)
+    crowd = neighbours(played.config, max(size, count) - count)
     places = sorted(chance.choice(len(crowd) + count, count, replace=False).tolist())
     for place, stream in zip(places, played.streams, strict=True):
         crowd.insert(place, stream)

@@ -113,16 +113,6 @@ def test_who_gives_up_in_line_leaves_it_and_holds_up_nobody(desk):
     assert at.all_free()
 
 
-def test_who_is_cancelled_before_its_text_came_is_forgotten(desk):
-    at = desk()
-    job, _ = at.listen()
-    at.run()
-    assert at.together.open_jobs == 1 and not at.lanes.ticks
-    job.cancel()
-    at.run()
-    assert at.all_free() and not at.lanes.ticks
-
-
 # ---- what each is given
 
 
@@ -158,17 +148,6 @@ def test_max_frames_is_never_passed_and_wastes_no_lane(desk):
 # ---- who waits for what
 
 
-def test_a_stream_between_two_segments_waits_for_pages_and_goes_on(desk):
-    at = desk(FakeBackend(eos_after=20), **SHORT)
-    long = at.say("a" * 60, "b" * 100, options=ONE, frames=40)  # two pages, then two again
-    at.run(turns=60, until_s=1e-3)
-    newcomer = at.say("c" * 60, seed=2, frames=4)
-    at.run()
-    assert long.finish_reason == "max_frames" and frames_of(long) == alone(("a" * 60, "b" * 100), 1, 20)[:40]
-    assert newcomer.finish_reason == "max_frames"
-    assert at.all_free()
-
-
 def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_stand_behind(desk):
     at = desk(FakeBackend(eos_after=5), slots=4, pages=5, rows_per_slot=256)  # four pages
     eight = replace(OFF, schedule=(8,), buffer_frames=8)
@@ -193,6 +172,8 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     at.run()
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
+    (slot,) = at.together._jobs
+    assert (at.board.chunk_start[slot], at.board.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
     script.feed("gh")
     at.run()
@@ -473,21 +454,12 @@ def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_serv
     jobs.append(at.say(seed=9, frames=20))
     with pytest.raises(KeyError):
         at.run()
+    at.board.open[:] = False  # whatever the books say then
     at.together.abandon(KeyError("a wrong book"))
     for job in (*jobs, waiting):
         assert not job.open
         with pytest.raises((EngineError, KeyError), match="a wrong book"):
             chunks_of(job)
-    served(at)
-
-
-def test_slots_pages_and_codec_states_come_back_even_where_the_books_are_wrong(desk):
-    at = desk()
-    jobs = [at.say(seed=seed, frames=20) for seed in range(3)]
-    at.turn()
-    at.board.open[:] = False
-    at.together.abandon(KeyError("a wrong book"))
-    assert not any(job.open for job in jobs)
     served(at)
 
 

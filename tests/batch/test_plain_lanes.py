@@ -3,24 +3,24 @@ caller's thread and in two of their own, whatever order ticks are read in."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from lane_player import CHOICES, Player, Segment, differences, random_segments
+from lane_player import CHOICES, Player, differences, random_segments
 from torch import Tensor
 
 from mktts.batch.lanes import Made
-from mktts.batch.plain.lanes import InOrder, TorchLanes
+from mktts.batch.plain.lanes import TorchLanes
 from mktts.batch.plain.stack import CHUNK_POSITIONS
 from mktts.batch.plain.talker import LaneNoise, TorchTalker
 from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.measure.parity.ratio import RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, ChoiceRows, RestrictedRows, Sampling, choose, gumbel, restrict
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, SUPPRESSED_TAIL
@@ -52,7 +52,7 @@ def played(
     segments = [replace(segment, key=None, prefix=0, **changes) for segment in segments]
     # the first of two may end by itself, with a tick launched behind its end
     streams = [[segments[i + 1], segments[i]] for i in range(0, count, 2)]
-    player = Player(lanes_of(opened, threads, dtype), streams, hurry=0.9, cancelled={3: 2, 8: 1}, sounds=False)
+    player = Player(lanes_of(opened, threads, dtype), streams, cancelled={3: 2, 8: 1}, sounds=False, seed=3)
     player.play()
     assert not differences(player, TorchBackend(opened.config, opened.tensors(), "cpu", dtype))
     return player
@@ -136,31 +136,19 @@ def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
         lanes_of(tiny, True).begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
 
 
-@pytest.mark.parametrize("name", [None, "one"])
-def test_work_is_done_in_order_and_its_errors_are_kept_for_who_asks(name: str | None) -> None:
-    line, done = InOrder(name), []
-    waited = [line.do(lambda i=i: done.append((i, threading.current_thread().name))) for i in range(50)]
-    failed = line.do(lambda: 1 / 0)
-    assert [future.result() for future in waited] == [None] * 50
-    assert [i for i, _ in done] == list(range(50))
-    assert {who == threading.current_thread().name for _, who in done} == {name is None}
-    with pytest.raises(ZeroDivisionError):
-        failed.result()
-
-
 # ---- the talker by itself
 
 
 def talker_of(checkpoint, slots: int) -> TorchTalker:
-    return TorchTalker(checkpoint.config, checkpoint.tensors(), CPU, torch.float32, slots)
+    return TorchTalker(checkpoint.config, checkpoint.tensors(), torch.float32, slots)
 
 
-def begin(talker: TorchTalker, slot: int, segment: Segment) -> None:
-    talker.begin(slot, segment.prompt, segment.sampling, segment.seed)
+def begin(talker: TorchTalker, slot: int, segment: RowStream) -> None:
+    talker.begin(slot, segment.embeds, segment.sampling, segment.seed)
 
 
-def row(segment: Segment, frame: int) -> Tensor | None:
-    return segment.texts[(frame - 1) % segment.frames] if frame else None
+def row(segment: RowStream, frame: int) -> Tensor | None:
+    return segment.text[(frame - 1) % len(segment.text)] if frame else None
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="how other libraries order sums is not known")
@@ -201,10 +189,10 @@ def test_neighbours_change_no_bit(name, monkeypatch):
 
 def test_a_lane_of_nan_harms_no_other(tiny):
     segments, found = random_segments(tiny.config, CPU, 3, 4, longest=17), []
-    for prompt in (segments[1].prompt, torch.full_like(segments[1].prompt, torch.nan)):
+    for prompt in (segments[1].embeds, torch.full_like(segments[1].embeds, torch.nan)):
         talker = talker_of(tiny, 3)
         for slot, segment in enumerate(segments):
-            talker.begin(slot, prompt if slot == 1 else segment.prompt, segment.sampling, segment.seed)
+            talker.begin(slot, prompt if slot == 1 else segment.embeds, segment.sampling, segment.seed)
         made = [talker.tick(range(3), [row(segment, frame) for segment in segments]) for frame in range(4)]
         found.append(torch.stack([codes for frame in made for codes in (frame[0], frame[2])]))
     assert torch.equal(*found)
@@ -213,7 +201,7 @@ def test_a_lane_of_nan_harms_no_other(tiny):
 def test_noise_is_philoxs(tiny):
     seeds, frames, eos = [5, 2**40 + 3, 2**64 - 1], [0, 7, 2_000], tiny.config.codec_ids.eos
     vocabularies = tiny.config.talker.vocab_size, tiny.config.predictor.vocab_size
-    code0, later = LaneNoise(tiny.config).draw(seeds, frames, CPU)
+    code0, later = LaneNoise(tiny.config).draw(seeds, frames)
     for lane, (seed, frame) in enumerate(zip(seeds, frames, strict=True)):
         expected = torch.from_numpy(gumbel(seed, frame, range(1), vocabularies[0])[0])
         usable = torch.tensor([*range(vocabularies[0] - SUPPRESSED_TAIL), eos])
@@ -271,11 +259,11 @@ def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
 def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
     (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny, 1)
     with pytest.raises(SamplingError, match="rng='torch'"):
-        talker.begin(0, segment.prompt, Sampling(rng="torch"), 0)
+        talker.begin(0, segment.embeds, Sampling(rng="torch"), 0)
     with pytest.raises(SamplingError, match="seed"):
-        talker.begin(0, segment.prompt, Sampling(), -1)
+        talker.begin(0, segment.embeds, Sampling(), -1)
     with pytest.raises(PromptError):
-        talker.begin(0, segment.prompt[:1], Sampling(), 0)
+        talker.begin(0, segment.embeds[:1], Sampling(), 0)
     made = []
     for refused in (True, False):
         begin(talker, 0, segment)

@@ -67,7 +67,7 @@ class Run:
     the scheduler learns from what it sees. noise: standard deviation of a tick, as a part of it.
 
     Afterwards, of what came behind the warm-up: ttfc_s, from arrival to the first PCM of each stream, waits in line
-    included; late_s, of every chunk that came late; verdicts, arrivals by decision and reason; frames, finished.
+    included; late_s, of every chunk that came late; verdicts, arrivals by decision and reason; frames.
     """
 
     listeners: int
@@ -88,7 +88,7 @@ class Run:
 
     def play(self) -> Run:
         self.ttfc_s, self.late_s, self.verdicts, self.open_s = [], [], Counter(), [0.0, 0.0]
-        self.frames = self.finished = 0
+        self.frames = 0
         self._fit = None if self.truth is None else TickFit(self.model)
         self._rng = np.random.default_rng(self.seed + 1)
         self.board = Board(self.slots)
@@ -170,7 +170,6 @@ class Run:
             late_s = self._hand_over(slot, ended_s)
             self.late_s += [late_s] if self._live and late_s > 0 else []
         for slot in tick.lanes[board.frames_made[tick.lanes] >= self._goal[tick.lanes]].tolist():
-            self.finished += self._live
             self._leave(slot)
         return ended_s
 

@@ -65,11 +65,6 @@ class CudaCodec:
         self._work = CodecWork(self.device)
         self._pieces: dict[int, Tensor] = {}
 
-    @property
-    def state_bytes(self) -> int:
-        """Of one slot."""
-        return self._states.slot_bytes
-
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
         """`slot` begins with silence, or goes on from `primed`, a state of the plain or the fused decoder, copied.

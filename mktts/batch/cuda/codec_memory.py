@@ -67,11 +67,6 @@ class CodecWork:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         self._outgrown: list[Tensor] = []
 
-    @property
-    def bytes(self) -> int:
-        """Taken so far."""
-        return sum(memory.nbytes for memory in (*self._memory.values(), *self._outgrown))
-
     def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, least: int = 0) -> Tensor:
         """Memory of `name`, as it was left. least: values that are taken at once, for later calls."""
         values, memory = math.prod(shape), self._memory.get((name, dtype))
@@ -126,11 +121,6 @@ class RingStates:
     @property
     def nobody(self) -> int:
         return len(self.positions) - 1
-
-    @property
-    def slot_bytes(self) -> int:
-        tensors = self.keys, self.values, self.histories, self.positions
-        return sum(tensor[0].nbytes for tensor in tensors)
 
     def enter(self, slot: int, primed: CodecState | None) -> None:
         if not 0 <= slot < self.nobody:

@@ -1,1 +1,1 @@
-"""Many utterances in one step of plain PyTorch operators, on any device."""
+"""Many utterances in one step of plain PyTorch operators, on the CPU."""

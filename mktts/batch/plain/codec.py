@@ -151,33 +151,24 @@ def _at_once(rows: int, channels: int, most: int) -> int:
 
 
 class Conv:
-    """A causal convolution: as one of images of one line on the CPU, where oneDNN beats products of copied windows.
-
-    On CUDA, cuDNN would round operands to TF32 by default, so there the windows are copied and multiplied.
-    """
+    """A causal convolution, as one of images of one line: oneDNN beats products of copied windows."""
 
     def __init__(self, conv: CausalConv, work: CodecBuffers) -> None:
         self._conv, self._work = conv, work
-        self._kernel: Tensor | None = None
-        if conv.taps.weight.device.type == "cpu":
-            kernel = conv.taps.weight.unflatten(0, (conv.kernel, -1)).permute(2, 1, 0)[:, :, None]
-            self._kernel = kernel.contiguous(memory_format=torch.channels_last)
+        kernel = conv.taps.weight.unflatten(0, (conv.kernel, -1)).permute(2, 1, 0)[:, :, None]
+        self._kernel = kernel.contiguous(memory_format=torch.channels_last)
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
         return self.over(self._work.extended(x, history))
 
     def over(self, whole: Tensor) -> Tensor:
         """`whole` (B, P + L, C in), contiguous -> (B, L, C out), contiguous."""
-        conv, (lanes, rows, channels) = self._conv, whole.shape
-        if self._kernel is not None:
-            if lanes == 1:  # torch takes other routines for one image, with other last bits
-                whole = whole.expand(2, -1, -1)
-            image = whole.transpose(1, 2)[:, :, None]
-            y = F.conv2d(image, self._kernel, conv.taps.bias, dilation=(1, conv.dilation))
-            return y[:lanes, :, 0].transpose(1, 2)
-        rows -= (conv.kernel - 1) * conv.dilation
-        shape, strides = (lanes, rows, conv.kernel, channels), (*whole.stride()[:2], conv.dilation * channels, 1)
-        return rowwise(conv.taps, whole.as_strided(shape, strides).flatten(2))
+        conv, lanes = self._conv, len(whole)
+        if lanes == 1:  # torch takes other routines for one image, with other last bits
+            whole = whole.expand(2, -1, -1)
+        image = whole.transpose(1, 2)[:, :, None]
+        y = F.conv2d(image, self._kernel, conv.taps.bias, dilation=(1, conv.dilation))
+        return y[:lanes, :, 0].transpose(1, 2)
 
 
 class Unit:
@@ -287,7 +278,7 @@ class LaneTransformer:
         self._transformer = transformer
         norm, config = transformer.norm, transformer.config
         window = config.sliding_window
-        self._before = window - 1 - torch.arange(window, device=norm.device)  # how far back each place lies
+        self._before = window - 1 - torch.arange(window)  # how far back each place lies
         self._root = math.sqrt(config.hidden_size)
         self._floor = torch.tensor(self._root * math.sqrt(config.rms_norm_eps)).to(norm)
 
@@ -350,7 +341,7 @@ class CodecLanes:
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
         """The weights stay the decoder's. Memory is taken for a few slots at a time, up to `slots`."""
-        self.config, self.device, self.slots = decoder.config, decoder.device, slots
+        self.config, self.slots = decoder.config, slots
         self._decoder = decoder
         self._silence = _words(decoder.start())
         self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
@@ -369,7 +360,7 @@ class CodecLanes:
         """
         if not 0 <= slot < self.slots:
             raise CodecError(f"slots are 0 to {self.slots - 1}, got {slot}")
-        if primed is not None and (primed.layout != self._decoder.layout or primed.flat.device != self.device):
+        if primed is not None and primed.layout != self._decoder.layout:
             raise CodecError("the state belongs to another decoder: use one that start() of this decoder returned")
         more = min(-(-(slot + 1) // _SLOTS_AT_A_TIME) * _SLOTS_AT_A_TIME, self.slots) - len(self._rows)
         if more > 0:
@@ -378,17 +369,15 @@ class CodecLanes:
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, slots: Sequence[int]) -> Tensor:
-        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1] on the
-        device.
+        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1].
 
-        Codes may lie on the host or on the device. Raises CodecError, before anything is changed, for codes of another
-        shape, dtype or range.
+        Raises CodecError, before anything is changed, for codes of another shape, dtype or range.
         """
         shape, size = (len(slots), NUM_CODEBOOKS), self.config.codebook_size
         if codes.shape != shape or codes.is_floating_point() or codes.min() < 0 or codes.max() >= size:
             raise CodecError(f"codes must be {shape} whole numbers in 0..{size - 1}, got {codes}")
-        lanes = torch.tensor(list(slots), device=self.device)
-        codes = codes.to(self.device, torch.int64)
+        lanes = torch.tensor(list(slots))
+        codes = codes.to(torch.int64)
         pcm = []
         for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
             rows, state = self._gathered(len(some))
@@ -398,7 +387,7 @@ class CodecLanes:
         return torch.cat(pcm)
 
     def _advance(self, codes: Tensor, state: _State) -> Tensor:
-        """`codes` (B, 16) int64 on the device; `state`: the lanes', updated in place."""
+        """`codes` (B, 16) int64; `state`: the lanes', updated in place."""
         decoder, (keys, values, histories, position) = self._decoder, state
         history = iter(histories)
         x = F.embedding(codes + decoder.first_row, decoder.books)  # (B, 16, codebook_dim / 2)

@@ -75,7 +75,7 @@ def _over(errand: Future[Future]) -> bool:
 
 
 class TorchLanes:
-    """See `mktts.batch.lanes.Lanes`. Prompts enter whole; no prefix is shared.
+    """See `mktts.batch.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `TorchTalker`.
 
     Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
     """
@@ -108,17 +108,13 @@ class TorchLanes:
         self._talking = InOrder("mktts-talker" if threads else None)
         self._decoding = InOrder("mktts-codec" if threads else None)
         self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
-        self._talker = TorchTalker(config, tensors, decoder.device, dtype, slots)
+        self._talker = TorchTalker(config, tensors, dtype, slots)
+        self.embeddings = self._talker.embeddings
         self._codec = CodecLanes(decoder, slots)
         self._primed = PrimedStates(decoder)
         positions = min(positions, config.talker.max_position_embeddings)
         pages = min(memory_bytes // (PAGE_ROWS * self._talker.position_bytes), slots * -(-positions // PAGE_ROWS))
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
-
-    @property
-    def embeddings(self) -> Mapping[str, Tensor]:
-        """The sixteen embedding tables by Hub name."""
-        return self._talker.embeddings
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         primed = None if reference is None else self._primed.of(reference)
@@ -190,4 +186,4 @@ class TorchLanes:
     def _decode(self, slots: Sequence[int], codes: Tensor) -> tuple[np.ndarray, float]:
         begun_s = time.perf_counter()
         pcm = self._codec.decode(codes, slots)
-        return pcm.cpu().numpy(), time.perf_counter() - begun_s
+        return pcm.numpy(), time.perf_counter() - begun_s

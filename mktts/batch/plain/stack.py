@@ -103,7 +103,7 @@ class LaneStack:
     def __init__(self, stack: Qwen3Stack) -> None:
         """Takes the weights over: `stack` has no layers left, so that they are not there twice."""
         c = self.config = stack.config
-        self.device, self.dtype = stack.device, stack.dtype
+        self.dtype = stack.dtype
         self.folded = self.dtype == torch.float32
         self.scale = 1.0 if self.folded else c.head_dim**-0.5  # folded, it is in the queries' norm
         self.group = c.num_attention_heads // c.num_key_value_heads
@@ -111,7 +111,7 @@ class LaneStack:
         self.layers: list[StackLayer] = []
         while stack.layers:
             self.layers.append(self._packed(stack.layers.pop(0)))
-        self._frequency = inverse_frequency(c.head_dim, c.rope_theta).to(self.device)
+        self._frequency = inverse_frequency(c.head_dim, c.rope_theta)
         widths = c.hidden_size, c.head_dim
         self._floor = {width: torch.tensor(math.sqrt(width * c.rms_norm_eps)).to(self.norm) for width in widths}
 
@@ -220,7 +220,7 @@ class KeysValues:
     def __init__(self, stack: LaneStack) -> None:
         c = stack.config
         shape = c.num_hidden_layers, 2, c.num_key_value_heads, 0, c.head_dim
-        self.memory = torch.empty(shape, dtype=stack.dtype, device=stack.device)
+        self.memory = torch.empty(shape, dtype=stack.dtype)
         self.length = 0
 
     def reserve(self, rows: int) -> None:
@@ -255,7 +255,7 @@ def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: 
     # products of few rows round in their own way: they are made with the first row again
     positions += positions[:1] * (LEAST_ROWS - len(x))
     x = filled_up(x)
-    rotary = stack.rotary(torch.tensor(positions, device=stack.device))
+    rotary = stack.rotary(torch.tensor(positions))
     places = [stream.places() for stream in streams[:speaking]]
     ends = list(accumulate(counts))
     prompts = list(zip(streams, counts, ends, strict=True))[speaking:]
@@ -270,7 +270,7 @@ def advance(stack: LaneStack, x: Tensor, streams: Sequence[KeysValues], counts: 
         x = stack.finish(layer, x, filled_up(torch.cat(attended)), room)
     for stream, count in zip(streams, counts, strict=True):
         stream.length += count
-    return stack.final(x[torch.tensor(ends, device=stack.device) - 1])
+    return stack.final(x[torch.tensor(ends) - 1])
 
 
 def _newest_rows(stack: LaneStack, room: Room, places: Sequence[_Place]) -> list[Tensor]:
@@ -308,7 +308,7 @@ class LanePredictor:
         self._room = stack.room(0)  # of positions 0 and 1 together
         self._memory: list[Tensor] = []  # of each layer's heads: (16, B, K, G + 2, D)
         self._views: dict[int, list[list[_PredictorPlace]]] = {}  # by lanes: [position][layer]
-        positions = torch.arange(NUM_CODEBOOKS, device=stack.device)
+        positions = torch.arange(NUM_CODEBOOKS)
         self._rotary = [stack.rotary(position) for position in positions.split(1)]
 
     def codes(self, hidden: Tensor, code0: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:

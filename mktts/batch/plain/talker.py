@@ -1,4 +1,4 @@
-"""Talker, code predictor and sampling of many streams at once, in plain PyTorch operators of any device.
+"""Talker, code predictor and sampling of many streams at once, in plain PyTorch operators on the CPU.
 
 At these sizes an operator costs by the call, not by the row: sixteen streams that make a frame together cost little
 more than two. A tick takes the newest row of every stream, and all prompt rows of streams that are new, through the
@@ -40,6 +40,7 @@ from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 _WORD, _HALF_BITS, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(9)
 _HALF, _UNIT = np.float32(0.5), np.float32(2**-23)
 _IDS = 4  # of one block of Philox
+_CPU = torch.device("cpu")
 _LANES_AT_A_TIME = 8  # so that what lies between two operators stays in the cache
 
 
@@ -55,7 +56,7 @@ class LaneNoise:
         self._blocks = np.concatenate((self._of_code0, np.tile(later, NUM_CODEBOOKS - 1))).astype(np.uint64)
         self._books = np.concatenate((np.zeros_like(self._of_code0), books)).astype(np.uint64)
 
-    def draw(self, seeds: Sequence[int], frames: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    def draw(self, seeds: Sequence[int], frames: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Noise of frame `frames[i]` of the stream of `seeds[i]`: code 0 (B, V), later codes (B, 15, V), float32.
 
         It is 0 where code 0 must not be chosen.
@@ -71,7 +72,7 @@ class LaneNoise:
         code0[:, self._of_code0] = made[:, :count]
         later = made[:, count:].reshape(lanes, NUM_CODEBOOKS - 1, -1)[..., :size]
         code0 = code0.reshape(lanes, -1)[:, : self._sizes[0]]
-        return torch.from_numpy(code0).to(device), torch.from_numpy(later).to(device)
+        return torch.from_numpy(code0), torch.from_numpy(later)
 
     def _gumbel(self, keys: np.ndarray, frames: np.ndarray) -> np.ndarray:
         """`keys` and `frames` (B, 1) uint64 -> (B, blocks, 4) float32. The steps of `philox` and `gumbel`."""
@@ -109,25 +110,24 @@ class _TalkerSlot:
 class TorchTalker:
     """One checkpoint's model, and streams in slots. One thread at a time. `tensors` carries the Hub's names.
 
-    embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.
+    embeddings: the sixteen embedding tables by Hub name, for others to read.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
-        device: torch.device,
         dtype: torch.dtype,
         slots: int,
     ) -> None:
         """Memory for a stream's positions is taken as it gets there, `stack.CHUNK_POSITIONS` at a time."""
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config, self.dtype = config, dtype
 
         def get(name: str) -> Tensor:
-            return tensors[name].to(self.device, dtype)
+            return tensors[name].to(dtype)
 
         def stack(of: str) -> LaneStack:
-            return LaneStack(Qwen3Stack(getattr(config, of), tensors, _PREFIXES[of] + "model.", self.device, dtype))
+            return LaneStack(Qwen3Stack(getattr(config, of), tensors, _PREFIXES[of] + "model.", _CPU, dtype))
 
         self._talker = stack("talker")
         groups = range(NUM_CODEBOOKS - 1)
@@ -137,9 +137,9 @@ class TorchTalker:
         tables = [tensors[name] for name in names]
         sizes = [len(table) for table in tables]
         # one table, so that a frame's sixteen rows are one look-up
-        self._table = torch.cat([table.to(self.device, dtype) for table in tables])
+        self._table = torch.cat([table.to(dtype) for table in tables])
         self.embeddings = dict(zip(names, self._table.split(sizes), strict=True))
-        self._first_row = torch.tensor([0, *sizes[:-1]], device=self.device).cumsum(0)
+        self._first_row = torch.tensor([0, *sizes[:-1]]).cumsum(0)
         self._codec_head = get("talker.codec_head.weight").t().contiguous()
         projection = predictor + "small_to_mtp_projection."
         self._predictor = LanePredictor(
@@ -151,10 +151,10 @@ class TorchTalker:
             else None,
         )
         self._noise = LaneNoise(config)
-        self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
+        self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, _CPU)
         self._slots: dict[int, _TalkerSlot] = {}
-        self._codes = torch.zeros(slots, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)  # the newest
-        self._seen = torch.zeros(slots, config.talker.vocab_size, dtype=torch.bool, device=self.device)
+        self._codes = torch.zeros(slots, NUM_CODEBOOKS, dtype=torch.int64)  # the newest
+        self._seen = torch.zeros(slots, config.talker.vocab_size, dtype=torch.bool)
 
     @property
     def position_bytes(self) -> int:
@@ -174,7 +174,7 @@ class TorchTalker:
                 f"the batch engine draws by counters, rng='philox'; rng={sampling.rng!r} needs backend='torch' with "
                 "engine='single'"
             )
-        prompt = prompt_embeds.to(self.device, self.dtype, copy=True)
+        prompt = prompt_embeds.to(self.dtype, copy=True)
         self._slots[slot] = _TalkerSlot(sampling, checked_seed(seed), prompt, KeysValues(self._talker))
         self._seen[slot] = False
 
@@ -188,7 +188,7 @@ class TorchTalker:
 
     @torch.inference_mode()
     def tick(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """One frame of every given slot, in any order -> its codes (16,) int64 on the host, or None: end of speech.
+        """One frame of every given slot, in any order -> its codes (16,) int64, or None: end of speech.
 
         rows: the text embedding (H,) added to the newest codes' embeddings; None exactly at a slot's first tick, whose
         talker input is the prompt: otherwise raises PromptError, before anything is changed.
@@ -201,12 +201,11 @@ class TorchTalker:
         slots = [slots[i] for i in order]
         open_slots = [self._slots[slot] for slot in slots]
         text = [rows[i] for i in order if rows[i] is not None]
-        lanes = torch.tensor(slots, device=self.device)
+        lanes = torch.tensor(slots)
         codes = self._draw_codes(self._hidden(lanes[: len(text)], open_slots, text), lanes, open_slots)
         self._codes[lanes] = codes
         self._seen[lanes, codes[:, 0]] = True
         made: list[Tensor | None] = [None] * len(order)
-        codes = codes.cpu()
         for place, slot, frame, code0 in zip(order, open_slots, codes, codes[:, 0].tolist(), strict=True):
             slot.ended = code0 == self.config.codec_ids.eos
             slot.frames += not slot.ended
@@ -221,11 +220,11 @@ class TorchTalker:
             slots = [*slots, *[slots[0]] * missing]
             lanes, hidden = torch.cat((lanes, lanes[:1].expand(missing))), filled_up(hidden)
         frames = [slot.frames for slot in slots]
-        talker = ChoiceRows.of(tuple(slot.sampling.talker for slot in slots), self.device)
-        predictor = ChoiceRows.of(tuple(slot.sampling.predictor for slot in slots), self.device)
+        talker = ChoiceRows.of(tuple(slot.sampling.talker for slot in slots), _CPU)
+        predictor = ChoiceRows.of(tuple(slot.sampling.predictor for slot in slots), _CPU)
         noise, later_noise = None, None
         if talker.draws or predictor.draws:
-            noise, later_noise = self._noise.draw([slot.seed for slot in slots], frames, self.device)
+            noise, later_noise = self._noise.draw([slot.seed for slot in slots], frames)
         logits = (hidden @ self._codec_head).float()
         penalties = [slot.sampling.repetition_penalty for slot in slots]
         code0 = talker.choose(self._limits.restrict(logits, self._seen[lanes], penalties, frames), noise)
@@ -244,7 +243,7 @@ class TorchTalker:
         rows = [slot.prompt for slot in new]
         if text:
             codes = F.embedding(self._codes[lanes] + self._first_row, self._table)  # (N, 16, H)
-            rows.insert(0, codes.sum(1) + torch.stack([row.to(self.device, self.dtype) for row in text]))
+            rows.insert(0, codes.sum(1) + torch.stack([row.to(self.dtype) for row in text]))
         counts = [1] * len(text) + [len(slot.prompt) for slot in new]
         hidden = advance(self._talker, torch.cat(rows), [slot.cache for slot in slots], counts)
         for slot in new:

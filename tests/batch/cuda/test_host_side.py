@@ -185,12 +185,11 @@ def test_pieces_cover_every_history_once_and_bring_it_behind_itself(decoder):
 def test_a_smaller_pass_works_at_the_front_of_a_larger_ones_memory():
     work, shapes = CodecWork(CPU), [RowsShape(2, 4, 8, True), RowsShape(0, 3, 4, False)]
     large, _ = work.inputs(8, shapes)
-    taken = work.bytes
     small, rows = work.inputs(2, shapes)
-    assert small.data_ptr() == large.data_ptr() and work.bytes == taken
+    assert small.data_ptr() == large.data_ptr()
     assert [len(row.memory) for row in rows] == [2 * 2 * 48, 2 * 16]
     assert rows[0].newest.data_ptr() == rows[0].memory.data_ptr() + 2 * 8 * 2
-    assert work.tensor("x", 4, 4).data_ptr() != work.tensor("x", 8, 8).data_ptr() and work.bytes == taken + 320
+    assert work.tensor("x", 4, 4).data_ptr() != work.tensor("x", 8, 8).data_ptr()
 
 
 SIZES = [
