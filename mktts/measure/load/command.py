@@ -27,8 +27,17 @@ from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import record
-from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured
-from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
+from mktts.measure.load.client import (
+    PATH,
+    HttpSource,
+    LoadRun,
+    clean,
+    endpoint,
+    exchange,
+    held_ticks,
+    hold,
+    measured,
+)
 from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell
 
@@ -149,6 +158,7 @@ class Subject:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none."""
         seen = hold(self.source, self.texts, self.settings, listeners)
+        point = measured(seen, self.settings)
         ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         conditions = {
             "listeners": listeners,
@@ -157,7 +167,7 @@ class Subject:
             "checkpoint": self.settings.checkpoint,
             "random_weights": self.random_weights,
         }
-        return measured(seen, self.settings) | engine | conditions | self.engine(), seen, ticks
+        return point | engine | conditions | self.engine(), seen, ticks
 
     def engine(self) -> dict[str, Any]:
         """What speaks, as it stands in a point."""
