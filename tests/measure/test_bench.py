@@ -177,18 +177,16 @@ def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monke
     asked = []
 
     def measured(settings, names, output):
-        asked.append((settings, list(names)))
-        return {"missing": {"a": "why"} if "faster" in names else {}, "figures": {}}
+        asked.append((settings.checkpoint, settings.samples, list(names)))
+        return {"missing": {"a": "why"} if "faster" in names else {}}
 
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "table", lambda document: "table")
     words = [["--device", "cpu"], ["--peers"], ["--only", "text", "--codec", "full"]]
     assert [run("bench", *more) for more in words] == [0, 1, 0]
-    (quick, first), (whole, everything), (_, only) = asked
-    assert (first, everything, only) == (["load", "streams", "codec"], list(SECTIONS), ["text"])
-    assert (quick.checkpoint, quick.utterances, quick.samples) == (command.CHECKPOINT, 5, 20)
-    assert (whole.checkpoint, whole.samples) == (BenchSettings.checkpoint, BenchSettings.samples)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}, "figures": {}}
+    quick, whole = (command.CHECKPOINT, 20), (BenchSettings.checkpoint, BenchSettings.samples)
+    assert asked == [(*quick, ["load", "streams", "codec"]), (*whole, list(SECTIONS)), (*quick, ["text"])]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}}
     with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
         run("bench", "--only", "ours")
 
