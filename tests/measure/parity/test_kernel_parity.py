@@ -280,6 +280,7 @@ def batch(request, monkeypatch) -> bool:
 
     monkeypatch.setattr(kernel, "cuda_lanes", oracle)
     monkeypatch.setattr(codec, "_lanes_decode", decode)
+    monkeypatch.setattr(codec, "_BATCH_FRAMES", 16)
     return request.param
 
 
