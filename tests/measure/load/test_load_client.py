@@ -389,8 +389,8 @@ def test_a_quick_run_in_this_process_gives_a_point_that_says_it_was_not_held(tin
     [
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--url", "http://127.0.0.1:9", "--load"], "name one"),
-        ([*QUICK[1:], "--listeners", "2,x"], "whole numbers"),
-        ([*QUICK[1:], "--listeners", "0"], "at least 1"),
+        ([*QUICK[1:], "--listeners", "2,x"], "whole numbers of at least 1"),
+        ([*QUICK[1:], "--listeners", "2,0"], "whole numbers of at least 1"),
         ([*QUICK[1:], "--codec-precision", "fast"], "engine='batch'"),
         ([*QUICK[1:], "--peers"], "name one"),
         ([*QUICK[1:], "--seconds", "5", "--into", "load.json"], "at least 60 s"),
