@@ -105,8 +105,6 @@ def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
 
 
 def test_what_cannot_be_recorded_has_its_name(capsys):
-    with pytest.raises(MetricsError, match="three builds"):
-        document({**launches_of(LAYERS, 8, 1), BUILDS[1]: []}, LAYERS)
     assert main(["trace", "--checkpoint", "random:tiny"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert main(["trace", "--launches", "0"]) == 2
