@@ -5,5 +5,5 @@
 * bench: timings, beside the peers'; load: real-time listeners; parity: proofs against independent truths
 * trace: one launch of the frame kernel; memory: what the kernel takes
 * inspection: what is in a checkpoint
-* recogniser, word_errors: what was understood; tracks: when each side of a conversation sounds
+* recogniser: what was understood; tracks: when each side of a conversation sounds
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +16,10 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.bench import command, sections
 from mktts.measure.bench.command import SECTIONS, measure, run_section, table
-from mktts.measure.bench.sections import SENTENCE, BenchSettings, FasterPeer, steady_frame_ms, text_of, timed_frames
+from mktts.measure.bench.sections import SENTENCE, BenchSettings, steady_frame_ms, text_of, timed_frames
 from mktts.model.backend import Frame
-from mktts.model.prompt import Prompt, Request
-from mktts.model.sampling import Choice, Sampling
+from mktts.model.prompt import Prompt
+from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 TINY = BenchSettings(
@@ -36,13 +36,6 @@ TINY = BenchSettings(
 )
 
 
-@dataclass
-class Counted:
-    rows: int
-    max_frames: int
-    frames: int = 0
-
-
 class Counter:
     """A backend whose frame's talker_ms is the position it ran at; stream `ends` says end-of-speech at its frame 3."""
 
@@ -51,11 +44,11 @@ class Counter:
     def __init__(self, ends: int) -> None:
         self.ends, self.started = ends, 0
 
-    def start(self, prompt, sampling, seed, max_frames) -> Counted:
+    def start(self, prompt, sampling, seed, max_frames) -> SimpleNamespace:
         self.started += 1
-        return Counted(len(prompt.embeds), max_frames)
+        return SimpleNamespace(rows=len(prompt.embeds), max_frames=max_frames, frames=0)
 
-    def step(self, state: Counted, text) -> Frame:
+    def step(self, state, text) -> Frame:
         assert (text is None) == (state.frames == 0) and state.frames < state.max_frames
         if text is not None:
             assert int(text[0]) == state.frames - 1  # the row after frame t - 1
@@ -107,7 +100,34 @@ print('{"notes": {"n": 2}}', flush=True)
     assert figures == {"a": 1} and "stopped after 1 s" in reason
 
 
-@pytest.mark.parametrize("name", ["codec", "overlap", "memory", "text", "large", "upstream"])
+class FakeFaster:
+    """What the section uses of faster-qwen3-tts 0.5.4; a frame takes 5 ms by its own clock."""
+
+    loaded: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.model = self.processor = self.tokenizer = self
+
+    @classmethod
+    def from_pretrained(cls, folder, **where):
+        """Of the model, and of its tokenizer: without the flag that swaps the pre-tokenizer."""
+        print("a banner")
+        cls.loaded += (folder,)
+        return cls()
+
+    def generate_custom_voice_streaming(
+        self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
+    ):
+        assert set(given) == {"top_p", "do_sample", "repetition_penalty"} and non_streaming_mode == (text == SENTENCE)
+        made = 0
+        while made < max_new_tokens:
+            steps = min(chunk_size, max_new_tokens - made)
+            made += steps
+            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
+            yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
+
+
+@pytest.mark.parametrize("name", ["codec", "overlap", "memory", "text", "large", "upstream", "faster"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
     def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
         for _ in range(max_frames):
@@ -120,10 +140,11 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**22))
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
-    command.print_section(name, TINY)
+    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
+    command.print_section(name, replace(TINY, samples=10, context=20, around=8) if name == "faster" else TINY)
     figures: dict = {}
     for line in capsys.readouterr().out.splitlines():
-        figures |= json.loads(line).get("figures", {})
+        figures |= json.loads(line).get("figures", {})  # and nothing but JSON is printed
     expected = {*SECTIONS[name][1]}
     if name == "large":  # the figures of two other sections, with a mark
         of_ours = (*SECTIONS["streams"][1], *SECTIONS["frames"][1])
@@ -132,6 +153,9 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
     of_torch = "peak_gpu_torch_mb"  # there is no device here
     assert all(f["median"] > 0 for name, f in figures.items() if f["unit"] != "count" and name != of_torch)
     assert all({"median", "p95", "n", "unit"} <= set(figure) for figure in figures.values())
+    if name == "faster":
+        assert figures["faster_frame_ms"]["max"] == 5.0 and figures["faster_ttfc_ms"]["n"] == 1
+        assert FakeFaster.loaded == (str(tiny.folder),) * 2
 
 
 def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monkeypatch):
@@ -153,81 +177,21 @@ def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monke
     asked = []
 
     def measured(settings, names, output):
-        asked.append((settings, list(names)))
-        return {"missing": {"a": "why"} if "faster" in names else {}, "figures": {}}
+        asked.append((settings.checkpoint, settings.samples, list(names)))
+        return {"missing": {"a": "why"} if "faster" in names else {}}
 
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "table", lambda document: "table")
     words = [["--device", "cpu"], ["--peers"], ["--only", "text", "--codec", "full"]]
     assert [run("bench", *more) for more in words] == [0, 1, 0]
-    (quick, first), (whole, everything), (_, only) = asked
-    assert (first, everything, only) == (["load", "streams", "codec"], list(SECTIONS), ["text"])
-    assert (quick.checkpoint, quick.utterances, quick.samples) == (command.CHECKPOINT, 5, 20)
-    assert (whole.checkpoint, whole.samples) == (BenchSettings.checkpoint, BenchSettings.samples)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}, "figures": {}}
+    quick, whole = (command.CHECKPOINT, 20), (BenchSettings.checkpoint, BenchSettings.samples)
+    assert asked == [(*quick, ["load", "streams", "codec"]), (*whole, list(SECTIONS)), (*quick, ["text"])]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}}
     with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
         run("bench", "--only", "ours")
 
 
-# ---- the adapter of faster-qwen3-tts, on a stand-in with its interface
-
-REQUEST = Request("Some words.", "auto", "ryan", layout="streaming")
-
-
-class FakeTokenizer:
-    @classmethod
-    def from_pretrained(cls, folder):
-        assert folder == "folder"
-        return "loaded without the flag"
-
-
-class FakeFaster:
-    """What the adapter uses of faster-qwen3-tts 0.5.4; a frame takes 5 ms by its own clock."""
-
-    asked: dict = {}
-
-    def __init__(self) -> None:
-        self.model = SimpleNamespace(processor=SimpleNamespace(tokenizer=FakeTokenizer()))
-
-    @classmethod
-    def from_pretrained(cls, model_name, device="cuda", dtype=torch.bfloat16):
-        print("a banner")
-        return cls()
-
-    def generate_custom_voice_streaming(
-        self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
-    ):
-        assert set(given) == {"top_p", "do_sample", "repetition_penalty"}
-        FakeFaster.asked = dict(locals())
-        made = 0
-        while made < max_new_tokens:
-            steps = min(chunk_size, max_new_tokens - made)
-            made += steps
-            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
-            yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
-
-
-@pytest.fixture
-def faster(monkeypatch, capsys) -> FasterPeer:
-    monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
-    peer = FasterPeer("folder", "cpu")
-    assert capsys.readouterr().out == ""  # standard output is for the figures
-    assert peer._model.model.processor.tokenizer == "loaded without the flag"
-    return peer
-
-
-def test_a_streamed_run_knows_its_first_pcm_its_audio_and_where_each_frame_was(faster):
-    run = faster.stream(REQUEST, Sampling(Choice(temperature=0.7, top_k=20)), 0, max_frames=10, chunk_frames=4)
-    assert run.audio_s == pytest.approx(0.8)
-    assert run.frame_ms == [(4, 5.0), (8, 5.0), (10, 5.0)]
-    assert [frames for frames, _ in run.chunks] == [4, 4, 2]
-    assert 0 < run.chunks[0][1] <= run.chunks[1][1] <= run.chunks[2][1]
-    asked = FakeFaster.asked
-    assert (asked["temperature"], asked["top_k"], asked["chunk_size"]) == (0.7, 20, 4)
-    assert (asked["text"], asked["speaker"], asked["non_streaming_mode"]) == ("Some words.", "ryan", False)
-
-
-def test_an_absent_peer_is_named_with_the_reason(monkeypatch, tiny):
+def test_an_absent_peer_is_named_with_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", None)
     with pytest.raises(BackendUnavailable, match="faster_qwen3_tts is needed"):
-        FasterPeer(tiny.folder, "cpu")
+        list(sections.faster(TINY))

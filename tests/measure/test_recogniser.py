@@ -7,8 +7,16 @@ import pytest
 from absent import needs
 
 from mktts.errors import MetricsError
-from mktts.measure.recogniser import Recogniser, loop_model, to_16_khz, vocabulary_of
-from mktts.measure.word_errors import errors_by_sound, rate_ratio, word_errors, words
+from mktts.measure.recogniser import (
+    Recogniser,
+    errors_by_sound,
+    loop_model,
+    rate_ratio,
+    to_16_khz,
+    vocabulary_of,
+    word_errors,
+    words,
+)
 from mktts.training.data.codec_data import vowels
 
 

@@ -100,12 +100,11 @@ def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
     assert found["settings"]["talker_layers"] == config.talker.num_hidden_layers
     assert found["settings"]["weight_bytes"]["predictor"] > found["settings"]["weight_bytes"]["talker"] > 0
     assert found["settings"]["random_weights"] and {"revision", "date", "device"} <= set(found)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    waits = [sum(row["weights_us"] for row in found["phases"][build]) for build in BUILDS]
+    assert waits[0] > 0 == waits[1] and json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_what_cannot_be_recorded_has_its_name(capsys):
-    with pytest.raises(MetricsError, match="three builds"):
-        document({**launches_of(LAYERS, 8, 1), BUILDS[1]: []}, LAYERS)
     assert main(["trace", "--checkpoint", "random:tiny"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert main(["trace", "--launches", "0"]) == 2

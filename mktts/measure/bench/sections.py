@@ -15,9 +15,8 @@ import io
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -328,62 +327,15 @@ def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: Be
 # ---- other implementations
 
 
-@dataclass
-class PeerRun:
-    """One utterance of a peer.
+class PeerChunk(NamedTuple):
+    """frames: of it. made: frames so far. ready_ms: from the call to its PCM on the host. frame_ms: of each of its
+    frames, codec left out."""
 
-    frame_ms: (frames so far, ms of that frame), codec left out. chunks: (frames, ms from the call to its PCM on the
-    host).
-    """
-
-    audio_s: float = 0.0
-    frame_ms: list[tuple[int, float]] = field(default_factory=list)
-    chunks: list[tuple[int, float]] = field(default_factory=list)
-
-
-class FasterPeer:
-    """faster-qwen3-tts with its own defaults (bfloat16 throughout, a static cache of 2 048 positions); CUDA only."""
-
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        from mktts.synth.upstream import install_shim
-
-        install_shim()
-        try:
-            with _quiet():
-                package = importlib.import_module("faster_qwen3_tts")
-        except Exception as error:
-            raise BackendUnavailable(
-                f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        with _quiet():
-            self._model = package.FasterQwen3TTS.from_pretrained(str(folder), device=device, dtype=dtype)
-            processor = self._model.model.processor
-            # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.synth.upstream).
-            processor.tokenizer = type(processor.tokenizer).from_pretrained(str(folder))
-
-    def stream(self, request: Request, sampling: Sampling, seed: int, max_frames: int, chunk_frames: int) -> PeerRun:
-        """Chunks of `chunk_frames` frames; a frame's time is its chunk's generation, codec left out, by their clock."""
-        torch.manual_seed(seed)
-        run, begun_s = PeerRun(), time.perf_counter()
-        with _quiet():
-            for pcm, rate_hz, timing in self._model.generate_custom_voice_streaming(
-                text=request.text.strip(),
-                speaker=request.speaker,
-                language=request.language,
-                non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
-                max_new_tokens=max_frames,
-                chunk_size=chunk_frames,
-                **_their_choice(sampling),
-            ):
-                run.chunks.append((timing["chunk_steps"], 1e3 * (time.perf_counter() - begun_s)))
-                run.audio_s += len(pcm) / rate_hz
-                run.frame_ms.append((timing["total_steps_so_far"], timing["decode_ms"] / timing["chunk_steps"]))
-        return run
-
-
-def _their_choice(sampling: Sampling) -> dict[str, Any]:
-    """faster-qwen3-tts takes the talker's settings; its predictor's are fixed to the released ones."""
-    return {**asdict(sampling.talker), "repetition_penalty": sampling.repetition_penalty}
+    frames: int
+    made: int
+    ready_ms: float
+    frame_ms: float
+    audio_s: float
 
 
 @contextlib.contextmanager
@@ -404,29 +356,64 @@ def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], s
 
 
 def faster(settings: BenchSettings) -> Measured:
-    """First PCM at a chunk of 1 frame, a frame at the context, and RTF at its default and at chunks of 8 and 1.
+    """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM at a chunk of 1
+    frame, a frame at the context by its own clock, and RTF at its default and at chunks of 8 and 1.
 
     Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec.
     """
+    from mktts.synth.upstream import install_shim
+
+    install_shim()
+    try:
+        with _quiet():
+            package = importlib.import_module("faster_qwen3_tts")
+    except Exception as error:
+        raise BackendUnavailable(
+            f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     checkpoint = settings.open()
-    request, sampling = request_of(checkpoint, settings), checkpoint.sampling()
-    peer = FasterPeer(checkpoint.folder, settings.device, settings.torch_dtype)
+    folder, short, sampling = str(checkpoint.folder), request_of(checkpoint, settings), checkpoint.sampling()
+    with _quiet():
+        peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
+        processor = peer.model.processor
+        # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.synth.upstream).
+        processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
+
+    def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[PeerChunk]:
+        torch.manual_seed(seed)
+        chunks, begun_s = [], time.perf_counter()
+        with _quiet():
+            for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
+                text=request.text.strip(),
+                speaker=request.speaker,
+                language=request.language,
+                non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
+                max_new_tokens=max_frames,
+                chunk_size=chunk_frames,
+                repetition_penalty=sampling.repetition_penalty,
+                **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
+            ):
+                frames, ready_ms = timing["chunk_steps"], 1e3 * (time.perf_counter() - begun_s)
+                frame_ms, audio_s = timing["decode_ms"] / frames, len(pcm) / rate_hz
+                chunks.append(PeerChunk(frames, timing["total_steps_so_far"], ready_ms, frame_ms, audio_s))
+        return chunks
+
     for chunk in (1, 8, 12):
-        peer.stream(request, sampling, 0, 26, chunk)  # captures its graphs; chunks of every length it will decode
-    for name, said in (("faster_ttfc_ms", request), ("faster_ttfc_sentence_ms", sentence_of(checkpoint))):
-        peer.stream(said, sampling, 0, 1, 1)
-        first = [peer.stream(said, sampling, seed, 1, 1) for seed in range(settings.samples // 10)]
-        yield name, [run.chunks[0][1] for run in first], "ms, chunk of 1 frame"
-    for name, chunk in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8), ("faster_rtf_chunk_1", 1)):
-        seeds = range(settings.peer_utterances)
-        runs = [peer.stream(request, sampling, seed, settings.frames, chunk) for seed in seeds]
-        yield name, [run.chunks[-1][1] / 1e3 / run.audio_s for run in runs], f"compute s / audio s, chunks of {chunk}"
-        if chunk == STEADY_FRAMES:
-            steady_ms = [ms for run in runs for ms in steady_frame_ms(run.chunks)]
+        run(short, 0, 26, chunk)  # captures its graphs; chunks of every length it will decode
+    for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence_of(checkpoint))):
+        run(said, 0, 1, 1)
+        first = [run(said, seed, 1, 1)[0] for seed in range(settings.samples // 10)]
+        yield name, [chunk.ready_ms for chunk in first], "ms, chunk of 1 frame"
+    for name, size in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8), ("faster_rtf_chunk_1", 1)):
+        runs = [run(short, seed, settings.frames, size) for seed in range(settings.peer_utterances)]
+        rtf = [made[-1].ready_ms / 1e3 / sum(chunk.audio_s for chunk in made) for made in runs]
+        yield name, rtf, f"compute s / audio s, chunks of {size}"
+        if size == STEADY_FRAMES:
+            steady_ms = [ms for made in runs for ms in steady_frame_ms([(one.frames, one.ready_ms) for one in made])]
             yield "faster_frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
-    long = peer.stream(request, sampling, 0, settings.context + settings.around, 12)
-    yield "faster_frame_ms", _at_context(checkpoint, long.frame_ms, settings), "ms, mean of 12 frames, codec left out"
+    long = [(chunk.made, chunk.frame_ms) for chunk in run(short, 0, settings.context + settings.around, 12)]
+    yield "faster_frame_ms", _at_context(checkpoint, long, settings), "ms, mean of 12 frames, codec left out"
 
 
 def upstream(settings: BenchSettings) -> Measured:

@@ -1,8 +1,7 @@
 """How many real-time listeners are served in time: `python -m mktts bench --load`, `--url URL`.
 
-* client: a listener, all listeners of one load on one event loop, and the figures of a load
+* client: a listener, all listeners of one load on one event loop, the figures of a load, and a server as a source
 * settings: what a load is, the arrivals, and what is said
-* http: a server by its address, as a synthesizer
 * record: the file that loads are merged into, and what follows from them
 * command: the arguments, the table
 

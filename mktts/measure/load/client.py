@@ -8,22 +8,34 @@ was stands in the result: figures of a late client are not the server's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
-from mktts.audio import first_audible_sample
-from mktts.errors import CapacityError, MetricsError
+from mktts.audio import first_audible_sample, from_pcm16
+from mktts.errors import BusyError, CapacityError, EngineError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
-from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.speech.metrics import Player
+from mktts.speech.options import Chunk, Timings
 from mktts.speech.serving import many_streams
 
+PATH = "/v1/audio/speech"
+_CONNECT_S = 10.0
+_REFUSALS = (429, 503)
+_QUOTED_CHARS = 200
+_READ_BYTES = 64 * 1024
+_RATE = re.compile(r"rate=(\d+)")
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _BEAT_S = 0.01  # by which the loop's lateness is seen
 _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
 
@@ -215,13 +227,14 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     player ran dry in the held time; late_max_ms: how long one then waited. audio_s_per_s: that came. generator: how
     late the client was, and what it took. host_us_per_frame: CPU time of everything else in the process.
 
-    Raises MetricsError where the run ended before its warm-up did.
+    Raises MetricsError where the run ended before that time did.
     """
-    begin_s = seen.begin.at_s if seen.begin else seen.closed_s
-    end_s = seen.end.at_s if seen.end else seen.closed_s
-    duration_s = end_s - begin_s
-    if not duration_s > 0:
-        raise MetricsError("the run ended before its warm-up did: nothing was measured")
+    if seen.begin is None or seen.end is None:
+        raise MetricsError("the run ended before the load had been held: nothing was measured")
+    begin_s, end_s = seen.begin.at_s, seen.end.at_s
+    duration_s, frames = end_s - begin_s, seen.end.frames - seen.begin.frames
+    loop_s = seen.end.loop_s - seen.begin.loop_s
+    other_s = seen.end.process_s - seen.begin.process_s - loop_s
     came = [one for one in seen.listeners if begin_s <= one.planned_s < end_s]
     gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
     in_time = [one for one in came if one.first_s is not None and not one.error and not gaps[id(one)]]
@@ -231,7 +244,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     open_s = [(one.opened_s, math.inf if one.ended_s is None else one.ended_s) for one in opened]
     playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
     return {
-        "held": bool(seen.end) and duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
+        "held": duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
         "offered_rps": len(came) / duration_s,
         "duration_s": duration_s,
         "arrivals": len(came),
@@ -248,7 +261,13 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s is not None]),
         "underruns": len(late_s),
         "late_max_ms": 1e3 * max(late_s, default=0.0),
-        **_made(seen, duration_s),
+        "frames": frames,
+        "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
+        "host_us_per_frame": 1e6 * other_s / frames if frames else None,
+        "generator": {
+            "loop_late_max_ms": 1e3 * max(seen.loop_late_s, default=0.0),
+            "cpu_percent": 100 * loop_s / duration_s,
+        },
     }
 
 
@@ -259,13 +278,12 @@ def clean(point: dict[str, Any]) -> bool:
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time, and what the batch engine did in
-    them; nothing of another engine, or where the run did not hold.
+    them; nothing of another engine.
 
     device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
     """
-    if seen.begin is None or seen.end is None or not len(ticks):
-        return ticks[:0], {}
-    ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
+    if len(ticks):
+        ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
     if not len(ticks):
         return ticks, {}
     busy = float(ticks["took_s"].sum()) / (seen.end.at_s - seen.begin.at_s)
@@ -292,16 +310,125 @@ def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) 
     return sum(max(0.0, time_s) for time_s in within_s) / (end_s - begin_s)
 
 
-def _made(seen: LoadRun, duration_s: float) -> dict[str, Any]:
-    loop_late_max_ms = 1e3 * max(seen.loop_late_s, default=0.0)
-    if seen.begin is None or seen.end is None:
-        generator = {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": None}
-        return {"frames": None, "audio_s_per_s": None, "host_us_per_frame": None, "generator": generator}
-    frames, loop_s = seen.end.frames - seen.begin.frames, seen.end.loop_s - seen.begin.loop_s
-    other_s = seen.end.process_s - seen.begin.process_s - loop_s
-    return {
-        "frames": frames,
-        "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
-        "host_us_per_frame": 1e6 * other_s / frames if frames else None,
-        "generator": {"loop_late_max_ms": loop_late_max_ms, "cpu_percent": 100 * loop_s / duration_s},
-    }
+# ---- a server of OpenAI's shape as a source of streams: `POST /v1/audio/speech`, raw PCM while it is made
+
+Events = AsyncGenerator[Any, None]
+
+
+@dataclass(frozen=True)
+class HttpSource:
+    """Opens streams of a server, each over a connection of its own.
+
+    url: of the route. key: the server's
+    body: the keys that every request has
+    sends: names of a stream's settings that are sent as keys of the request
+    """
+
+    url: str
+    key: str | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+    sends: tuple[str, ...] = ()
+
+    async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer; the first, when the answer begins, has no samples.
+
+        Raises BusyError where the server refuses, EngineError for any other status, for what is no raw PCM, and for an
+        answer that breaks off.
+        """
+        begun_s, samples, rest = time.perf_counter(), 0, b""
+        wishes = {name: settings[name] for name in self.sends}
+
+        def chunk(pcm: np.ndarray) -> Chunk:
+            frames = (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME
+            ready_ms = 1e3 * (time.perf_counter() - begun_s)
+            return Chunk(pcm, samples / SAMPLE_RATE_HZ, frames, Timings(ready_ms, 0.0, 0.0, 0.0, 0.0))
+
+        try:
+            body = json.dumps({**self.body, **wishes, "input": text}).encode()
+            async with contextlib.aclosing(exchange("POST", self.url, self.key, body)) as events:
+                status, headers = await anext(events)
+                if status != 200:
+                    await _refuse(status, events)
+                _check_sound(headers)
+                yield chunk(np.zeros(0, np.float32))
+                async for data in events:
+                    whole = len(rest + data) // 2 * 2
+                    data, rest = (rest + data)[:whole], (rest + data)[whole:]
+                    pcm = from_pcm16(data)
+                    yield chunk(pcm)
+                    samples += len(pcm)
+        except OSError as error:
+            raise EngineError(f"the connection failed: {type(error).__name__}") from None
+        if not samples:
+            raise EngineError("the answer holds no sound")
+
+
+async def _refuse(status: int, events: Events) -> None:
+    if status in _REFUSALS:
+        raise BusyError(f"the server answers {status}")
+    said = b"".join([data async for data in events]).decode(errors="replace")[:_QUOTED_CHARS]
+    raise EngineError(f"the server answers {status}: {said}")
+
+
+def _check_sound(headers: Mapping[str, str]) -> None:
+    kind = headers.get("content-type", "")
+    named = _RATE.search(kind)
+    rate = headers.get("x-sample-rate") or (named and named[1]) or str(SAMPLE_RATE_HZ)
+    if rate != str(SAMPLE_RATE_HZ) or "json" in kind or "event-stream" in kind:
+        found = f"{kind or 'no content type'} at {rate} Hz"
+        raise EngineError(f"expected raw 16-bit PCM at {SAMPLE_RATE_HZ} Hz, got {found}")
+
+
+def endpoint(url: str) -> str:
+    """The address of the route: of a server's root, of its /v1, or the route itself. Raises MetricsError."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise MetricsError(f"--url takes the address of a server, as http://127.0.0.1:8000, got {url!r}")
+    path = parts.path.rstrip("/")
+    path = path if path.endswith(PATH) else f"{path.removesuffix('/v1')}{PATH}"
+    return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+async def exchange(method: str, url: str, key: str | None = None, body: bytes = b"") -> Events:
+    """One request on a connection of its own: (status, headers by lower-case names), then the body's bytes.
+
+    Raises OSError, and EngineError for what is no HTTP and for a body that breaks off. Read here rather than by a
+    client with a pool: one that looks through hundreds of connections for every request makes its listeners wait.
+    """
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    address = parts.hostname, parts.port or (443 if secure else 80)
+    headers: dict[str, str] = {}
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(*address, ssl=secure or None), _CONNECT_S)
+    try:
+        lines = [f"{method} {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
+        lines += ["Connection: close", f"Content-Length: {len(body)}", "Content-Type: application/json"]
+        lines += [] if key is None else [f"Authorization: Bearer {key}"]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
+        yield status, headers
+        if headers.get("transfer-encoding") == "chunked":
+            while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:size]
+            return
+        left = int(headers.get("content-length", "-1"))
+        while left and (data := await reader.read(_READ_BYTES)):
+            left -= len(data)
+            yield data
+        if left > 0:
+            raise EngineError("the answer broke off")
+    except asyncio.IncompleteReadError as error:
+        raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
+    except (asyncio.LimitOverrunError, ValueError) as error:
+        raise EngineError(f"the answer is no HTTP: {error}") from None
+    finally:
+        writer.transport.abort()
+
+
+def _head(data: bytes) -> tuple[int, dict[str, str]]:
+    """Status and headers. Raises ValueError."""
+    first, *lines = data.rstrip().split(b"\r\n")
+    if not (status := _STATUS.match(first)):
+        raise ValueError(f"it begins with {first[:40]!r}")
+    pairs = (line.decode("latin-1").partition(":") for line in lines)
+    return int(status[1]), {name.lower(): value.strip() for name, _, value in pairs}

@@ -27,8 +27,17 @@ from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import record
-from mktts.measure.load.client import LoadRun, clean, held_ticks, hold, measured
-from mktts.measure.load.http import PATH, HttpSource, endpoint, exchange
+from mktts.measure.load.client import (
+    PATH,
+    HttpSource,
+    LoadRun,
+    clean,
+    endpoint,
+    exchange,
+    held_ticks,
+    hold,
+    measured,
+)
 from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell
 
@@ -109,13 +118,10 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def loads(words: str) -> tuple[int, ...]:
     """ "64,128" -> (64, 128). Raises MetricsError."""
-    try:
-        found = tuple(int(word) for word in words.split(",") if word.strip())
-    except ValueError:
-        raise MetricsError(f"--listeners takes whole numbers with commas between them, got {words!r}") from None
-    if not found or min(found) < 1:
-        raise MetricsError(f"--listeners takes numbers of at least 1, got {words!r}")
-    return found
+    numbers = [word.strip() for word in words.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise MetricsError(f"--listeners takes whole numbers of at least 1, commas between them, got {words!r}")
+    return tuple(map(int, numbers))
 
 
 class Subject:
@@ -149,6 +155,7 @@ class Subject:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none."""
         seen = hold(self.source, self.texts, self.settings, listeners)
+        point = measured(seen, self.settings)
         ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         conditions = {
             "listeners": listeners,
@@ -157,7 +164,7 @@ class Subject:
             "checkpoint": self.settings.checkpoint,
             "random_weights": self.random_weights,
         }
-        return measured(seen, self.settings) | engine | conditions | self.engine(), seen, ticks
+        return point | engine | conditions | self.engine(), seen, ticks
 
     def engine(self) -> dict[str, Any]:
         """What speaks, as it stands in a point."""
@@ -199,7 +206,9 @@ class Server(Subject):
             seed=arguments.seed,
         )
         voice = arguments.speaker or (self._health.get("speakers") or ["alloy"])[0]
-        body = {"model": name, "voice": voice, "response_format": "pcm", **_object("--keys", arguments.keys)}
+        if (keys := _object(arguments.keys)) is None:
+            raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
+        body = {"model": name, "voice": voice, "response_format": "pcm", **keys}
         if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
             self.source = HttpSource(url, key, body, ("max_frames", "seed"))
             self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
@@ -235,21 +244,16 @@ async def _got(url: str, key: str | None) -> dict[str, Any]:
     """The JSON object at an address; an empty one where there is something else, or nothing."""
     async with asyncio.timeout(_ASK_S):
         _, *body = [event async for event in exchange("GET", url, key)]
-    try:
-        found = json.loads(b"".join(body))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return _object(b"".join(body)) or {}
 
 
-def _object(option: str, words: str) -> dict[str, Any]:
+def _object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is anything else."""
     try:
-        found = json.loads(words)
+        found = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise MetricsError(f"{option} takes a JSON object, got {words!r}")
-    return found
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _command(words: list[str]) -> str:

@@ -7,6 +7,7 @@ refused. A later one takes the place of an earlier one of the same conditions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ DERIVED = (
 )  # fmt: skip
 PROVENANCE = ("revision", "device", "driver", "torch", "date")  # what stands beside each point and figure
 _SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
-_BESIDE = (*PROVENANCE, "command", "codec", "deterministic", "engine", "underruns")
+_BESIDE = (
+    *PROVENANCE, "command", "codec", "deterministic", "engine", "underruns", "ttfc_p99_ms", "ttfb_p99_ms", "open_mean",
+    "playing_mean",
+)  # fmt: skip
 _NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
 _LARGE = "1b7"
 _SERVER = "server"  # the engine that a server's listeners know
@@ -135,11 +139,7 @@ def _most(points: list[dict[str, Any]], gpu: bool) -> dict[str, Any] | None:
         if not passed:
             return None  # this context carries none of the loads that were tried
         best[rows] = max(passed, key=listeners_of)
-    if not best:
-        return None
-    counts = {rows: listeners_of(point) for rows, point in best.items()}
-    rows = min(counts, key=counts.__getitem__)
-    return {**_read_off(best[rows], counts[rows], "listeners"), "by_context": {str(at): n for at, n in counts.items()}}
+    return _figure({rows: (listeners_of(point), point) for rows, point in best.items()}, "listeners", min)
 
 
 def _first_pcm_at(points: list[dict[str, Any]], open_streams: int) -> dict[str, Any] | None:
@@ -150,14 +150,17 @@ def _first_pcm_at(points: list[dict[str, Any]], open_streams: int) -> dict[str, 
         for point in sorted(group, key=lambda point: point["open_mean"]):
             smallest.setdefault((point["engine"], point["codec"], point["deterministic"]), point)
         best[rows] = min(smallest.values(), key=lambda point: point["ttfc_p99_ms"])
-    if not best:
+    return _figure({rows: (point["ttfc_p99_ms"], point) for rows, point in best.items()}, "ms", max)
+
+
+def _figure(
+    by_context: dict[int, tuple[float, dict[str, Any]]], unit: str, worst: Callable[..., int]
+) -> dict[str, Any] | None:
+    """What is read off the worst context's point. by_context: rows -> value and point."""
+    if not by_context:
         return None
-    worst = max(best.values(), key=lambda point: point["ttfc_p99_ms"])
-    by_context = {str(rows): point["ttfc_p99_ms"] for rows, point in best.items()}
-    return {**_read_off(worst, worst["ttfc_p99_ms"], "ms"), "by_context": by_context}
-
-
-def _read_off(point: dict[str, Any], value: float, unit: str) -> dict[str, Any]:
+    value, point = by_context[worst(by_context, key=lambda rows: by_context[rows][0])]
     facts = {name: point.get(name) for name in _BESIDE}
-    facts |= {name: point.get(name) for name in ("ttfc_p99_ms", "ttfb_p99_ms", "open_mean", "playing_mean")}
-    return {"value": value, "unit": unit, "n": point["arrivals"], "offered": point["listeners"], **facts}
+    values = {str(rows): found for rows, (found, _) in by_context.items()}
+    about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": values}
+    return {"value": value, "unit": unit, **about, **facts}

@@ -13,8 +13,8 @@ from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
 from mktts.errors import MetricsError, OptionsError
 from mktts.measure.bench.sections import WORDS, text_of
+from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import PromptBuilder, Request
-from mktts.model.voice import Voice
 from mktts.spec import FRAME_RATE_HZ
 from mktts.speech.guard import Guard
 from mktts.speech.options import StreamOptions
@@ -150,7 +150,7 @@ def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
         options = StreamOptions(guard=Guard.off())
         return LoadTexts("natural", round(sum(mean) / len(mean)), spoken, {"options": options})
     rows = SHORT_ROWS if rows is None else rows
-    voice = _voice(checkpoint)
+    voice = {"voice": made_up_voice(checkpoint, 0)} if checkpoint.config.type.clones else {}
     encode = checkpoint.tokenizer().encode
     constant = rows_of(Request(WORDS, layout="whole", **voice)) - len(encode(WORDS))  # rows that are no text's
     if rows <= constant:
@@ -167,11 +167,3 @@ def spoken(index: int, frames: int) -> str:
     text = "".join(_SENTENCES[(index + i) % len(_SENTENCES)] for i in range(8))
     end = text.find(" ", round(frames * _CHARS_A_FRAME))
     return text[:end].strip(" ,.") + "."
-
-
-def _voice(checkpoint: Checkpoint) -> dict[str, Voice]:
-    """For a checkpoint without speakers a voice of the right shape, drawn at random."""
-    if not checkpoint.config.type.clones:
-        return {}
-    embedding = torch.randn(checkpoint.config.talker.hidden_size, generator=torch.Generator().manual_seed(0))
-    return {"voice": Voice(embedding, None, None, checkpoint.config.model_size)}

@@ -22,7 +22,7 @@ from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.common import write_json
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.environment import head
-from mktts.measure.parity.ratio import Budget
+from mktts.measure.parity.ratio import UNLIMITED, Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.speech.options import SCHEDULE
 from mktts.synth.upstream import decode_codes
@@ -78,13 +78,15 @@ def snr_db(pcm: Tensor | np.ndarray, reference: Tensor | np.ndarray) -> float:
     return float("inf") if noise == 0 else 10 * float(np.log10((expected**2).sum() / noise))
 
 
-def distance(found: Tensor, reference: Tensor) -> dict[str, Any]:
-    """equal (sample for sample), snr_db (None where equal) and max_abs_error of full scale 1."""
-    equal = torch.equal(found, reference)
+def distance(found: Tensor, reference: Tensor, least_db: float) -> dict[str, Any]:
+    """equal (sample for sample), snr_db (None where equal), max_abs_error of full scale 1, least_db, and passed."""
+    ratio_db, equal = snr_db(found, reference), torch.equal(found, reference)
     return {
         "equal": equal,
-        "snr_db": None if equal else snr_db(found, reference),
+        "snr_db": None if equal else ratio_db,
         "max_abs_error": float(frame_errors(found, reference).max()),
+        "least_db": least_db,
+        "passed": ratio_db >= least_db,
     }
 
 
@@ -106,41 +108,36 @@ def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: s
     streamed, offline = decode_streamed(ours, codes, SCHEDULE).cpu(), whole.decode_all(codes)
     least = LEAST_SNR_DB[torch.device(device).type]
     found: dict[str, Any] = {"frames": len(codes), "asked": FRAMES, "schedule": list(SCHEDULE), "variant": ours.name}
-    found |= {"least_db": least, "streamed_to_whole": distance(streamed, offline)}
+    compared = {"streamed_to_whole": distance(streamed, offline, least)}
     try:
         theirs = torch.as_tensor(decode_codes(upstream(), codes))
-        found["streamed_to_upstream"], found["whole_to_upstream"] = (
-            distance(streamed, theirs),
-            distance(offline, theirs),
-        )
+        compared["streamed_to_upstream"] = distance(streamed, theirs, least)
+        compared["whole_to_upstream"] = distance(offline, theirs, LEAST_SNR_DB["cpu"])
     except BackendUnavailable as error:
         found["upstream"] = f"skipped: {error}"
-    limits = {"streamed_to_whole": least, "streamed_to_upstream": least, "whole_to_upstream": LEAST_SNR_DB["cpu"]}
-    for name, limit in limits.items():
-        if name in found and not found[name]["equal"] and not found[name]["snr_db"] >= limit:
-            found["reason"] = f"{name}: {found[name]['snr_db']:.1f} dB, at least {limit:g} dB expected"
-            break
-    return found
+    for name, error in compared.items():
+        if not error["passed"]:
+            found["reason"] = f"{name}: {error['snr_db']:.1f} dB, at least {error['least_db']:g} dB expected"
+    return found | compared
 
 
 def batched_errors(
-    checkpoint: Checkpoint, device: str, sizes: Sequence[int], budget: Budget | None = None
+    checkpoint: Checkpoint, device: str, sizes: Sequence[int], budget: Budget = UNLIMITED
 ) -> dict[str, Any]:
-    """Many streams in one pass of a CUDA device: lanes, frames, asked, passed, and for each precision snr_db, max_error
-    and least_db. sizes: a pass has as many lanes as the largest, at most 64."""
+    """Many streams in one pass of a CUDA device: lanes, frames, asked, passed, and the `distance` of each precision.
+    sizes: a pass has as many lanes as the largest, at most 64."""
     whole = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
     lanes = min(max(sizes), _MOST_LANES)
     codes = torch.stack([random_codes(_BATCH_FRAMES, seed, whole.config.codebook_size) for seed in range(lanes)])
     compared = sorted({(lanes - 1) * i // (_BATCH_STREAMS - 1) for i in range(_BATCH_STREAMS)})
-    frames = _affordable(whole, codes[0], 2 * len(compared), budget or Budget())  # half of the time is the device's
+    frames = _affordable(whole, codes[0], 2 * len(compared), budget)  # half of the time is the device's
     truth = torch.cat([whole.decode_all(codes[lane, :frames]) for lane in compared])
     found: dict[str, Any] = {"lanes": lanes, "frames": frames, "asked": _BATCH_FRAMES, "passed": True}
     for precision in ("full", "fast"):
         decode = _lanes_decode(checkpoint, device, lanes, precision)
         pcm = torch.stack([decode(codes[:, frame])[compared].float().cpu() for frame in range(frames)], 1).flatten()
-        error, least = distance(pcm, truth), LEAST_SNR_DB[precision]
-        found[precision] = {**error, "max_error": error.pop("max_abs_error"), "least_db": least}
-        found["passed"] &= error["equal"] or error["snr_db"] >= least
+        found[precision] = distance(pcm, truth, LEAST_SNR_DB[precision])
+        found["passed"] &= found[precision]["passed"]
     return found
 
 
@@ -168,6 +165,7 @@ def serving_error(
     error = distance(
         decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu(),
         CodecDecoder(config, tensors).decode_all(codes),
+        LEAST_SNR_DB[torch.device(device).type],
     )
     weights = "random" if checkpoint.is_random else "trained"
     about = {"codec": source, "weights": weights, "served_on": device, "frames": frames}

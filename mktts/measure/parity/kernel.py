@@ -34,6 +34,7 @@ from mktts.measure.parity.codec import batched_errors
 from mktts.measure.parity.ratio import (
     GREEDY,
     LIMIT,
+    UNLIMITED,
     Budget,
     FrameErrors,
     Observed,
@@ -147,15 +148,14 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
 
 @torch.inference_mode()
 def forced_frames(
-    tested: UnderTest, oracles: Oracles, loads: Mapping[int, Sequence[RowStream]], budget: Budget | None = None
+    tested: UnderTest, oracles: Oracles, loads: Mapping[int, Sequence[RowStream]], budget: Budget = UNLIMITED
 ) -> dict[str, Any]:
     """The comparisons `forced` and `divergence`. loads: streams by context, or by number of lanes.
 
     A budget that is over makes fewer frames of each load, two at least: a stream's first has no talker step.
     """
-    config, budget = oracles[1].config, budget or Budget()
-    errors, frames, differences = FrameErrors(config), {}, []
-    compared = 0
+    config = oracles[1].config
+    errors, frames, differences, compared = FrameErrors(config), {}, [], 0
     for index, (size, streams) in enumerate(loads.items()):
         within, made, apart = budget.share(1 / (len(loads) - index)), 0, set()
         played = (
@@ -190,7 +190,7 @@ def exact_codes(
     fp32: TorchBackend,
     streams: Sequence[RowStream],
     sizes: Sequence[int],
-    budget: Budget | None = None,
+    budget: Budget = UNLIMITED,
 ) -> dict[str, Any]:
     """The comparison `exact`: a load of each size has these streams, each as often as there is room for it.
 
@@ -199,9 +199,9 @@ def exact_codes(
     """
     truths: list[tuple[Tensor, bool]] = []  # and whether time cut it
     for stream in streams:
-        if not truths or budget is None or not budget.over:
+        if not (truths and budget.over):
             codes = our_codes(fp32, stream, GREEDY, 0, len(stream.text), budget)
-            truths.append((codes, len(codes) < len(stream.text) and budget is not None and budget.over))
+            truths.append((codes, len(codes) < len(stream.text) and budget.over))
     found: dict[str, Any] = {"frames": 0, "asked": sum(sizes) * len(streams[0].text), "equal": True}
     compared = 0
     for size in sizes:
@@ -225,7 +225,7 @@ def parity_of(
     *,
     batch: bool = False,
     revision: str | None = None,
-    budget: Budget | None = None,
+    budget: Budget = UNLIMITED,
 ) -> dict[str, Any]:
     """All comparisons of one checkpoint; `exact` uses its wide-margin variant, which random ones have.
 
@@ -233,7 +233,7 @@ def parity_of(
     budget: what does not fit into it makes fewer frames than `scope` asks for; every comparison says how many it made.
     What fails is named under `errors`; `passed` says whether nothing did and all that ran passed.
     """
-    budget, exact_frames = budget or Budget(), scope.lane_exact if batch else scope.exact
+    exact_frames = scope.lane_exact if batch else scope.exact
     margin = source.startswith("random:") and exact_frames > 0
     found: dict[str, Any] = {"seconds": {}, "errors": {}}
     by_mode = {mode: found.setdefault(mode, {}) for mode in MODES} if batch else {kernel: found}

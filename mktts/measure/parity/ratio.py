@@ -67,6 +67,9 @@ class Budget:
         return Budget(self.left_s * part)
 
 
+UNLIMITED = Budget()
+
+
 @dataclass(frozen=True, eq=False)
 class RowStream:
     """A stream of rows instead of words: a prompt for any backend.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity.ratio import Budget, RowStream
+from mktts.measure.parity.ratio import UNLIMITED, Budget, RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -135,12 +135,12 @@ def upstream_codes(
     sampling: Sampling,
     seed: int,
     max_frames: int,
-    budget: Budget | None = None,
+    budget: Budget = UNLIMITED,
 ) -> list[Expected]:
     """Upstream's codes of each request; a budget that is over leaves out those that follow the first."""
     sampling, found = replace(sampling, rng="torch"), []
     for request in requests:
-        if not found or budget is None or not budget.over:
+        if not (found and budget.over):
             found.append((request, sampling, generate_codes(model, request, sampling, seed, max_frames)))
     return found
 
@@ -166,12 +166,12 @@ def our_codes(
     sampling: Sampling,
     seed: int,
     max_frames: int,
-    budget: Budget | None = None,
+    budget: Budget = UNLIMITED,
 ) -> Tensor:
     """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer where the budget is over."""
     state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
-    while len(frames) < max_frames and not (frames and budget is not None and budget.over):
+    while len(frames) < max_frames and not (frames and budget.over):
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes
         if codes is None:
             break

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mktts.measure.word_errors import rate_ratio
+from mktts.measure.recogniser import rate_ratio
 from mktts.training.judge.listener import STUDENT, Line, Listened
 
 AS_WRITTEN = "as_written"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mktts.common import write_json
 from mktts.errors import MetricsError
-from mktts.measure.recogniser import Recogniser, vocabulary_of
-from mktts.measure.word_errors import words
+from mktts.measure.recogniser import Recogniser, vocabulary_of, words
 from mktts.training.judge.utterances import Task
 
 CENTROID_CLIPS = 20  # of the teacher, of each speaker

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mktts.audio import first_audible_sample
-from mktts.measure.recogniser import ClosedRecogniser, Recogniser
-from mktts.measure.word_errors import errors_by_sound, words
+from mktts.measure.recogniser import ClosedRecogniser, Recogniser, errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
 from mktts.training.judge.keep import Ears, KeptFolder, Spoken, Student, digest_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mktts.errors import MetricsError
-from mktts.measure.word_errors import rate_ratio
+from mktts.measure.recogniser import rate_ratio
 from mktts.training.data.held_out import natural
 from mktts.training.judge.intervals import of_rate
 from mktts.training.judge.listener import CODEC, STUDENT, TEACHER, Line, Listened

@@ -10,8 +10,7 @@ import numpy as np
 
 from mktts.errors import MetricsError
 from mktts.measure.metrics import percentiles
-from mktts.measure.recogniser import MODES
-from mktts.measure.word_errors import rate_ratio
+from mktts.measure.recogniser import MODES, rate_ratio
 from mktts.training.judge.speakers import Centroids
 from mktts.training.judge.utterances import Measured
 

@@ -19,8 +19,7 @@ import numpy as np
 from mktts.audio import first_audible_sample, from_pcm16, to_pcm16, write_audio
 from mktts.common import write_whole
 from mktts.errors import AudioError
-from mktts.measure.recogniser import MODES, Recogniser
-from mktts.measure.word_errors import errors_by_sound, words
+from mktts.measure.recogniser import MODES, Recogniser, errors_by_sound, words
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data import teacher
 from mktts.training.judge.keep import Ears, KeptFolder, Spoken, Student, digest_of

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.word_errors import words
+from mktts.measure.recogniser import words
 from mktts.speech.front import spoken
 from mktts.training.data.held_out import normal
 from mktts.training.judge.listener import CHOICE, STUDENT, TEACHER, Line, Listened

@@ -16,36 +16,15 @@ from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CapacityError
 from mktts.kernel.backend import MegakernelBackend
 from mktts.kernel.launch import _TAG_LIMIT, Params
-from mktts.measure.parity import codec, kernel
+from mktts.measure.parity import codec, kernel, ratio
 from mktts.measure.parity.batch import LanesUnderTest, RandomTicks, pages_for, random_load
-from mktts.measure.parity.kernel import (
-    KernelUnderTest,
-    Scope,
-    exact_codes,
-    forced_frames,
-    oracles_of,
-    outcome,
-    parity_of,
-)
-from mktts.measure.parity.ratio import (
-    GREEDY,
-    Budget,
-    ErrorRatio,
-    Observed,
-    RowStream,
-    forced,
-    random_rows,
-    scores,
-    spoken_streams,
-    vocabularies,
-)
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
-SCOPE = Scope(contexts=(16, 90), frames=8, exact=9, lanes=(2, 5), lane_frames=4, lane_exact=5, watched=3)
+SCOPE = kernel.Scope(contexts=(16, 90), frames=8, exact=9, lanes=(2, 5), lane_frames=4, lane_exact=5, watched=3)
 gpu = pytest.mark.gpu
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -59,9 +38,9 @@ def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None =
 
 def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,)) -> dict:
     """tested: stands in the kernel's place; the bf16 oracle where it is None."""
-    oracles = oracles_of(checkpoint, "cpu")
+    oracles = kernel.oracles_of(checkpoint, "cpu")
     loads = {rows: random_load(oracles[1], 4, 4, (rows,), 2) for rows in contexts}
-    return forced_frames(KernelUnderTest(tested or oracles[0]), oracles, loads)
+    return kernel.forced_frames(kernel.KernelUnderTest(tested or oracles[0]), oracles, loads)
 
 
 def lanes_of(checkpoint: Checkpoint, dtype: torch.dtype, slots: int = 5) -> TorchLanes:
@@ -69,16 +48,16 @@ def lanes_of(checkpoint: Checkpoint, dtype: torch.dtype, slots: int = 5) -> Torc
     return TorchLanes(checkpoint.config, checkpoint.tensors(), decoder, slots, 200, 1 << 28, dtype)
 
 
-def shown(lane: int, codes: torch.Tensor, first: bool) -> Observed:
+def shown(lane: int, codes: torch.Tensor, first: bool) -> ratio.Observed:
     """Of lanes that show nothing but their codes, and whether they came from the prompt."""
-    return Observed(codes, [], None if first else torch.empty(0))
+    return ratio.Observed(codes, [], None if first else torch.empty(0))
 
 
 # ---- the measure
 
 
 def test_errors_are_relative_to_fp32_and_pooled_by_name():
-    errors = ErrorRatio()
+    errors = ratio.ErrorRatio()
     fp32 = torch.tensor([3.0, 4.0])
     errors.add(fp32 + torch.tensor([0.0, 1.0]), fp32 + torch.tensor([2.0, 0.0]), fp32, "a", "both")
     errors.add(fp32, fp32, fp32, "both")
@@ -91,16 +70,16 @@ def test_errors_are_relative_to_fp32_and_pooled_by_name():
 def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_the_same_state(name, request):
     checkpoint = request.getfixturevalue(name)
     backend, config = backend_of(checkpoint, torch.float32), checkpoint.config
-    prompt, text = PromptRows(random_rows(backend, 8, 0)), random_rows(backend, 4, 1)
-    free, made = (backend.start(prompt, GREEDY, 0, 4) for _ in range(2))
+    prompt, text = PromptRows(ratio.random_rows(backend, 8, 0)), ratio.random_rows(backend, 4, 1)
+    free, made = (backend.start(prompt, ratio.GREEDY, 0, 4) for _ in range(2))
     for index in range(4):
         row = text[index] if index else None
         history = free.history[: free.frames].clone()
         codes = backend.step(free, row).codes
-        observed = forced(backend, made, row, codes)
-        chosen = [int(s.argmax()) for s in scores(observed.logits, history, GREEDY, config)]
+        observed = ratio.forced(backend, made, row, codes)
+        chosen = [int(s.argmax()) for s in ratio.scores(observed.logits, history, ratio.GREEDY, config)]
         assert chosen == codes.tolist()
-        assert [len(logits) for logits in observed.logits] == vocabularies(config)
+        assert [len(logits) for logits in observed.logits] == ratio.vocabularies(config)
     assert observed.hidden.shape == (config.talker.num_hidden_layers, config.talker.hidden_size)
     last = observed.hidden[-1]  # through the final norm it is the state that the heads saw
     normed = last / last.pow(2).mean().add(config.talker.rms_norm_eps).sqrt() * backend.talker.norm
@@ -181,7 +160,7 @@ class Limited(TorchBackend):
             raise CapacityError("no more frames")
         frame = super().step(state.copy(), text)
         if frame.codes is not None:
-            observed = forced(self, state, text, frame.codes)
+            observed = ratio.forced(self, state, text, frame.codes)
             for room, logits in zip(debug.logits, observed.logits, strict=True):
                 room[: len(logits)] = logits
             if observed.hidden is not None:
@@ -200,8 +179,8 @@ def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_ora
 
 def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
     limited = Limited(tiny, 8)
-    tested = KernelUnderTest(limited)
-    state = tested.start(PromptRows(random_rows(limited, 50, 0)), GREEDY, 0, 2)
+    tested = kernel.KernelUnderTest(limited)
+    state = tested.start(PromptRows(ratio.random_rows(limited, 50, 0)), ratio.GREEDY, 0, 2)
     assert limited.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
     tested.step(state, None)
     tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
@@ -227,10 +206,10 @@ def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_t
 
 def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_is_located(tiny_margin):
     fp32, lanes = backend_of(tiny_margin, torch.float32), lanes_of(tiny_margin, torch.bfloat16)
-    streams = spoken_streams(tiny_margin, fp32, 3, 5)
+    streams = ratio.spoken_streams(tiny_margin, fp32, 3, 5)
     assert len({len(stream.embeds) for stream in streams}) > 1
     tested = LanesUnderTest(lanes, shown, 3)
-    found = exact_codes(tested, fp32, streams, SCOPE.lanes)
+    found = kernel.exact_codes(tested, fp32, streams, SCOPE.lanes)
     assert found == {"frames": 35, "asked": 35, "equal": True, "passed": True}
 
     launch, collect, ticks = lanes.launch, lanes.collect, deque()
@@ -245,14 +224,14 @@ def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_i
         return made
 
     lanes.launch, lanes.collect = noted, ends
-    found = exact_codes(tested, fp32, streams, (2,))
+    found = kernel.exact_codes(tested, fp32, streams, (2,))
     assert not found["passed"] and found["frames"] == 2
     assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 1, "codebook": 0}
 
     lanes.launch, lanes.collect = launch, collect
     heads = lanes._talker._predictor._heads
     heads[2] = heads[3]  # codebook 3
-    found = exact_codes(tested, fp32, streams, (2,))
+    found = kernel.exact_codes(tested, fp32, streams, (2,))
     assert not found["passed"] and found["frames"] == 0
     assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 0, "codebook": 3}
 
@@ -275,8 +254,8 @@ def test_streams_in_random_ticks_have_the_oracles_codes_whatever_the_ticks_and_t
 
 
 def test_pages_are_enough_for_all_streams_and_all_prefixes():
-    def stream(rows: int, key: str | None = None, prefix: int = 0) -> RowStream:
-        return RowStream(torch.zeros(rows, 2), torch.zeros(4, 2), Sampling(), 0, key, prefix)
+    def stream(rows: int, key: str | None = None, prefix: int = 0) -> ratio.RowStream:
+        return ratio.RowStream(torch.zeros(rows, 2), torch.zeros(4, 2), Sampling(), 0, key, prefix)
 
     assert pages_for([stream(60), stream(61)]) == 1 + 1 + 2
     assert pages_for([stream(60)] * 40 + [stream(100, "a", 70), stream(90, "a", 70)]) == 1 + 40 + 2 * 2 + 2
@@ -297,15 +276,16 @@ def batch(request, monkeypatch) -> bool:
         return partial(plain.decode, slots=range(lanes))
 
     def oracle(checkpoint, *given):
-        return KernelUnderTest(backend_of(checkpoint, torch.bfloat16))
+        return kernel.KernelUnderTest(backend_of(checkpoint, torch.bfloat16))
 
     monkeypatch.setattr(kernel, "cuda_lanes", oracle)
     monkeypatch.setattr(codec, "_lanes_decode", decode)
+    monkeypatch.setattr(codec, "_BATCH_FRAMES", 16)
     return request.param
 
 
 def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin, batch):
-    found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch, budget=Budget(0))
+    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch, budget=ratio.Budget(0))
     assert found["passed"] and not found["errors"]
     for compared in (found["deterministic"], found["cublas"]) if batch else (found,):
         assert set(compared["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
@@ -313,7 +293,7 @@ def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_m
         assert {"frames", "diverged", "passed"} <= set(compared["divergence"])
         made = {"frames": 7, "asked": 35} if batch else {"frames": 1, "asked": 9}
         assert compared["exact"] == {**made, "equal": True, "passed": True}
-    section = outcome(found)
+    section = kernel.outcome(found)
     assert section["frames"] == (8 if batch else 4) and "reason" not in section
     if batch:
         assert found["codec"]["frames"] == 8 and section["codec_db"]["full"] > 100
@@ -327,20 +307,20 @@ def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin
 
     monkeypatch.setattr(kernel, "forced_frames", broken)
     monkeypatch.setitem(codec.LEAST_SNR_DB, "full", 200.0)
-    found = parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch)
+    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch)
     assert found["errors"] == {"forced": "RuntimeError: out of memory"} and not found["passed"]
     assert (found["cublas"] if batch else found)["exact"]["passed"]
-    assert outcome(found)["reason"] == "forced: RuntimeError: out of memory"
+    assert kernel.outcome(found)["reason"] == "forced: RuntimeError: out of memory"
     if batch:
         found["errors"] = {}
-        assert not found["codec"]["passed"] and "codec" in outcome(found)["reason"]
+        assert not found["codec"]["passed"] and "codec" in kernel.outcome(found)["reason"]
 
 
 @gpu
 @cuda
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_too(source):
-    found = parity_of(source, Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
+    found = kernel.parity_of(source, kernel.Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
     assert found["passed"], found
     assert found["forced"]["prompt_rows_one_by_one"]["1100"] == 76 and found["exact"]["frames"] == 100
 
@@ -349,8 +329,8 @@ def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_
 @cuda
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_the_batched_frames_errors_are_upstreams_with_and_without_one_order_of_sums(source):
-    scope = Scope((16, 63, 700), lanes=(8, 64), lane_frames=5, lane_exact=12)
-    found = parity_of(source, scope, "megakernel", "cuda", batch=True)
+    scope = kernel.Scope((16, 63, 700), lanes=(8, 64), lane_frames=5, lane_exact=12)
+    found = kernel.parity_of(source, scope, "megakernel", "cuda", batch=True)
     assert found["passed"], {k: v for k, v in found.items() if k != "codec"}
     for mode in ("deterministic", "cublas"):
         assert found[mode]["exact"]["frames"] == 12 * 72
