@@ -228,8 +228,9 @@ def test_broken_json_is_told_its_place_and_no_key(api):
 def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_base):
     voice = Voice(torch.zeros(tiny_base.config.talker.hidden_size), None, None, tiny_base.config.model_size)
     api = make_api(checkpoint=tiny_base, voices={"Anna": voice}, aliases={"narrator": "anna"})
-    for name in ("anna", "ANNA", "narrator", "alloy", None):
-        assert api.speech(voice=name).status_code == 200
+    names = [{"voice": name} for name in ("anna", "ANNA", "narrator", "alloy", None)]
+    for body in (*names, {"ref_audio": "Anna"}):
+        assert api.speech(**body).status_code == 200
         assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
     assert api.get("/v1/audio/voices").json()["voices"] == ["anna"]
     error = make_api(checkpoint=tiny_base).speech().json()["error"]
