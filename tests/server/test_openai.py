@@ -91,14 +91,19 @@ def test_what_is_not_streamed_says_how_long_it_is(api, format):
             assert file.readframes(10**6) == HELLO
 
 
+async def events(api, **body) -> list[dict]:
+    """Server-sent events, read by OpenAI's client."""
+    body = {**SPOKEN, "stream_format": "sse", **body}
+    found = await client(api).post(
+        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
+    )
+    return [event async for event in found]
+
+
 @needs("av")
 @pytest.mark.parametrize("format", ["mp3", "pcm"])
 async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
-    body = {**SPOKEN, "stream_format": "sse", "response_format": format, **HOW}
-    events = await client(api).post(
-        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
-    )
-    *deltas, done = [event async for event in events]
+    *deltas, done = await events(api, response_format=format, **HOW)
     assert {event["type"] for event in deltas} == {"speech.audio.delta"} and deltas
     content = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     if format == "pcm":
@@ -113,13 +118,8 @@ async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
 
 async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
     api.synth.error_at = (2, RuntimeError("the device is gone"))
-    body = {**SPOKEN, "stream_format": "sse", "response_format": "pcm", "max_frames": 100}
-    events = await client(api).post(
-        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
-    )
     with pytest.raises(openai.APIError, match="the generation failed"):
-        async for _ in events:
-            pass
+        await events(api, response_format="pcm", max_frames=100)
 
 
 @pytest.mark.parametrize(
