@@ -25,7 +25,6 @@ from mktts.audio import to_pcm16
 from mktts.batch import board
 from mktts.server import Limits
 from mktts.speech.options import StreamOptions
-from mktts.synth import Synthesizer
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}
@@ -167,24 +166,18 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
         stop.join()
 
 
-# ---- admission, by both engines
-
-
-@pytest.fixture(scope="module", params=["single", "batch"])
-def engine(request, tiny):
-    with Synthesizer.load(tiny, engine=request.param) as made:
-        yield made
+# ---- admission
 
 
 def standing(server: Served, field: str) -> int:
     return sum(getattr(one, field) for one in server.studio.standing.values())
 
 
-def test_one_stream_too_many_waits_or_is_told_to_come_back(engine, monkeypatch, caplog):
+def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypatch, caplog):
     monkeypatch.setattr(board, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
     caplog.set_level("INFO", "mktts.server")
     limits = Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)
-    with served(engine, limits) as server, ThreadPoolExecutor(1) as pool:
+    with served(synthesizer, limits) as server, ThreadPoolExecutor(1) as pool:
         post = partial(httpx.post, f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S)
         with httpx.stream("POST", f"{server.url}/tts/stream", json=ENDLESS, timeout=WAIT_S) as answer:
             pieces = answer.iter_raw()
@@ -205,10 +198,10 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(engine, monkeypatch, 
         assert waits.result().status_code == 200  # the first one has gone
 
 
-def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(engine, monkeypatch):
+def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(synthesizer, monkeypatch):
     monkeypatch.setattr(board, "ABSENT_S", 0.0)
     limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
-    with served(engine, limits) as server, connect(server.ws) as line:
+    with served(synthesizer, limits) as server, connect(server.ws) as line:
         send(line, "start")
         assert read(line)["type"] == "started" and standing(server, "listeners") == 0
         assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
