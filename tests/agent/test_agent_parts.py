@@ -193,7 +193,6 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
 @pytest.mark.parametrize(
     ("words", "hidden", "message"),
     [
-        (["--transport", "webrtc"], None, "the package aiortc"),
         ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
         ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
         (["--scripted", "talk.wav"], "pocketsphinx", "--stt deepgram"),
@@ -204,12 +203,9 @@ def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, mes
     for variable in ("DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MKTTS_CHECKPOINT", "absent-folder")  # what would be loaded
-    if hidden is not None:
-        monkeypatch.setitem(sys.modules, hidden, None)
+    monkeypatch.setitem(sys.modules, hidden, None)
     if hidden == "fastapi":
         monkeypatch.delitem(sys.modules, "mktts.agent.web", raising=False)
-    if "webrtc" in words:
-        monkeypatch.setattr("mktts.agent.web.has_webrtc", lambda: False)
     assert cli.main(["agent", "--port", "0", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mktts: ")]
     assert message in line
