@@ -62,7 +62,11 @@ def test_scripts_find_every_element_that_they_name_and_every_field_has_a_name(pa
     ids = re.findall(r'\bid="([\w-]+)"', page.text)
     assert len(ids) == len(set(ids))
     for script in SCRIPTS:
-        assert set(re.findall(r'\$\("([\w-]+)"\)', script.read_text(encoding="utf-8"))) <= set(ids), script
+        code = script.read_text(encoding="utf-8")
+        listed = re.findall(r"for \(const id of \[(.+?)\]\) \$\(id\)", code)
+        named = re.findall(r'\$\("([\w-]+)"\)', code) + re.findall(r'"([\w-]+)"', " ".join(listed))
+        assert set(named) <= set(ids), script
+        assert all((PAGE / imported).is_file() for imported in re.findall(r'from "\./([\w.]+)"', code))
     unlabelled = re.sub(r"<label.*?</label>", "", page.text, flags=re.DOTALL)
     fields = re.findall(r"<(?:input|select|textarea)[^>]*>", unlabelled)
     assert all("aria-label" in field for field in fields)
