@@ -12,15 +12,26 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+import wave
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import websockets
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 START_S, WAIT_S = 60.0, 60.0
+MICROPHONE_RATE_HZ = 48_000  # what the fake microphone takes
+
+
+def write_microphone(path: Path, pcm: np.ndarray) -> Path:
+    """pcm: what the browser's microphone hears, float32 (S,) at MICROPHONE_RATE_HZ."""
+    with wave.open(str(path), "wb") as out:
+        out.setparams((1, 2, MICROPHONE_RATE_HZ, 0, "NONE", ""))
+        out.writeframes((pcm * 32_767).astype("<i2").tobytes())
+    return path
 
 
 def binary() -> str | None:

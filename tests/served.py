@@ -95,14 +95,6 @@ def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running_app(app: Any) -> Iterator[str]:
-    """An ASGI application on a free port; yields the base URL."""
-    with listen("127.0.0.1", 0, Limits()) as bound:
-        with running(uvicorn.Server(uvicorn.Config(app, log_config=None)), bound) as url:
-            yield url
-
-
-@contextlib.contextmanager
 def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
     """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
     from mktts.agent.web import PageServer, create_app

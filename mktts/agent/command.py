@@ -49,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
     talk = parser.add_argument_group("conversation")
     talk.add_argument(
-        "--transport",
-        default="websocket",
-        choices=("websocket", "webrtc"),
-        help="what the page offers first (default: %(default)s)",
-    )
-    talk.add_argument(
         "--scripted", type=Path, metavar="WAV", help="no person: recorded user speech, latencies, a stereo recording"
     )
     add_options(talk, AgentSettings, unset=True)
@@ -116,7 +110,7 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
             open_line = f"open {address}{'?key=KEY' if keys else ''}"
             print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
 
-        app = create_app(settings, keys, origins, hosts, transport=arguments.transport)
+        app = create_app(settings, keys, origins, hosts)
         server = PageServer(app, on_started=print_address)
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()

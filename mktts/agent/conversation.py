@@ -59,9 +59,9 @@ class Conversation:
     context: LLMContext
     latency: LatencyObserver
 
-    async def run(self, *, handle_sigint: bool = False) -> None:
-        """Runs to the end of the conversation. Signals are not taken by default: a notebook's kernel owns its own."""
-        runner = WorkerRunner(handle_sigint=handle_sigint)
+    async def run(self) -> None:
+        """Runs to the end of the conversation. Signals are not taken: a notebook's kernel owns its own."""
+        runner = WorkerRunner(handle_sigint=False)
         await runner.add_workers(self.worker)
         await runner.run()
 

@@ -73,7 +73,7 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
     them, `voice="vivian"` for `--voice vivian`, `tokens=True` for `--tokens`; "", None and False leave one out.
     Raises AgentError, with the end of its log, where it does not start.
     """
-    words = ["--transport", "websocket", "--port", str(port), "--handshake"]
+    words = ["--port", str(port), "--handshake"]
     for name, value in options.items():
         if value:
             flag = f"--{name.replace('_', '-')}"

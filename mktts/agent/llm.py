@@ -135,19 +135,15 @@ class TextConversation:
     """
 
     def __init__(
-        self,
-        decoder: TextDecoder,
-        template: ChatTemplate | None = None,
-        prompt_tokens: int = PROMPT_TOKENS,
-        reply_tokens: int = REPLY_TOKENS,
+        self, decoder: TextDecoder, template: ChatTemplate | None = None, reply_tokens: int = REPLY_TOKENS
     ) -> None:
-        """prompt_tokens, reply_tokens: at most; the oldest messages are left out of a longer prompt."""
+        """reply_tokens: at most; the oldest messages are left out of a prompt of more than PROMPT_TOKENS."""
         self.template = template or ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary)
         self.computed_tokens = self.kept_tokens = 0
         positions = decoder.checkpoint.config.stack.max_position_embeddings
         self._decoder = decoder
         self._reply_tokens = min(reply_tokens, positions // 2)
-        self._prompt_tokens = min(prompt_tokens, positions - self._reply_tokens)
+        self._prompt_tokens = min(PROMPT_TOKENS, positions - self._reply_tokens)
         self._left_out = 0  # of the oldest messages
         self._read: list[int] = []  # the last prompt
         self._said: TokenStream | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -63,8 +63,8 @@ class AgentSettings:
     llm_checkpoint: str = option(
         "Qwen/Qwen3-0.6B", "of --llm qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE", metavar="NAME"
     )
-    deepgram_key: str | None = None
-    openai_key: str | None = None
+    deepgram_key: str | None = field(default=None, repr=False)
+    openai_key: str | None = field(default=None, repr=False)
     openai_url: str | None = option(None, "default: $OPENAI_BASE_URL", metavar="URL")
     openai_model: str = option("gpt-4.1", "default: $OPENAI_MODEL", metavar="NAME")
     instructions: str = _INSTRUCTIONS
@@ -87,9 +87,6 @@ class AgentSettings:
             one_of(name, value, known, AgentError)
         if self.openai_url is not None and urlsplit(self.openai_url).scheme not in ("http", "https"):
             raise AgentError(f"the model's address must begin with http:// or https://, got {self.openai_url!r}")
-
-    def __repr__(self) -> str:
-        return f"AgentSettings({', '.join(self.describe())})"
 
     def parts(self) -> dict[str, str]:
         """What hears ("stt"), answers ("llm") and speaks ("voice"), in words without secrets."""

@@ -9,7 +9,7 @@ import socket
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, WebSocket
 from fastapi.staticfiles import StaticFiles
@@ -24,7 +24,6 @@ from mktts.agent.page_transport import PageObserver, PageTransport
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.errors import AgentError
 from mktts.server.gate import Gate
 from mktts.server.graceful import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
@@ -40,29 +39,20 @@ _MOST_REASON_CHARS = 200
 _TRY_AGAIN_LATER, _INTERNAL_ERROR = 1013, 1011  # RFC 6455 and its registry
 
 
-def has_webrtc() -> bool:
-    """Whether Pipecat's WebRTC transport can be used."""
-    return importlib.util.find_spec("aiortc") is not None
-
-
 def create_app(
     settings: AgentSettings,
     api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
-    transport: Literal["websocket", "webrtc"] = "websocket",
 ) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
     lets in anyone who reaches it: such an application must be bound to loopback (`refuse_open_address`).
-    origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`). transport: what
-    the page offers first.
+    origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`).
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
-    not take, and AgentError where a package of speech to text or of "webrtc" is missing.
+    not take, and AgentError where a package of speech to text is missing.
     """
-    if transport == "webrtc" and not has_webrtc():
-        raise AgentError("WebRTC needs the package aiortc: pip install -r requirements.txt")
     load_stt(settings)  # a missing package shows before seconds of loading
     llm_runs = load_llm(settings)
     synthesizer = load_voice(settings)
@@ -80,7 +70,7 @@ def create_app(
         key_in_query=True,  # of the page's address; none of our logs contains the query
     )
     sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
-    transports = sorted(("websocket", "webrtc") if has_webrtc() else ("websocket",), key=lambda name: name != transport)
+    has_webrtc = importlib.util.find_spec("aiortc") is not None  # what Pipecat's transport needs
 
     @app.get("/agent/config")
     async def config() -> dict[str, Any]:
@@ -92,7 +82,7 @@ def create_app(
             "input_rate_hz": USER_RATE_HZ,
             "output_rate_hz": SAMPLE_RATE_HZ,
             "random_weights": checkpoint is not None and checkpoint.is_random,
-            "transports": transports,
+            "transports": ["websocket", "webrtc"] if has_webrtc else ["websocket"],
             "hints": intents.hints() if settings.stt == "pocketsphinx" else [],
         }
 
@@ -109,7 +99,7 @@ def create_app(
             with contextlib.suppress(RuntimeError):  # the page may be gone
                 await websocket.close(_INTERNAL_ERROR, "the bot failed: its log says why")
 
-    if has_webrtc():
+    if has_webrtc:
         _add_webrtc(app, sessions)
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
     return app

@@ -423,7 +423,10 @@ class _Connection:
                 await self._unanswered[0].take(message)
             return
         said = json.loads(message)
-        error = None if said.get("error") is None else _error(said["error"])
+        error: MkttsError | None = None
+        if (found := said.get("error")) is not None:  # as a synthesizer in this process would have raised it
+            kind = _ERRORS.get(found["code"], EngineError)
+            error = kind(f"the server says: {found['message']} ({found['code']})")
         if said["type"] == "finished":
             reason = said["finish_reason"]
             self._answered(reason if reason != "error" else None, error)
@@ -502,11 +505,6 @@ def _ask_health(url: str, timeout_s: float) -> Any:
         ) from None
     except ValueError:
         raise EngineError(f"{url} does not answer as an mktts server of this version does") from None
-
-
-def _error(found: dict[str, Any]) -> MkttsError:
-    """The error that a synthesizer in this process would have raised."""
-    return _ERRORS.get(found["code"], EngineError)(f"the server says: {found['message']} ({found['code']})")
 
 
 def _addresses(url: str) -> tuple[str, str]:

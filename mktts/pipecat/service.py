@@ -374,7 +374,12 @@ class MkttsTTSService(TTSService):
                 if rest:
                     await self.stop_ttfb_metrics()
                     yield self._frame(rest, context_id)
-                self._check_end(utterance, speech, context_id)
+                if speech.finish_reason not in ("eos", None):
+                    made_s = utterance.heard.made_s
+                    logger.warning(f"{self}: an utterance was ended after {made_s:.1f} s: {speech.finish_reason}")
+                if not utterance.finished:  # a limit ended it while its text was still being written
+                    utterance.cut_short = True
+                    self._cut_short.add(context_id)
             if utterance.heard.begin_s is None:
                 await self.cancel_ttfb_metrics()
                 self._hear(utterance, _GUARD_S, context_id)
@@ -398,15 +403,6 @@ class MkttsTTSService(TTSService):
 
     def _frame(self, audio: bytes, context_id: str) -> TTSAudioRawFrame:
         return TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
-
-    def _check_end(self, utterance: SpokenText, speech: Speech, context_id: str) -> None:
-        if speech.finish_reason not in ("eos", None):
-            logger.warning(
-                f"{self}: an utterance was ended after {utterance.heard.made_s:.1f} s: {speech.finish_reason}"
-            )
-        if not utterance.finished:  # a limit ended it while its text was still being written
-            utterance.cut_short = True
-            self._cut_short.add(context_id)
 
     def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
         """Notes a piece of audio that is about to be pushed."""
@@ -494,10 +490,12 @@ class MkttsTTSService(TTSService):
             self._playout.drop()
 
     async def on_audio_context_interrupted(self, context_id: str) -> None:
-        self._forget(context_id)
+        await self.on_audio_context_completed(context_id)
 
     async def on_audio_context_completed(self, context_id: str) -> None:
-        self._forget(context_id)
+        self._origins_s.pop(context_id, None)
+        if context_id not in self._speaking:  # an LLM that pauses for long loses its audio context, and goes on
+            self._cut_short.discard(context_id)
 
     async def _end_utterances(self, context_ids: list[str]) -> None:
         for context_id in context_ids:
@@ -506,8 +504,3 @@ class MkttsTTSService(TTSService):
                 utterance.end()
                 if utterance.task is not None:
                     await self.cancel_task(utterance.task)
-
-    def _forget(self, context_id: str) -> None:
-        self._origins_s.pop(context_id, None)
-        if context_id not in self._speaking:  # an LLM that pauses for long loses its audio context, and goes on
-            self._cut_short.discard(context_id)

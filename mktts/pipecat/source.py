@@ -142,7 +142,8 @@ class LocalSource:
         return LocalSpeech(self._synthesizer.open(**self._asked(style)))
 
     def _asked(self, style: Style) -> StreamSettings:
-        cloned = style.voice is not None and not self._named_speakers()
+        checkpoint = self._synthesizer.checkpoint
+        cloned = style.voice is not None and checkpoint is not None and checkpoint.config.type.clones
         return {
             "language": style.language,
             "speaker": None if cloned else style.voice,
@@ -152,10 +153,6 @@ class LocalSource:
             "seed": style.seed,
             "options": self._options,
         }
-
-    def _named_speakers(self) -> bool:
-        checkpoint = self._synthesizer.checkpoint
-        return checkpoint is None or not checkpoint.config.type.clones
 
     def _voice(self, path: str) -> Voice:
         # The same object every time: the codec's state after a reference is kept by the identity of its codes.

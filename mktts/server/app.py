@@ -25,7 +25,7 @@ from mktts.server.api_errors import ApiError, current_id, from_error, from_valid
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.gate import Gate, owner_of_request
 from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.references import References, ReferenceSources
+from mktts.server.references import References
 from mktts.server.responses import AudioResponse, SpeechEncoder
 from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
@@ -54,11 +54,10 @@ def make_app(
     service: SpeechService,
     api_key: str | Sequence[str] | None = None,
     origins: Collection[str] = (),
-    sources: ReferenceSources | None = None,
     hosts: Collection[str] = (),
 ) -> FastAPI:
     """The ASGI application. `api_key`, `origins`, `hosts`: see `Gate`; pages of the origins and of this machine also
-    get CORS headers. `sources`: where recordings to be cloned may come from."""
+    get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it says so
         import_av()  # now: it takes 0.2 s, in which no stream would get on
 
@@ -151,7 +150,7 @@ def make_app(
     async def tts_ws(socket: WebSocket) -> None:
         await SpeechSocket(socket, service).run()
 
-    references = References(service.checkpoint, limits, sources)
+    references = References(service.checkpoint, limits)
     app.include_router(openai_routes(service, references, **locked))
 
     @app.head("/ping", include_in_schema=False)  # as other servers, and the clouds that run them, call it

@@ -25,9 +25,7 @@ from mktts.server.address import (
     url_of,
 )
 from mktts.server.limits import Limits
-from mktts.server.loading import open_service, reference_sources
-
-_DAY_S = 24 * 3_600
+from mktts.server.loading import open_service
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -61,20 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
     )
     voices.add_argument(
-        "--reference-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="requests may name recordings to clone by addresses there (default: none; they bring them)",
-    )
-    voices.add_argument(
-        "--reference-folder", type=Path, metavar="FOLDER", help="and by files in this folder of the server"
-    )
-    voices.add_argument(
         "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
-    )
-    voices.add_argument(
-        "--voice-days", type=float, default=Limits().voice_s / _DAY_S, metavar="N", help="and for how long"
     )
     parser.add_argument(
         "--engine",
@@ -106,12 +91,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
     keys = read_keys(arguments.api_key_file)
     refuse_open_address(arguments.host, keys)
-    limits = Limits(**given(Limits, arguments), voice_s=arguments.voice_days * _DAY_S)
+    limits = Limits(**given(Limits, arguments))
     access = {
         "api_key": keys,
         "origins": checked_origins(arguments.allow_origin),
         "hosts": checked_hosts(arguments.allow_host),
-        "sources": reference_sources(arguments.reference_host, arguments.reference_folder),
     }
     if arguments.voice_folder is not None:
         VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows

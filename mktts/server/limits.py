@@ -9,7 +9,7 @@ from mktts.arguments import option
 from mktts.errors import ServerError
 from mktts.spec import FRAME_RATE_HZ
 
-_LONGEST_S = 24 * 3_600
+DAY_S = 24 * 3_600
 _MAY_BE_NONE_AT_ALL = ("max_waiting", "wait_s")
 
 
@@ -33,7 +33,7 @@ class Limits:
     kept_states: ended streams that GET /tts/stream/{id} still knows.
     max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
         reference_decode_s.
-    max_voices: that one key may upload. voice_s: until an uploaded one is deleted.
+    max_voices: that one key may upload. voice_days: until an uploaded one is deleted.
     kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 
@@ -56,7 +56,7 @@ class Limits:
     reference_decode_s: float = 10.0
     kept_voices: int = 32
     max_voices: int = 100
-    voice_s: float = 30 * 24 * 3_600.0
+    voice_days: float = option(30.0, "until an uploaded voice is deleted", metavar="N")
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,8 +67,8 @@ class Limits:
                 raise ServerError(f"{field.name} must be above 0, got {value!r}")
             if not math.isfinite(value):
                 raise ServerError(f"{field.name} must be finite, got {value!r}")
-        if self.max_duration_s > _LONGEST_S:
-            raise ServerError(f"max_duration_s must be at most {_LONGEST_S} (a day), got {self.max_duration_s:g}")
+        if self.max_duration_s > DAY_S:
+            raise ServerError(f"max_duration_s must be at most {DAY_S} (a day), got {self.max_duration_s:g}")
 
     @property
     def max_frames(self) -> int:

@@ -12,7 +12,6 @@ from mktts.model.backend import device_named
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
-    from mktts.server.references import ReferenceSources
     from mktts.server.service import SpeechService
     from mktts.synth import Synthesizer
     from mktts.synth.apart import ApartSynthesizer
@@ -74,15 +73,3 @@ def pairs_of(words: list[str], option: str, shape: str) -> dict[str, str]:
             raise ServerError(f"{option} must be {shape}, got {word!r}")
         found[name] = value
     return found
-
-
-def reference_sources(hosts: list[str], folder: Path | None) -> ReferenceSources:
-    """Where recordings may come from. Raises ServerError for what is no host name or no folder."""
-    from mktts.server.references import ReferenceSources
-
-    for host in hosts:
-        if not host or set(host) & set("/:@ "):
-            raise ServerError(f"--reference-host must be a host's name, as files.example, got {host!r}")
-    if folder is not None and not folder.is_dir():
-        raise ServerError(f"--reference-folder {folder}: expected a folder, found none")
-    return ReferenceSources(frozenset(host.lower() for host in hosts), folder)

@@ -16,6 +16,7 @@ from mktts.model.voice import Voice
 from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
 from mktts.server.gate import owner_of_request
+from mktts.server.limits import DAY_S
 from mktts.server.references import References
 from mktts.server.responses import MEDIA_TYPES, AudioResponse, SpeechEncoder
 from mktts.server.schemas import (
@@ -167,7 +168,8 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         service.check_chars(len(transcript or ""), "ref_text")
         voice = await references.make(data, transcript, "audio_sample")
         now_s = int(time.time())
-        lifetime_s = min(upload.expires_in_s or limits.voice_s, limits.voice_s)
+        longest_s = limits.voice_days * DAY_S
+        lifetime_s = min(upload.expires_in_s or longest_s, longest_s)
         record = UploadedVoice(
             name=name,
             consent=upload.consent,

@@ -12,12 +12,11 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-from chromium import Tab, binary, chromium
+from chromium import MICROPHONE_RATE_HZ, Tab, binary, chromium, write_microphone
 from loguru import logger
 from served import running_agent
 
@@ -27,31 +26,21 @@ from mktts.agent.settings import AgentSettings
 # seconds of silence, then what the user says; "stop please" comes while the story is told
 SPOKEN = ((4.5, "what time is it"), (6.0, "tell me a story"), (4.5, "stop please"))
 SILENCE_AFTER_S = 20.0
-CHROMIUM_RATE_HZ = 48_000  # what Chromium's fake microphone takes
-
-
-def write_microphone(path: Path) -> Path:
-    """The user's side, with a little noise instead of digital silence, as a microphone has it."""
-    noise = np.random.default_rng(0)
-    pieces = []
-    for gap_s, text in (*SPOKEN, (SILENCE_AFTER_S, None)):
-        pieces.append(noise.integers(-8, 9, round(gap_s * user_speech.USER_RATE_HZ)).astype("<i2"))
-        if text:
-            pieces.append(user_speech.load(text))
-    samples = np.concatenate(pieces)
-    times = np.arange(len(samples) * CHROMIUM_RATE_HZ // user_speech.USER_RATE_HZ)
-    faster = np.interp(times * user_speech.USER_RATE_HZ / CHROMIUM_RATE_HZ, np.arange(len(samples)), samples)
-    with wave.open(str(path), "wb") as out:
-        out.setparams((1, 2, CHROMIUM_RATE_HZ, 0, "NONE", ""))
-        out.writeframes(np.rint(faster).astype("<i2").tobytes())
-    return path
 
 
 @contextlib.asynccontextmanager
 async def visit(folder: Path, url: str) -> AsyncIterator[Tab]:
     """The page at `url` once the story has been interrupted and the bot has said its last; files go to `folder`."""
-    microphone = write_microphone(folder / "user.wav")
-    with chromium(folder, microphone, repeat=False) as browser:
+    noise = np.random.default_rng(0)  # a little of it instead of digital silence, as a microphone has it
+    pieces = []
+    for gap_s, text in (*SPOKEN, (SILENCE_AFTER_S, None)):
+        pieces.append(noise.integers(-8, 9, round(gap_s * user_speech.USER_RATE_HZ)))
+        if text:
+            pieces.append(user_speech.load(text))
+    user = np.concatenate(pieces) / 2**15
+    times = np.arange(len(user) * MICROPHONE_RATE_HZ // user_speech.USER_RATE_HZ)
+    user = np.interp(times * user_speech.USER_RATE_HZ / MICROPHONE_RATE_HZ, np.arange(len(user)), user)
+    with chromium(folder, write_microphone(folder / "user.wav", user), repeat=False) as browser:
         async with browser.tab(url) as page:
             await page.click("#start")
             # The user speaks by the clock, whatever the bot does; only the order of things is waited for.

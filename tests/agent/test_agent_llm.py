@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pipecat.frames.frames import (
@@ -20,7 +21,7 @@ from pipecat.frames.frames import (
 from pipecat.metrics.metrics import LLMUsageMetricsData
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat_fakes import Talk
-from served import running_app
+from served import running
 from torch import Tensor
 
 from mktts.agent.llm import Qwen3LLMService, TextConversation, ThreadedDecoder, create_llm
@@ -29,6 +30,7 @@ from mktts.errors import EngineError
 from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextDecoder
 from mktts.model.qwen3 import Qwen3Stack
+from mktts.server import Limits, listen
 
 ASKED = {"role": "user", "content": "Who are you?"}
 INSTRUCTIONS = "Be brief."
@@ -213,7 +215,8 @@ async def test_a_server_of_ones_own_answers_without_a_key():
         events = [json.dumps({**part, "choices": [choice]}) for choice in choices]
         return StreamingResponse(iter([f"data: {event}\n\n" for event in (*events, "[DONE]")]))
 
-    with running_app(app) as url:
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    with listen("127.0.0.1", 0, Limits()) as bound, running(server, bound) as url:
         environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "mine"}
         async with Talk(create_llm(from_environment(environment, instructions="Be brief."))) as talk:
             await ask(talk, ASKED)

@@ -10,7 +10,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 import uvicorn
 from absent import needs
 from agent_picture import SPOKEN, visit
-from chromium import NAMES, binary, chromium
+from chromium import MICROPHONE_RATE_HZ, NAMES, binary, chromium, write_microphone
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.staticfiles import StaticFiles
 from pipecat_fakes import until
@@ -33,7 +32,7 @@ from mktts.server import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"
-BEEP_HZ, MICROPHONE_RATE_HZ, INPUT_RATE_HZ = 600, 48_000, 16_000
+BEEP_HZ, INPUT_RATE_HZ = 600, 16_000
 CONFIG = {
     "input_rate_hz": INPUT_RATE_HZ,
     "output_rate_hz": SAMPLE_RATE_HZ,
@@ -117,10 +116,7 @@ async def test_the_page_talks(tmp_path):
     """Microphone, playback, an interruption, captions, latencies, mute, typed text, errors, in one visit."""
     times = np.arange(MICROPHONE_RATE_HZ * 6 // 10) / MICROPHONE_RATE_HZ
     beep = 0.5 * np.sin(2 * np.pi * BEEP_HZ * times) * (times < 0.3)
-    with wave.open(str(tmp_path / "beeps.wav"), "wb") as out:
-        out.setparams((1, 2, MICROPHONE_RATE_HZ, 0, "NONE", ""))
-        out.writeframes((beep * 32_767).astype("<i2").tobytes() * 20)
-    with chromium(tmp_path, tmp_path / "beeps.wav") as browser:
+    with chromium(tmp_path, write_microphone(tmp_path / "beeps.wav", np.tile(beep, 20))) as browser:
         async with page_bot() as bot, browser.tab(f"{bot.url}/?key=a%2Fb") as page:
             await page.until("document.querySelector('#facts').textContent")
             assert "noise, not speech" in await page.text("#noise") and "“hello”" in await page.text("#hints")

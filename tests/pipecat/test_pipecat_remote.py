@@ -21,18 +21,8 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+from mktts import errors
 from mktts.batch import board
-from mktts.errors import (
-    AccessError,
-    BusyError,
-    ConnectionLost,
-    EngineError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import KEPT_PIECES, PATIENCE_S
 from mktts.server import Limits, listen
@@ -157,9 +147,9 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(fa
             await talk.until(lambda: talk.up and talk.of(LLMFullResponseEndFrame))
             if babbles:
                 await talk.say(*turn("Never said."))
-    errors = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    expected = (EngineError, True) if babbles else (ConnectionLost, False)
-    assert [(type(error.exception), error.permanent) for error in errors] == [expected]
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    expected = (errors.EngineError, True) if babbles else (errors.ConnectionLost, False)
+    assert [(type(error.exception), error.permanent) for error in failed] == [expected]
     assert tts.is_usable != babbles
     assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == 3 * PIECE
     assert talk.heard() and "One two three".startswith(talk.heard())  # of a quarter of a second
@@ -241,15 +231,15 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("text_too_long", TextError),
-        ("idle", TextError),
-        ("unknown_speaker", PromptError),
-        ("bad_prompt", PromptError),
-        ("bad_voice", VoiceError),
-        ("bad_sampling", SamplingError),
-        ("duration_too_long", OptionsError),
-        ("engine_error", EngineError),
-        ("of a later version", EngineError),
+        ("text_too_long", errors.TextError),
+        ("idle", errors.TextError),
+        ("unknown_speaker", errors.PromptError),
+        ("bad_prompt", errors.PromptError),
+        ("bad_voice", errors.VoiceError),
+        ("bad_sampling", errors.SamplingError),
+        ("duration_too_long", errors.OptionsError),
+        ("engine_error", errors.EngineError),
+        ("of a later version", errors.EngineError),
     ],
 )
 async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error):
@@ -285,7 +275,7 @@ async def test_disconnecting_ends_what_is_spoken_with_an_error():
         waiting = asyncio.create_task(taken(speech))
         await asyncio.sleep(0)
         await source.disconnect()
-        with pytest.raises(EngineError, match="disconnected"):
+        with pytest.raises(errors.EngineError, match="disconnected"):
             await waiting
 
 
@@ -315,9 +305,9 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         url = (await running.enter_async_context(FakeServer(forever, **health or {}))).url
         if health is None:
             await running.aclose()
-            with pytest.raises(EngineError, match=message):
+            with pytest.raises(errors.EngineError, match=message):
                 await RemoteSource(url).speak("Hello.", Style())
-        with pytest.raises(EngineError, match=message):
+        with pytest.raises(errors.EngineError, match=message):
             await RemoteSource(url).connect()
         tts = MkttsTTSService(source=RemoteSource(url))
         async with Talk(tts) as talk:
@@ -329,9 +319,9 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
 @pytest.mark.parametrize(
     ("key", "voice", "error", "message"),
     [
-        (None, None, AccessError, "it needs an api_key"),
-        ("another", None, AccessError, "does not accept this api_key"),
-        (KEY, "mine.safetensors", PromptError, "--voice NAME=FILE"),
+        (None, None, errors.AccessError, "it needs an api_key"),
+        ("another", None, errors.AccessError, "does not accept this api_key"),
+        (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
     ],
 )
 async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(
@@ -362,7 +352,7 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
         await talk.say(*turn("Three four."))
     failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
     assert [(type(f.exception), f.permanent, f.category) for f in failed] == [
-        (BusyError, False, ErrorCategory.RATE_LIMIT)
+        (errors.BusyError, False, ErrorCategory.RATE_LIMIT)
     ]
     assert tts.is_usable
     assert talk.heard() == "Three four."
@@ -376,13 +366,13 @@ def test_the_address_of_the_websocket_follows_from_the_servers():
     ):
         assert RemoteSource(url)._ws == address
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""):
-        with pytest.raises(OptionsError, match="url must be"):
+        with pytest.raises(errors.OptionsError, match="url must be"):
             RemoteSource(url)
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "schlüssel"])
 def test_what_is_no_key_is_refused_without_repeating_it(key):
-    with pytest.raises(OptionsError, match="api_key") as refused:
+    with pytest.raises(errors.OptionsError, match="api_key") as refused:
         RemoteSource("http://x", key)
     assert not key.strip() or key not in str(refused.value)
 
@@ -419,7 +409,7 @@ async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
                 await talk.say(*turn("Back again."))
                 await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 3)
     failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    assert [(type(frame.exception), frame.permanent) for frame in failed] == [(ConnectionLost, False)] * 2
+    assert [(type(frame.exception), frame.permanent) for frame in failed] == [(errors.ConnectionLost, False)] * 2
     assert tts.is_usable and talk.heard().endswith("Back again.")
 
 
@@ -462,7 +452,7 @@ async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
 async def test_tries_have_an_end_and_a_cancel_ends_them():
     async with FakeServer(lambda client: client.read("start")) as server:  # and breaks off
         source = RemoteSource(server.url)
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(errors.ConnectionLost):
             await taken(await source.speak("Hello.", Style()))
         assert len(server.clients) == 1 + len(PATIENCE_S)
         speech = await source.speak("Hello.", Style())

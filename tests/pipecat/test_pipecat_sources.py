@@ -82,11 +82,22 @@ def audio(talk: Talk) -> bytes:
     return b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
 
 
-async def test_the_audio_of_a_turn_is_the_synthesizers_sentence_by_sentence(place, synth):
-    async with Talk(place.service()) as talk:
-        await talk.say(*turn("Hello there. ", "How are you?"))
-    alone = [synth.say(text, speaker="vivian", seed=5, options=OPTIONS) for text in ("Hello there.", "How are you?")]
-    assert audio(talk) == b"".join(to_pcm16(pcm) for pcm in alone)
+def spoken(synth: Synthesizer, mode: TextAggregationMode, *sentences: str) -> bytes:
+    """What the synthesizer alone makes of a turn: a sentence at a time, or of all that was fed."""
+    if mode is TextAggregationMode.SENTENCE:
+        alone = [synth.say(text, speaker="vivian", seed=5, options=OPTIONS) for text in sentences]
+        return b"".join(map(to_pcm16, alone))
+    with synth.open(speaker="vivian", seed=5, options=OPTIONS) as session:
+        session.feed(" ".join(sentences))
+        session.finish()
+        return to_pcm16(session.read())
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_the_audio_of_a_turn_is_the_synthesizers_sentence_by_sentence_or_fed(place, synth, mode):
+    async with Talk(place.service(text_aggregation_mode=mode)) as talk:
+        await talk.say(*turn("Hel", "lo there.", " How are", " you?"))
+    assert audio(talk) == spoken(synth, mode, "Hello there.", "How are you?")
     assert talk.heard() == "Hello there. How are you?"
     assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
     assert len(metrics(talk, TTFBMetricsData)) == 1
@@ -103,16 +114,6 @@ async def test_a_service_may_choose_the_layout_of_its_sentences(synth):
         alone = synth.say("Hello there.", speaker="vivian", seed=5, options=OPTIONS, layout=layout)
         assert heard[layout] == to_pcm16(alone)
     assert heard["streaming"] != heard["whole"]
-
-
-async def test_the_audio_of_a_token_turn_is_that_of_a_fed_session(place, synth):
-    async with Talk(place.service(text_aggregation_mode=TextAggregationMode.TOKEN)) as talk:
-        await talk.say(*turn("Hel", "lo there.", " How are", " you?"))
-    with synth.open(speaker="vivian", seed=5, options=OPTIONS) as session:
-        session.feed("Hello there. How are you?")
-        session.finish()
-        assert audio(talk) == to_pcm16(session.read())
-    assert talk.heard() == "Hello there. How are you?"
 
 
 async def test_settings_reach_the_model_from_the_next_sentence_on(place, synth):
@@ -162,12 +163,7 @@ async def test_after_an_interruption_no_stale_audio_comes_and_the_model_stops_wi
     at = next(i for i, frame in enumerate(talk.down) if isinstance(frame, InterruptionFrame))
     after = [frame for frame in talk.down[at:] if isinstance(frame, TTSAudioRawFrame)]
     assert {frame.context_id for frame in after}.isdisjoint({talk.of(TTSStartedFrame)[0].context_id})
-    with synth.open(speaker="vivian", seed=5, options=OPTIONS) as session:
-        session.feed("Now this.")
-        session.finish()
-        fed = to_pcm16(session.read())
-    whole = to_pcm16(synth.say("Now this.", speaker="vivian", seed=5, options=OPTIONS))
-    assert b"".join(frame.audio for frame in after) == (fed if mode is TextAggregationMode.TOKEN else whole)
+    assert b"".join(frame.audio for frame in after) == spoken(synth, mode, "Now this.")
     interrupted = place.watched.streams[-2]
     assert await asyncio.to_thread(place.watched.wasted_frames, interrupted) <= 1
     assert interrupted.finish_reason == "cancelled"

@@ -47,9 +47,6 @@ class Api(TestClient):
         """A WebSocket: `with` connects it."""
         return self.websocket_connect(f"ws://localhost{path}", **settings)
 
-    def state(self, answer: Any) -> dict[str, Any]:
-        return self.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
-
 
 @pytest.fixture(scope="session")
 def make_api(tiny: Checkpoint) -> Callable[..., Api]:

@@ -58,7 +58,10 @@ def test_without_the_key_nothing_but_health_is_answered(locked, headers):
         answer = locked.request(method, path, headers=headers)
         assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), path
         assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
-    assert refused_socket(locked, headers=headers) == 401
+    for address in ("/tts/ws", "/tts/ws?key=wrong"):
+        assert refused_socket(locked, address, headers=headers) == 401
+    for offered in (["mktts", key_protocol("wrong")], ["mktts", "mktts.key.!"], ["mktts"]):
+        assert refused_socket(locked, subprotocols=offered, headers=headers) == 401
     for path in ("/", "/health", "/ready", "/docs", "/openapi.json", "/page/page.js"):
         assert locked.get(path, headers=headers).status_code == 200, path
     assert locked.synth.streams == []
@@ -91,12 +94,6 @@ def test_with_a_key_everything_is_answered(locked):
 def test_a_browser_may_send_its_key_with_a_websocket_in_two_ways(locked, query, offered, chosen):
     with locked.open_socket(f"/tts/ws{query}", subprotocols=offered) as socket:
         assert socket.accepted_subprotocol == chosen
-
-
-def test_a_wrong_key_opens_no_websocket(locked):
-    assert refused_socket(locked, "/tts/ws?key=wrong") == 401
-    for offered in (["mktts", key_protocol("wrong")], ["mktts", "mktts.key.!"], ["mktts"]):
-        assert refused_socket(locked, subprotocols=offered) == 401
 
 
 def test_a_file_holds_a_key_a_line_and_an_owner_does_not_tell_it(tmp_path):

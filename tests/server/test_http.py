@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import first_speaker, served
 
 from mktts.audio import to_pcm16
-from mktts.errors import BusyError, CapacityError
+from mktts.errors import BusyError, CapacityError, OptionsError, PromptError
 from mktts.server import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
@@ -30,7 +30,7 @@ def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
     assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
     assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
     assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling
-    found = api.state(answer)
+    found = api.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
     assert (found["state"], found["finish_reason"], found["frames"], found["seed"]) == ("ended", "max_frames", 9, 3)
     assert found["audio_s"] == pytest.approx(9 / FRAME_RATE_HZ) and found["error"] is None
     assert found["first_audio_ms"] >= 0
@@ -102,11 +102,15 @@ def test_a_body_that_is_not_said_to_be_json_is_told_the_header(api, kind, path):
     assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
-def test_a_text_that_the_model_has_no_room_for_is_the_callers_mistake(api):
-    api.synth.error_at = (1, CapacityError("of 9 pages"))
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(CapacityError, "text_too_long"), (PromptError, "bad_prompt"), (OptionsError, "bad_option")],
+)
+def test_what_the_model_refuses_is_the_callers_mistake(api, kind, code):
+    api.synth.error_at = (1, kind("of 9 pages"))
     answer = api.tts()
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["message"]) == (422, "text_too_long", "of 9 pages")
+    assert (answer.status_code, error["code"], error["message"]) == (422, code, "of 9 pages")
 
 
 def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):

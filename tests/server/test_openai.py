@@ -91,14 +91,19 @@ def test_what_is_not_streamed_says_how_long_it_is(api, format):
             assert file.readframes(10**6) == HELLO
 
 
+async def events(api, **body) -> list[dict]:
+    """Server-sent events, read by OpenAI's client."""
+    body = {**SPOKEN, "stream_format": "sse", **body}
+    found = await client(api).post(
+        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
+    )
+    return [event async for event in found]
+
+
 @needs("av")
 @pytest.mark.parametrize("format", ["mp3", "pcm"])
 async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
-    body = {**SPOKEN, "stream_format": "sse", "response_format": format, **HOW}
-    events = await client(api).post(
-        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
-    )
-    *deltas, done = [event async for event in events]
+    *deltas, done = await events(api, response_format=format, **HOW)
     assert {event["type"] for event in deltas} == {"speech.audio.delta"} and deltas
     content = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     if format == "pcm":
@@ -113,13 +118,8 @@ async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
 
 async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
     api.synth.error_at = (2, RuntimeError("the device is gone"))
-    body = {**SPOKEN, "stream_format": "sse", "response_format": "pcm", "max_frames": 100}
-    events = await client(api).post(
-        "/audio/speech", body=body, cast_to=object, stream=True, stream_cls=openai.AsyncStream[dict]
-    )
     with pytest.raises(openai.APIError, match="the generation failed"):
-        async for _ in events:
-            pass
+        await events(api, response_format="pcm", max_frames=100)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,9 @@ def test_broken_json_is_told_its_place_and_no_key(api):
 def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_base):
     voice = Voice(torch.zeros(tiny_base.config.talker.hidden_size), None, None, tiny_base.config.model_size)
     api = make_api(checkpoint=tiny_base, voices={"Anna": voice}, aliases={"narrator": "anna"})
-    for name in ("anna", "ANNA", "narrator", "alloy", None):
-        assert api.speech(voice=name).status_code == 200
+    names = [{"voice": name} for name in ("anna", "ANNA", "narrator", "alloy", None)]
+    for body in (*names, {"ref_audio": "Anna"}):
+        assert api.speech(**body).status_code == 200
         assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
     assert api.get("/v1/audio/voices").json()["voices"] == ["anna"]
     error = make_api(checkpoint=tiny_base).speech().json()["error"]

@@ -6,14 +6,13 @@ import json
 import re
 import shutil
 import subprocess
-import wave
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from absent import needs
-from chromium import NAMES, binary, chromium
+from chromium import MICROPHONE_RATE_HZ, NAMES, binary, chromium, write_microphone
 from fake_synthesizer import FakeSynthesizer
 from served import served
 from test_voices import Clones
@@ -27,7 +26,6 @@ KEY = "a/key=of-the+tests"
 FRAMES = 12
 LIMITS = Limits(max_duration_s=FRAMES / FRAME_RATE_HZ)
 SPOKEN = f"{FRAMES / FRAME_RATE_HZ:.2f} s"
-RATE_HZ = 48_000
 DONE = "!document.querySelector('#speak').disabled && !document.querySelector('#download').hidden"
 needs_chromium = pytest.mark.skipif(binary() is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 SCRIPTS = sorted(PAGE.glob("*.js"))
@@ -64,7 +62,11 @@ def test_scripts_find_every_element_that_they_name_and_every_field_has_a_name(pa
     ids = re.findall(r'\bid="([\w-]+)"', page.text)
     assert len(ids) == len(set(ids))
     for script in SCRIPTS:
-        assert set(re.findall(r'\$\("([\w-]+)"\)', script.read_text(encoding="utf-8"))) <= set(ids), script
+        code = script.read_text(encoding="utf-8")
+        listed = re.findall(r"for \(const id of \[(.+?)\]\) \$\(id\)", code)
+        named = re.findall(r'\$\("([\w-]+)"\)', code) + re.findall(r'"([\w-]+)"', " ".join(listed))
+        assert set(named) <= set(ids), script
+        assert all((PAGE / imported).is_file() for imported in re.findall(r'from "\./([\w.]+)"', code))
     unlabelled = re.sub(r"<label.*?</label>", "", page.text, flags=re.DOTALL)
     fields = re.findall(r"<(?:input|select|textarea)[^>]*>", unlabelled)
     assert all("aria-label" in field for field in fields)
@@ -107,14 +109,11 @@ async def test_the_page_asks_for_the_key_and_speaks_and_a_voice_is_recorded_kept
     """The browser's microphone hears a hum."""
     folder = tmp_path / "voices"
     Clones(monkeypatch)
-    seconds = np.arange(2 * RATE_HZ) / RATE_HZ
-    hum = 0.3 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))
-    with wave.open(str(tmp_path / "hum.wav"), "wb") as out:
-        out.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
-        out.writeframes((hum * 16_000).astype("<i2").tobytes() * 10)
+    seconds = np.arange(20 * MICROPHONE_RATE_HZ) / MICROPHONE_RATE_HZ
+    hum = 0.15 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))
     with (
         served(FakeSynthesizer(tiny_base), LIMITS, uploads=VoiceFolder(folder, 3), api_key=KEY) as server,
-        chromium(tmp_path, tmp_path / "hum.wav") as browser,
+        chromium(tmp_path, write_microphone(tmp_path / "hum.wav", hum)) as browser,
     ):
         async with browser.tab(server.url, height=1_200) as page:
             await page.until("!document.querySelector('#key-row').hidden")

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from absent import needs
-from fastapi import FastAPI
-from fastapi.responses import RedirectResponse, Response
-from served import running_app, until
+from served import until
 from test_openai import client
 
 from mktts.audio import encoded, from_pcm16
@@ -23,7 +21,6 @@ from mktts.errors import BackendUnavailable, ServerError, VoiceError
 from mktts.model.voice import Voice
 from mktts.server import Limits
 from mktts.server.gate import owner_of
-from mktts.server.references import ReferenceSources
 from mktts.server.schemas import UploadedVoice
 from mktts.server.uploads import VoiceFolder
 from mktts.spec import SAMPLE_RATE_HZ
@@ -74,22 +71,6 @@ def base_api(make_api, tiny_base):
     return make_api(checkpoint=tiny_base, limits=LIMITS)
 
 
-@pytest.fixture(scope="module")
-def file_server():
-    """A server of files on this machine; `asked` holds the names that were asked for."""
-    app, asked = FastAPI(), []
-
-    @app.get("/{name}")
-    def file(name: str) -> Response:
-        asked.append(name)
-        if name == "moved.wav":
-            return RedirectResponse("/me.wav")
-        return Response(WAV if name == "me.wav" else b"not audio")
-
-    with running_app(app) as url:
-        yield url, asked
-
-
 def data_url(data: bytes) -> str:
     return f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
 
@@ -120,10 +101,10 @@ def test_a_recording_is_cloned_and_its_voice_speaks(make_api, tiny_base, clones,
         ({"ref_audio": data_url(encoded(hum(3.0), "flac"))}, "bad_reference", "ref_audio", "may last 2 s"),
         ({"ref_audio": data_url(bytes(200_001))}, "bad_reference", "ref_audio", "may have 200000 bytes"),
         ({"ref_audio": "data:audio/wav;base64,!!"}, "bad_reference", "ref_audio", "base64"),
-        ({"ref_audio": "file:/" + "/etc/passwd"}, "reference_not_allowed", "ref_audio", "--reference-folder"),
-        ({"ref_audio": "me.wav"}, "reference_not_allowed", "ref_audio", "--reference-folder"),
-        ({"ref_audio": "https://files.example/me.wav"}, "reference_not_allowed", "ref_audio", "--reference-host"),
-        ({"ref_audio": "http://[::1"}, "reference_not_allowed", "ref_audio", "--reference-host"),
+        *[
+            ({"ref_audio": elsewhere}, "reference_not_allowed", "ref_audio", "nothing else is read")
+            for elsewhere in ("file:/" + "/etc/passwd", "me.wav", "../" * 40, "https://files.example/me.wav", "\0")
+        ],
         ({"ref_text": SAID}, "bad_reference", "ref_text", "there is no ref_audio"),
         ({"ref_audio": data_url(WAV), "x_vector_only_mode": False}, "bad_reference", "ref_text", "ref_text"),
         ({"ref_audio": data_url(WAV), "voice": "anna"}, "two_voices", "ref_audio", "leave out voice"),
@@ -154,32 +135,6 @@ def test_a_body_beyond_the_recordings_limit_and_a_checkpoint_that_does_not_clone
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     error = shared_api.speech(ref_audio=data_url(WAV[:9_000])).json()["error"]
     assert (error["code"], error["param"]) == ("cloning_unavailable", "ref_audio")
-
-
-def test_a_saved_voice_goes_by_its_name(make_api, tiny_base, clones):
-    anna = voice_of(tiny_base, 1)
-    api = make_api(checkpoint=tiny_base, voices={"anna": anna})
-    assert api.speech(ref_audio="Anna").status_code == 200
-    assert api.synth.streams[0].settings["voice"] is anna and clones.asked == []
-
-
-def test_addresses_and_files_only_where_the_server_was_told(make_api, tiny_base, clones, file_server, tmp_path):
-    base, asked = file_server
-    (tmp_path / "outside.wav").write_bytes(WAV)
-    folder = tmp_path / "recordings"
-    folder.mkdir()
-    (folder / "me.wav").write_bytes(WAV)
-    (folder / "link.wav").symlink_to(tmp_path / "outside.wav")
-    sources = ReferenceSources(frozenset({"127.0.0.1"}), folder)
-    api = make_api(checkpoint=tiny_base, limits=LIMITS, sources=sources)
-    for recording in (f"{base}/me.wav", "me.wav", f"file://{folder}/me.wav"):
-        assert api.speech(ref_audio=recording).status_code == 200, recording
-    assert len(clones.asked) == 1  # the same recording each time
-    outside = ["../outside.wav", "link.wav", f"file://{tmp_path}/outside.wav", "absent.wav", "\0", "x" * 300 + "."]
-    for recording in (*outside, f"{base}/moved.wav", f"{base}/text", base.replace("127.0.0.1", "localhost")):
-        answer = api.speech(ref_audio=recording)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "ref_audio", recording
-    assert asked == ["me.wav", "moved.wav", "text"]
 
 
 # ---- uploads
@@ -227,6 +182,11 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def record(name: str, expires_at: int = 2**40) -> UploadedVoice:
+    what = {"consent": CONSENT, "mime_type": "audio/wav", "file_size": 1, "created_at": 0}
+    return UploadedVoice(name=name, expires_at=expires_at, **what)
+
+
 def same(one: Voice, other: Voice) -> bool:
     return torch.equal(one.embedding, other.embedding) and one.transcript == other.transcript
 
@@ -239,7 +199,7 @@ def test_an_uploaded_voice_speaks_under_every_key_that_names_a_voice(api, clones
     assert (voice["name"], voice["consent"], voice["ref_text"]) == ("anna", CONSENT, SAID)
     assert (voice["mime_type"], voice["file_size"]) == ("audio/wav", len(WAV))
     assert abs(voice["created_at"] - time.time()) < 60
-    assert voice["expires_at"] - voice["created_at"] == LIMITS.voice_s
+    assert voice["expires_at"] - voice["created_at"] == 30 * 24 * 3_600
     used = spoken(api, voice="anna")
     assert same(used, clones.made[0]) and clones.asked[0][1:] == (24_000, SAID)
     for body in ({"voice": "ANNA"}, {"ref_audio": "Anna"}, {"voice": {"id": "anna"}}):
@@ -275,8 +235,8 @@ def test_the_file_is_a_voice_that_its_owner_alone_can_read_and_holds_neither_key
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert {stat.S_IMODE(part.stat().st_mode) for part in (folder, path.parent)} == {0o700}
     assert path.parent.name == owner_of(ANNA) and Voice.load(path).transcript == SAID
-    record = UploadedVoice.model_validate_json(Voice.notes(path))
-    assert (record.name, record.consent) == ("anna", CONSENT)
+    notes = UploadedVoice.model_validate_json(Voice.notes(path))
+    assert (notes.name, notes.consent) == ("anna", CONSENT)
     content = path.read_bytes()
     assert ANNA.encode() not in content and WAV[2_000:2_100] not in content
 
@@ -308,8 +268,7 @@ def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
     assert upload(api, expires_in_s="1").status_code == 200
     later = upload(api, "later", expires_in_s=str(10**9)).json()["voice"]
     assert later["expires_at"] < time.time() + 10**8
-    what = {"consent": CONSENT, "mime_type": "audio/wav", "file_size": 1, "created_at": 0, "expires_at": 1}
-    api.service.uploads.keep("nobody", voice_of(tiny_base, 1), UploadedVoice(name="ben", **what))
+    api.service.uploads.keep("nobody", voice_of(tiny_base, 1), record("ben", expires_at=1))
     api.service.uploads.sweep()
     assert "ben" not in [path.stem for path in files(folder)]
     until(lambda: listed(api) == ["later"], "the voice to expire")
@@ -317,9 +276,8 @@ def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
 
 
 def test_a_key_may_keep_so_many_voices(api, folder, tiny_base):
-    what = {"consent": CONSENT, "mime_type": "audio/wav", "file_size": 1, "created_at": 0, "expires_at": 2**40}
     for name in ("one", "two", "three", "two"):
-        api.service.uploads.keep(owner_of(ANNA), voice_of(tiny_base, 1), UploadedVoice(name=name, **what))
+        api.service.uploads.keep(owner_of(ANNA), voice_of(tiny_base, 1), record(name))
     refused = upload(api, "four").json()["error"]
     assert refused["code"] == "too_many_voices" and "3 voices" in refused["message"]
     assert upload(api, "four", key=BEN).status_code == 200 and len(files(folder)) == 4
