@@ -21,7 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit of pyproject.toml is for tests of every run."""
+    """The time limit of pyproject.toml is for tests of every run. Those of a GPU are skipped where none is, unless
+    triton interprets their kernels."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        import torch  # here: it takes seconds, and a process of this plugin's own test has none
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     for item in items:
         if any(map(item.get_closest_marker, ("slow", "gpu"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))

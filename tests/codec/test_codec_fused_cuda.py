@@ -18,7 +18,7 @@ from mktts.codec.packed import copies, pack
 from mktts.measure.parity.codec import random_codes, snr_db
 from mktts.spec import NUM_CODEBOOKS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 LEAST_SNR_DB = {"plain": 100.0, "fused": 80.0}
 

@@ -17,7 +17,6 @@ from mktts.measure.parity.codec import random_codes
 from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLERANCE = 1e-5  # of full scale, fp32
 GRAPH_TOLERANCE = 1e-6  # of full scale: a graph holds the kernels of the eager pass of its size
 CODES = random_codes(40, 0)
@@ -39,7 +38,7 @@ def passes_for_graphs(decoder: CodecDecoder) -> tuple[dict[int, Recorded], torch
     return {frames: captured(frames) for frames in GRAPH_FRAMES}, codes, state
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def codec(request, tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), request.param)
 
@@ -194,7 +193,6 @@ def on_cuda(tiny) -> CodecDecoder:
 
 
 @pytest.mark.gpu
-@GPU[1]
 def test_every_schedule_gives_the_cpus_samples(tiny, on_cuda):
     expected = CodecDecoder(tiny.codec_config, tiny.codec_tensors()).decode_all(CODES)
     torch.testing.assert_close(on_cuda.decode_all(CODES).cpu(), expected, atol=TOLERANCE, rtol=0)
@@ -205,7 +203,6 @@ def test_every_schedule_gives_the_cpus_samples(tiny, on_cuda):
 
 
 @pytest.mark.gpu
-@GPU[1]
 def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
     expected, graphed = eager(on_cuda, CODES, on_cuda.start()), GraphedCodec(on_cuda)
     side = torch.cuda.Stream()
@@ -216,7 +213,6 @@ def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
 
 
 @pytest.mark.gpu
-@GPU[1]
 def test_bf16_can_be_captured(tiny):
     codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda", torch.bfloat16)
     graphed = GraphedCodec(codec)
@@ -224,7 +220,6 @@ def test_bf16_can_be_captured(tiny):
 
 
 @pytest.mark.gpu
-@GPU[1]
 def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
     from mktts.speech.guard import Guard
     from mktts.speech.options import StreamOptions

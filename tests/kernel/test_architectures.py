@@ -14,7 +14,7 @@ from other_cards import CARDS_OF_1P7B, CASES, FRAMES, MODELS, Model, case_of, re
 
 from mktts.kernel.grid import choose_shape
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 model_of = cache(Model.make)  # the fp32 run is the slowest part
 
 

@@ -18,7 +18,7 @@ from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 from mktts.synth import Synthesizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
 GREEDY = Sampling().greedy()
 

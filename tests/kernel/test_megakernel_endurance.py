@@ -17,7 +17,7 @@ from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 LONG_FRAMES, LONG_TURNS = 2_000, 50
 # No matrix product of cuBLAS in it: racecheck takes some of those for faulty (illegal accesses, CUDA 13.0).
 SANITIZED = """

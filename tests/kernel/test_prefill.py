@@ -20,7 +20,6 @@ from mktts.kernel.prompts import copy_into_cache
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, unit_rms
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # fp16: 2.2e-3 seen on an H200
@@ -211,7 +210,6 @@ def on_gpu(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("rows", [1, 10, 17, 64, 100, 500])
 def test_graphs_give_the_bits_of_eager_passes(rows):
     graphed, eager, x = released(), released(graphs=False), on_gpu(rows)
@@ -222,7 +220,6 @@ def test_graphs_give_the_bits_of_eager_passes(rows):
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("rows", [10, 70, 300])
 def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
     x, prefill, exact = on_gpu(rows), released(), released(torch.float32, graphs=False).stack
@@ -235,7 +232,6 @@ def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
 
 
 @pytest.mark.gpu
-@GPU
 def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
     prefill, x = released(), on_gpu(40)
     prefill.warm_up()
@@ -249,7 +245,6 @@ def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("config", [WIDE, MHA, MANY], ids=["gqa", "mha", "many"])
 def test_the_kernels_give_what_operators_give(config, dtype):

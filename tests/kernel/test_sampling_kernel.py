@@ -19,7 +19,6 @@ from mktts.model.prompt import PromptBuilder
 from mktts.model.sampling import Choice, Sampling, choose, gumbel, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FRAMES = 200
 NUCLEUS, HOT = Choice(top_p=0.8), Choice(temperature=1.3, top_k=0)
 SETTINGS = {
@@ -79,7 +78,6 @@ def test_the_oracles_codes_are_the_choosers(setting, tiny):
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny:margin", "random:tiny:margin:eos9"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_kernels_codes_are_the_choosers(setting, source):

@@ -23,7 +23,6 @@ from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 FEW = {"capacity": 64, "buckets": (4, 16, 64)}
 
@@ -157,7 +156,6 @@ def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_oper
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize(
     ("size", "multiprocessors"),
     [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 24, 46, 58, 84, 108)), ("1.7b", 58)],
@@ -176,7 +174,6 @@ def test_the_kernel_unpacks_what_the_stack_holds(size, multiprocessors):
 
 
 @pytest.mark.gpu
-@GPU
 def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
     shape = shape_of("0.6b", 4)
     weights = weights_of(shape.talker, "cuda")
@@ -189,7 +186,6 @@ def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize(
     ("size", "multiprocessors"),
     [("tiny", 132), ("tiny-projected", 132), *(("0.6b", count) for count in (16, 58, 132)), ("1.7b", 132)],

@@ -155,7 +155,6 @@ def test_marks_of_other_frames_or_of_fewer_than_three_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_marks_change_no_code_and_are_those_of_whole_frames(source):
     checkpoint = open_checkpoint(source)

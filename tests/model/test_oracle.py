@@ -13,7 +13,6 @@ from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TEXT = Request("Some words, spoken in the streaming layout.", speaker="ryan", layout="streaming")
 
 
@@ -79,7 +78,6 @@ def test_borders(tiny):
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_greedy_codes_on_cuda_are_those_of_the_cpu_where_margins_are_wide(tiny_margin, dtype):
     codes = [our_codes(*made(tiny_margin, device, dtype), Sampling().greedy(), 0, 40) for device in ("cpu", "cuda")]

@@ -8,7 +8,6 @@ import torch
 from mktts.checkpoint import Checkpoint
 from mktts.model.prompt import FedPrompt, PromptBuilder, Request, gather, numbers
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 REQUESTS = [
     Request("Some words.", speaker="ryan"),
     Request("Other words, and more of them.", speaker="ryan", language="english", layout="streaming"),
@@ -69,7 +68,6 @@ def test_rows_are_gathered_bit_by_bit_and_ids_beyond_the_table_are_refused(dtype
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_read_on_the_host_give_the_bits_of_a_table_on_the_device(tiny, dtype):
     uploaded = {name: tensor.cuda() for name, tensor in tiny.tensors().items()}
@@ -80,7 +78,6 @@ def test_rows_read_on_the_host_give_the_bits_of_a_table_on_the_device(tiny, dtyp
 
 
 @pytest.mark.gpu
-@GPU
 def test_the_text_table_takes_no_memory_of_the_device(tiny):
     table = tiny.tensors()["talker.model.text_embedding.weight"]
     before = torch.cuda.memory_allocated()

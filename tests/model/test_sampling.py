@@ -20,7 +20,6 @@ from mktts.model.sampling import Choice, Sampling, checked_seed, choose, distrib
 from mktts.spec import CODEBOOK_SIZE, MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
 SIZE = 300
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CHOICES = {
     "released": Choice(),
     "no filter": Choice(temperature=1.3, top_k=0),
@@ -124,7 +123,6 @@ def test_of_equals_the_lowest_wins_and_top_p_leaves_the_highest():
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 def test_on_cuda_the_same_ids_are_drawn(choice):
     for row, noise in enumerate(noise_rows(200, SIZE)):
