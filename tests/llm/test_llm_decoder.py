@@ -30,7 +30,6 @@ from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.decoder import TextDecoder
 from mktts.model.sampling import Choice, distribution, gumbel
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GREEDY = Choice(do_sample=False)
 PROMPT = "Hello world, this is the weather today: user question, please answer."
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -303,7 +302,6 @@ def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch,
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize(
     ("choice", "dtype"),
     [

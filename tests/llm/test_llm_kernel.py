@@ -11,7 +11,6 @@ from mktts.llm.backend import TorchTextBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.model.sampling import Choice, choose, gumbel
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GREEDY = Choice(do_sample=False)
 CHOICES = {
     "greedy": GREEDY,
@@ -38,7 +37,6 @@ def test_a_wide_head_gives_every_row_to_one_block():
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("source", ["random:tiny:margin", "random:0.6b:margin"])
 def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
     checkpoint = open_text_checkpoint(source)
@@ -55,7 +53,6 @@ def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
@@ -71,7 +68,6 @@ def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
 
 
 @pytest.mark.gpu
-@GPU
 def test_its_logits_are_no_further_from_fp32_than_the_oracles():
     checkpoint = open_text_checkpoint("random:0.6b")
     config, tensors = checkpoint.config, checkpoint.tensors()
@@ -91,7 +87,6 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles():
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
 def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt(source):
     """And from another state it does not: what is kept is what is attended to."""
