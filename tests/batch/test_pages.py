@@ -80,15 +80,13 @@ class Device(RuleBasedStateMachine):
 
     @invariant()
     def every_row_is_what_its_stream_wrote(self):
-        for slot, (_, content) in getattr(self, "held", {}).items():
+        for slot, (_, content) in self.held.items():
             pages = self.book.table[slot]
             found = [self.memory[pages[row // PAGE_ROWS], row % PAGE_ROWS] for row in range(len(content))]
             assert found == content
 
     @invariant()
     def pages_are_conserved(self):
-        if not hasattr(self, "book"):
-            return
         book, free = self.book, self.book._free
         used = {int(page) for slot in self.held for page in book.table[slot] if page != NOBODY}
         kept = {page for prefix in book._kept.values() for page in prefix.pages}
@@ -100,8 +98,6 @@ class Device(RuleBasedStateMachine):
 
     @invariant()
     def what_no_stream_uses_can_be_had(self):
-        if not hasattr(self, "book"):
-            return
         used = {int(page) for slot in self.held for page in self.book.table[slot] if page != NOBODY}
         idle = {page for prefix in self.book._kept.values() for page in prefix.pages} - used
         needed = {p for prefix in self.book._kept.values() if used & set(prefix.pages) for p in prefix.pages}
