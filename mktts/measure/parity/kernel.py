@@ -29,22 +29,10 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.measure.parity import ratio
 from mktts.measure.parity.batch import MODES, LanesUnderTest, cuda_lanes, random_load
 from mktts.measure.parity.codec import batched_errors
-from mktts.measure.parity.ratio import (
-    GREEDY,
-    LIMIT,
-    UNLIMITED,
-    Budget,
-    FrameErrors,
-    Observed,
-    RowStream,
-    first_difference,
-    forced,
-    replayed,
-    spoken_streams,
-    vocabularies,
-)
+from mktts.measure.parity.ratio import GREEDY, UNLIMITED, Budget, RowStream
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
@@ -55,7 +43,7 @@ MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
 _ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
 _EACH = 4  # streams at a context of the megakernel
 _WRONG = {
-    "forced": f"its error is more than {LIMIT} times bf16 PyTorch's",
+    "forced": f"its error is more than {ratio.LIMIT} times bf16 PyTorch's",
     "divergence": "a greedy choice first differs from fp32's where rounding does not explain it",
     "exact": "a greedy code of the wide-margin variant is not fp32's",
 }
@@ -104,19 +92,19 @@ class KernelUnderTest:
         state.max_frames = max_frames
         return state
 
-    def step(self, state: Any, row: Tensor | None) -> Observed | None:
+    def step(self, state: Any, row: Tensor | None) -> ratio.Observed | None:
         """The next frame; None at end-of-speech."""
         if self._debug is None:
             codes = self.backend.step(state.copy(), row).codes
-            return None if codes is None else forced(self.backend, state, row, codes)
+            return None if codes is None else ratio.forced(self.backend, state, row, codes)
         frame = self.backend.step(state, row, self._debug)
         if frame.codes is None:
             return None
-        sizes = vocabularies(self.backend.config)
+        sizes = ratio.vocabularies(self.backend.config)
         logits = [head[:size].float() for head, size in zip(self._debug.logits, sizes, strict=True)]
-        return Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
+        return ratio.Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
 
-    def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, Iterable[Observed]]]:
+    def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, Iterable[ratio.Observed]]]:
         """What every frame of the compared streams did, with their numbers."""
         return ((number, self._frames(stream)) for number, stream in enumerate(streams))
 
@@ -128,7 +116,7 @@ class KernelUnderTest:
         """Of the prompts of each length, the rows that were put one by one."""
         return {"prompt_rows_one_by_one": self._one_by_one}
 
-    def _frames(self, stream: RowStream) -> Iterator[Observed]:
+    def _frames(self, stream: RowStream) -> Iterator[ratio.Observed]:
         state = self.start(stream, stream.sampling, stream.seed, len(stream.text))
         for index in range(len(stream.text)):
             frame = self.step(state, stream.row(index - 1) if index else None)
@@ -155,13 +143,13 @@ def forced_frames(
     A budget that is over makes fewer frames of each load, two at least: a stream's first has no talker step.
     """
     config = oracles[1].config
-    errors, frames, differences, compared = FrameErrors(config), {}, [], 0
+    errors, frames, differences, compared = ratio.FrameErrors(config), {}, [], 0
     for index, (size, streams) in enumerate(loads.items()):
         within, made, apart = budget.share(1 / (len(loads) - index)), 0, set()
         played = (
             (n, i, sides)
             for n, seen in tested.observed(streams, size)
-            for i, sides in enumerate(replayed(streams[n], seen, *oracles))
+            for i, sides in enumerate(ratio.replayed(streams[n], seen, *oracles))
         )
         for number, frame, sides in played:
             stream = streams[number]
@@ -169,7 +157,7 @@ def forced_frames(
             made += 1
             if stream.sampling == GREEDY and number not in apart:
                 compared += 1
-                if difference := first_difference(sides, config):
+                if difference := ratio.first_difference(sides, config):
                     apart.add(number)
                     differences.append({"load": size, "stream": number, "frame": frame, **difference})
             if made >= 2 and within.over:
@@ -263,7 +251,7 @@ def parity_of(
         checkpoint = open_checkpoint(source + MARGIN, revision)
         bf16, fp32 = oracles_of(checkpoint, device)
         sizes = scope.lanes if batch else (1,)
-        streams = spoken_streams(checkpoint, fp32, scope.watched if batch else 1, exact_frames)
+        streams = ratio.spoken_streams(checkpoint, fp32, scope.watched if batch else 1, exact_frames)
         room = [streams[i % len(streams)] for i in range(max(sizes))]
         for mode, compared in by_mode.items():
             compared["exact"] = exact_codes(under_test(checkpoint, mode, bf16, room), fp32, streams, sizes, within)
