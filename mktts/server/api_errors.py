@@ -25,6 +25,7 @@ from mktts.server.schemas import ErrorDetail
 REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
 current_id: ContextVar[str | None] = ContextVar("mktts_request_id", default=None)
+_OPENAI_KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # its names of our keys
 _BY_ERROR = {
     TextError: ("bad_text", "text"),
     PromptError: ("bad_prompt", None),
@@ -57,9 +58,9 @@ class ApiError(MkttsError):
         """When the same request may succeed; None where it will not."""
         return RETRY_AFTER_S if self.status in (429, 503) else None
 
-    def in_terms_of(self, keys: Mapping[str, str]) -> ApiError:
+    def in_openai_terms(self) -> ApiError:
         """The error of a route of OpenAI's shape: status 400, and the caller's names of our keys."""
-        name = keys.get(self.param or "", self.param)
+        name = _OPENAI_KEYS.get(self.param or "", self.param)
         message = str(self)
         if self.param and message.startswith(self.param):
             message = f"{name}{message.removeprefix(self.param)}"

@@ -24,7 +24,7 @@ from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.gate import Gate, owner_of_request
-from mktts.server.openai_routes import KEYS, PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
+from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.references import References
 from mktts.server.responses import AudioResponse, SpeechEncoder
 from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
@@ -97,7 +97,7 @@ def make_app(
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         refused(error.code)
-        return (error.in_terms_of(KEYS) if request.url.path.startswith(PREFIX) else error).response()
+        return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -38,7 +38,6 @@ from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
-KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # OpenAI's names of our keys
 
 
 async def json_only(request: Request) -> None:

@@ -154,6 +154,8 @@ class AudioResponse(Response):
         except ApiError as error:
             if not started:
                 self._stream.close()
+                if self._stream.route == "openai_speech":
+                    error = error.in_openai_terms()
                 await error.response({REQUEST_ID_HEADER: self._stream.id})(scope, receive, send)
             elif self._encoder.usage is not None:
                 self._stream.close()

@@ -57,6 +57,14 @@ def socket_of(url: str, query: str = "") -> str:
     return url.replace("http", "ws", 1) + "/agent" + query
 
 
+async def is_ready(url: str, query: str = "") -> bool:
+    """Whether a page that connects now gets a conversation."""
+    async with websockets.connect(socket_of(url, query)) as socket:
+        with suppress(websockets.ConnectionClosed):
+            return json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+    return False
+
+
 async def test_a_conversation_over_the_pages_socket(url):
     """Greeting, a question in speech, its transcript, the answer's captions and latencies, all over one socket."""
     messages, audio_bytes, due_s = [], 0, time.monotonic()
@@ -166,8 +174,7 @@ async def test_with_a_key_everything_but_the_page_asks_for_it(locked):
         with pytest.raises(websockets.InvalidStatus, match="401"):
             async with websockets.connect(socket_of(locked, query)):
                 pass
-    async with websockets.connect(socket_of(locked, f"?key={KEY}")) as socket:
-        assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+    assert await is_ready(locked, f"?key={KEY}")
 
 
 GARBAGE = [
@@ -187,8 +194,7 @@ async def test_offers_that_webrtc_cannot_answer_are_refused_and_hold_no_place(on
     for wrong in (*GARBAGE, *broken):
         answer = httpx.post(f"{one_place}/agent/offer", json={"sdp": wrong, "type": "offer"})
         assert answer.status_code == 400 and answer.json()["detail"], wrong
-    async with websockets.connect(socket_of(one_place)) as socket:
-        assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
+    assert await is_ready(one_place)
 
 
 async def an_offer() -> str:
@@ -210,11 +216,7 @@ async def test_an_offer_that_nobody_follows_gives_its_place_back(one_place, monk
     assert answer.status_code == 200 and answer.json()["type"] == "answer"
     assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503
     end_s = time.monotonic() + WAIT_S
-    while True:
-        async with websockets.connect(socket_of(one_place)) as socket:
-            with suppress(websockets.ConnectionClosed):
-                assert json.loads(await asyncio.wait_for(socket.recv(), WAIT_S))["type"] == "ready"
-                break
+    while not await is_ready(one_place):
         assert time.monotonic() < end_s
         await asyncio.sleep(0.1)
 

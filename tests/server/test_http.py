@@ -108,9 +108,10 @@ def test_a_body_that_is_not_said_to_be_json_is_told_the_header(api, kind, path):
 )
 def test_what_the_model_refuses_is_the_callers_mistake(api, kind, code):
     api.synth.error_at = (1, kind("of 9 pages"))
-    answer = api.tts()
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["message"]) == (422, code, "of 9 pages")
+    for answer, status, text in ((api.tts(), 422, "text"), (api.speech(), 400, "input")):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["message"]) == (status, code, "of 9 pages")
+        assert error["param"] == (text if code == "text_too_long" else None)
 
 
 def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
