@@ -143,11 +143,16 @@ def test_ctrl_c_cancels_what_is_open_after_the_grace_and_the_process_is_as_befor
 
 
 def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(checkpoint_cache, caplog):
+    def children() -> set[int]:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+    before = children()
+
     def client(url: str) -> None:
         with httpx.stream("POST", f"{url}/tts/stream", json=LONG) as answer:
             pieces = answer.iter_raw()
             next(pieces)
-            engine = max(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+            (engine,) = children() - before
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError):
                 b"".join(pieces)
