@@ -184,7 +184,7 @@ def test_codes_that_are_yet_to_be_written_are_read_behind_the_work_that_writes_t
     there, later = codes.int().to(DEVICE), torch.zeros(3, NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
     ours, theirs = graphed.start(), graphed.start()
     for frame in range(3):
-        torch.cuda._sleep(20_000_000)  # 10 ms
+        torch.cuda._sleep(1_000_000_000)  # half a second: longer than a busy host takes to get here
         later[frame].copy_(there[frame], non_blocking=True)
         pending = graphed.submit_unmade(later[frame : frame + 1], ours)
         assert not later[frame].any()
