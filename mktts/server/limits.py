@@ -10,7 +10,6 @@ from mktts.errors import ServerError
 from mktts.spec import FRAME_RATE_HZ
 
 DAY_S = 24 * 3_600
-_MAY_BE_NONE_AT_ALL = ("max_waiting", "wait_s")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Limits:
             value = getattr(self, field.name)
             if value is None:
                 continue
-            if not value >= 0 if field.name in _MAY_BE_NONE_AT_ALL else not value > 0:
+            if not value >= 0 if field.name in ("max_waiting", "wait_s") else not value > 0:
                 raise ServerError(f"{field.name} must be above 0, got {value!r}")
             if not math.isfinite(value):
                 raise ServerError(f"{field.name} must be finite, got {value!r}")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mktts.server.api_errors import ApiError, from_error
 from mktts.server.gate import NOBODY
@@ -222,16 +222,15 @@ class SpeechService:
 
     @property
     def carries(self) -> int:
-        """Streams that are listened to in real time at once, about: see `Synthesizer.carries`."""
+        """As `Synthesizer.carries`."""
         return self._synthesizer.carries
 
     @property
     def health(self) -> Health:
         synthesizer = self._synthesizer
         failing = self._failures >= _FAILING_AFTER or synthesizer.gone
-        status: Literal["ok", "failing", "stopping"] = "failing" if failing else "ok"
         return Health(
-            status="stopping" if self.stopping else status,
+            status="stopping" if self.stopping else "failing" if failing else "ok",
             model=self.model,
             backend=synthesizer.backend_name,
             device=str(synthesizer.device),
