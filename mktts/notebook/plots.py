@@ -270,6 +270,31 @@ def comparison(
     return save(figure, folder, name)
 
 
+def diagram(
+    boxes: Mapping[str, tuple[float, float, str]],
+    arrows: Sequence[tuple[str, str]],
+    folder: Path,
+    name: str,
+    title: str,
+) -> Figure:
+    """Words in boxes, joined by arrows. boxes: key -> (column, line from the top, words); arrows: pairs of keys."""
+    x, y, _ = zip(*boxes.values(), strict=True)
+    figure, axes = new(0.9 + 0.8 * (max(y) - min(y) + 1))
+    framed = {
+        "bbox": {"boxstyle": "round,pad=0.5", "facecolor": "white"},
+        "ha": "center",
+        "va": "center",
+        "fontsize": 8,
+    }
+    drawn = {key: axes.text(*where, words, **framed) for key, (*where, words) in boxes.items()}
+    for start, end in arrows:
+        ends = {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
+        axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops={"arrowstyle": "-|>", "color": "black", **ends})
+    axes.set(xlim=(min(x) - 0.5, max(x) + 0.5), ylim=(max(y) + 0.5, min(y) - 0.5), title=title)
+    axes.set_axis_off()
+    return save(figure, folder, name)
+
+
 # ---- loads
 
 

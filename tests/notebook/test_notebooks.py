@@ -24,7 +24,7 @@ from traces import document_of
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import MkttsError
-from mktts.notebook import plots, records, runs
+from mktts.notebook import plots, records, runs, verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -60,8 +60,8 @@ def test_a_notebook_holds_no_results_opens_with_its_question_and_ends_with_its_r
     for cell in notebook.cells:
         assert set(cell.metadata) <= {"tags"}
         assert cell.cell_type != "code" or (cell.outputs == [] and cell.execution_count is None)
-    assert re.match(rf"# {path.stem[:2]} · .+\?\n\n\w", notebook.cells[0].source)
-    assert "metrics.record(\n    run_dir," in notebook.cells[-1].source
+    assert re.match(rf"# {path.stem[:2]} · .+\?\n\n(\w|\*\*Needs)", notebook.cells[0].source)
+    assert any("metrics.record(\n    run_dir," in cell.source for cell in notebook.cells)
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"[\"'(\s](/[a-z]+/|~/|[A-Z]:\\)", text), "a machine's path"
     assert not re.search(r"https?://|sys\.path|!pip|%pip", text)
@@ -112,6 +112,11 @@ def test_cells_are_short_streams_read_asynchronously_and_widgets_named_as_parame
 
 SMALL = {  # settings, what is recorded, files
     "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "has_megakernel", "missing"], []),
+    "01_one_frame": (
+        ["CHECKPOINT=random:tiny", "MAX_FRAMES=3", "LAYOUT=streaming", "TEXT=One two."],
+        ["frames", "frames_equal", "hidden_error", "pcm_error"],
+        ["one_frame_after_another.wav", "prompt.png", "sound.png", "verdict.json", "whole.png"],
+    ),
     "01_weights": (
         ["SECTIONS=none"],
         ["bytes_per_frame", "kernel_times", "params"],
@@ -179,20 +184,21 @@ def shell(monkeypatch):
         loguru.logger.add(lambda message: sys.stderr.write(message))
 
 
-def run_cells(shell, stem, settings, run_dir):
-    """Runs a notebook's cells; returns what they display and write to stderr. Raises what a cell raises."""
+def run_cells(shell, stem, settings, run_dir, changed=("", "")):
+    """Runs a notebook's cells, `changed` (text, by text) as by a reader; returns what they display, with what they
+    print, and what they write to stderr. Raises what a cell raises."""
     (planned,) = runs.plan([FOLDER / f"{stem}.ipynb"], settings)
     run_dir.mkdir(parents=True, exist_ok=True)
     outputs, errors = [], []
     for cell in code_cells(FOLDER / f"{stem}.ipynb"):
         with capture_output() as captured:
-            result = shell.run_cell(cell.source)
-        outputs += captured.outputs
+            result = shell.run_cell(cell.source.replace(*changed))
+        outputs += [output.data for output in captured.outputs] + [{"text/plain": captured.stdout}]
         errors.append(captured.stderr)
         result.raise_error()
         if "parameters" in cell.metadata.get("tags", []):
             shell.push(planned.parameters | {"RUN_DIR": str(run_dir)})
-    return [output.data for output in outputs], "".join(errors)
+    return outputs, "".join(errors)
 
 
 def widths_chars(shown):
@@ -223,6 +229,12 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     assert not any("Figure(" in data.get("text/plain", "") and len(data) == 1 for data in shown), "a figure as text"
     assert COMPILING.sub("", stderr) == "", "the notebook writes warnings"
     text = json.dumps(shown, default=str)
+    if (record := run_dir / verdict.FILE).exists():
+        stated = json.loads(record.read_text())
+        assert stated["question"].lower() in (FOLDER / f"{stem}.ipynb").read_text(encoding="utf-8").lower()
+        assert stated["answer"] and stated["limit"] and stated["figures"]
+        for one in stated["figures"]:
+            assert one["name"] and one["machine"] and one["checked"] and one["n"] >= 1, one
     if stem == "01_weights":
         assert records.provenance(records.reference("bench")) in text
     if stem == "06_report":
@@ -232,6 +244,15 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
         assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
     if stem == "09_megakernel":
         assert found["frame_alone_us"] < found["frame_us"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "settings", "changed", "told"),
+    [("01_one_frame", ["MAX_FRAMES=3"], ("EMBEDDINGS = 16", "EMBEDDINGS = 1"), "the first frame that differs is 1.")],
+)
+def test_an_exercise_has_the_answer_that_is_folded_below_it(stem, settings, changed, told, shell, tmp_path):
+    shown, _ = run_cells(shell, stem, settings, tmp_path, changed)
+    assert any(told in data.get("text/plain", "") for data in shown)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""Verdicts: no figure that was not checked, and one record for all notebooks."""
+
+from __future__ import annotations
+
+import pytest
+
+from mktts.errors import MetricsError
+from mktts.notebook import verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "checked"),
+    [(3, {"equal": 3}, "= 3"), (0.5, {"at_most": 1e-4}, None), (2, {"at_least": 1}, "≥ 1"), (2, {"at_least": 3}, None)],
+)
+def test_a_figure_states_what_was_checked_of_it_or_is_none(value, bound, checked):
+    if checked is None:
+        with pytest.raises(MetricsError, match="wait: expected [≤≥] .* ms, found"):
+            verdict.figure("wait", value, "ms", 1, "here", **bound)
+    else:
+        assert verdict.figure("wait", value, "ms", 1, "here", **bound)["checked"] == checked
+
+
+def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
+    figure = verdict.figure("frames", 3, "", 1, verdict.here(), equal=3)
+    for stem in ("10_report", "01_one_frame", "h200"):
+        (tmp_path / stem).mkdir()
+        verdict.state(tmp_path / stem, "Why?", "So.", [figure], "Once.")
+    expected = {"question": "Why?", "answer": "So.", "figures": [figure], "limit": "Once."}
+    assert verdict.collected(tmp_path) == [{"notebook": stem, **expected} for stem in ("01_one_frame", "10_report")]
