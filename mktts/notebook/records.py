@@ -31,16 +31,16 @@ COMMANDS = {
 }
 SHOWN_IN = {
     "agent": "LOG.md: the agent's times",
-    "bench": "01_weights, 03_streaming, 04_metrics, README",
-    "codec": "02_parity",
+    "bench": "02_weights, 04_streaming, 05_metrics, README",
+    "codec": "03_parity",
     "gpu_tests": "LOG.md: which GPU tests passed, and when",
-    "ladder": "04_metrics",
-    "load": "08_many_voices",
-    "parity": "02_parity",
+    "ladder": "05_metrics",
+    "load": "07_many_voices",
+    "parity": "03_parity",
     "parity_batch": "README: the batch engine's promise",
     "serve_load": "README: listeners over sockets",
     "speak_all": "LOG.md: sentences by the thousand",
-    "trace": "09_megakernel",
+    "trace": "08_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0

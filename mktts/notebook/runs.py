@@ -43,7 +43,7 @@ PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
-PICTURES = ("03_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
+PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
@@ -53,8 +53,8 @@ _AUDIO = re.compile(r'<audio controls title="([^"]+)" src="data:[^"]*"></audio>'
 _IFRAME = re.compile(r"<iframe\b.*?</iframe>", re.DOTALL)
 EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
-  python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
-  python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
+  python -m mktts run notebooks/05_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
+  python -m mktts run notebooks/04_streaming.ipynb --set 'TEXT="Yes, please.","No."'
   python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
@@ -84,7 +84,7 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """The notebook's name and the set values, 04_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
+        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
 
         A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
         long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.

@@ -1,4 +1,4 @@
-"""The trained voice on paper: how it was made, what was measured, and pairs to listen to. For notebook 07 and the card.
+"""The trained voice on paper: how it was made, what was measured, pairs to listen to. For 09_voice and the card.
 
 outputs/reference/voice holds what `mktts.training.ship` put there: curves.json (stage -> the lines that its training
 printed), evaluation.json (of `mktts.training.judge.evaluate`), and NAME_teacher, NAME_student and, where a voice was

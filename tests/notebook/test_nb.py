@@ -42,14 +42,14 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     (tmp_path / "pyproject.toml").touch()
     for inside in (".", "notebooks", "notebooks/deep"):
         monkeypatch.chdir(tmp_path / inside)
-        first = nb.run_dir("", "04_metrics")  # nothing recorded yet: the cell was run again
-        assert first == tmp_path / "outputs" / "runs" / "04_metrics-manual" and first.is_dir()
+        first = nb.run_dir("", "05_metrics")  # nothing recorded yet: the cell was run again
+        assert first == tmp_path / "outputs" / "runs" / "05_metrics-manual" and first.is_dir()
     metrics.record(first, rtf=0.25)
-    assert nb.run_dir("", "04_metrics").name == "04_metrics-manual-2"
+    assert nb.run_dir("", "05_metrics").name == "05_metrics-manual-2"
     assert json.loads((first / "metrics.json").read_text()) == {"rtf": 0.25}
-    assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/04_metrics-manual-2")
+    assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/05_metrics-manual-2")
     monkeypatch.chdir(tmp_path / "notebooks")
-    assert nb.run_dir("../outputs/runs/x", "03_streaming") == tmp_path / "outputs" / "runs" / "x"
+    assert nb.run_dir("../outputs/runs/x", "04_streaming") == tmp_path / "outputs" / "runs" / "x"
 
 
 def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):

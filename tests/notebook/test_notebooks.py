@@ -1,4 +1,4 @@
-"""The ten notebooks: how they are written, and that the cells of each run from small parameters and record.
+"""The notebooks: how they are written, and that the cells of each run from small parameters and record.
 
 They run in this process, which has imported what a kernel imports for seconds; test_runs executes others in kernels.
 """
@@ -32,7 +32,7 @@ MAX_FUNCTION_LINES, MAX_CELL_LINES = 18, 24
 COMPILING = re.compile(r"mktts: (?:compiling|loading) .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
 PAGE_CHARS = 110  # of JupyterLab's column at its usual size
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
-ON_RANDOM_WEIGHTS = ("02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "08_many_voices")
+ON_RANDOM_WEIGHTS = ("03_parity", "04_streaming", "05_metrics", "06_pipecat_live", "07_many_voices")
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -87,8 +87,8 @@ def test_parameters_are_one_cell_of_typed_commented_literals(path):
         assert line.count("=") == 1, line
     assert parameters(path)["RUN_DIR"].value.value == ""
     if (found := parameters(path).get("CHECKPOINT")) is not None:
-        assert found.value.value == ("small" if path.stem == "07_voice" else DEFAULT_CHECKPOINT)
-        assert path.stem == "07_voice" or SOURCES in cells[0].source
+        assert found.value.value == ("small" if path.stem == "09_voice" else DEFAULT_CHECKPOINT)
+        assert path.stem == "09_voice" or SOURCES in cells[0].source
 
 
 @each
@@ -117,12 +117,12 @@ SMALL = {  # settings, what is recorded, files
         ["frames", "frames_equal", "hidden_error", "pcm_error"],
         ["one_frame_after_another.wav", "prompt.png", "sound.png", "verdict.json", "whole.png"],
     ),
-    "01_weights": (
+    "02_weights": (
         ["SECTIONS=none"],
         ["bytes_per_frame", "kernel_times", "params"],
         ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
     ),
-    "02_parity": (
+    "03_parity": (
         [
             *("CHECKPOINT=random:tiny", "FRAMES=2", "CODEC_FRAMES=16", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4"),
             *("KERNEL=torch", "KERNEL_FRAMES=2", "PITFALL_FRAMES=8"),
@@ -130,12 +130,12 @@ SMALL = {  # settings, what is recorded, files
         ["codec_error_streamed", "codes_equal", "kernel", "kernel_error_ratio", "prompts_equal"],
         ["codec_error.png"],
     ),
-    "03_streaming": (
+    "04_streaming": (
         ["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."],
         ["backend", "fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
         ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
     ),
-    "04_metrics": (
+    "05_metrics": (
         ["MAX_FRAMES=6", "REPEATS=2", "TEMPERATURE=0.5"],
         [
             *("audible_ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "prebuffer_ms_median", "never_audible"),
@@ -143,23 +143,23 @@ SMALL = {  # settings, what is recorded, files
         ],
         ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
-    "05_pipecat_live": (
+    "06_pipecat_live": (
         ["SEED=1", "SCRIPT=tell me a story; 1.0: stop please"],
         ["barge_in_ms", "first_audio_ms_median", "interruptions", "silence_ms", "stale_frames", "turns"],
         ["conversation.png", "conversation.wav", "latency.json"],
     ),
-    "06_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
-    "07_voice": (
+    "10_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
+    "09_voice": (
         ["MAX_FRAMES=4"],
         ["missing", "params", "rtf_median", "ttfc_ms_median"],
         ["training.png", "durations.png", "spectrograms_slt.png"],
     ),
-    "08_many_voices": (
+    "07_many_voices": (
         ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.0", "MAX_FRAMES=4", "LOAD={load}"],
         ["carries", "codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
         ["cost.png", "listeners.png", "listeners_h200.png", "one_after_another.wav", "ticks.png"],
     ),
-    "09_megakernel": (
+    "08_megakernel": (
         ["SIZE=tiny", "TRACE={trace}"],
         ["blocks", "exchange_equal", "exchange_noticed", "has_trace", "frame_us", "frame_alone_us", "tape_by_hand"],
         [f"{name}.png" for name in ("filling", "places", "where", "hops", "layers", "blocks_talker")],
@@ -179,7 +179,7 @@ def shell(monkeypatch):
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
     torch.set_num_threads(threads)
-    if set(loguru.logger._core.handlers) != handlers:  # of 05, which writes to a stderr that is gone
+    if set(loguru.logger._core.handlers) != handlers:  # of 06_pipecat_live, which writes to a stderr that is gone
         loguru.logger.remove()
         loguru.logger.add(lambda message: sys.stderr.write(message))
 
@@ -216,9 +216,9 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     (tmp_path / "trace.json").write_text(json.dumps(document_of((2, 1), 16)))
     files = {"load": os.fspath(load_file(tmp_path)), "trace": os.fspath(tmp_path / "trace.json")}
     settings, recorded, pictures = SMALL[stem]
-    if stem == "06_report":
-        measured = tmp_path / "runs" / "04_metrics-manual"
-        run_cells(shell, "04_metrics", SMALL["04_metrics"][0], measured)
+    if stem == "10_report":
+        measured = tmp_path / "runs" / "05_metrics-manual"
+        run_cells(shell, "05_metrics", SMALL["05_metrics"][0], measured)
         shell.reset(new_session=True)
     run_dir = tmp_path / "runs" / stem
     shown, stderr = run_cells(shell, stem, [one.format(**files) for one in settings], run_dir)
@@ -235,14 +235,14 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
         assert stated["answer"] and stated["limit"] and stated["figures"]
         for one in stated["figures"]:
             assert one["name"] and one["machine"] and one["checked"] and one["n"] >= 1, one
-    if stem == "01_weights":
+    if stem == "02_weights":
         assert records.provenance(records.reference("bench")) in text
-    if stem == "06_report":
+    if stem == "10_report":
         assert found["runs_read"] == found["runs_measured"] == 1
-        assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]
-    if stem == "08_many_voices":
+        assert "05_metrics" not in found["missing"] and "03_parity" in found["missing"]
+    if stem == "07_many_voices":
         assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
-    if stem == "09_megakernel":
+    if stem == "08_megakernel":
         assert found["frame_alone_us"] < found["frame_us"]
 
 
@@ -258,11 +258,11 @@ def test_an_exercise_has_the_answer_that_is_folded_below_it(stem, settings, chan
 @pytest.mark.parametrize(
     ("stem", "setting", "error"),
     [
-        ("07_voice", "CHECKPOINT=random:foo", "CheckpointError: .*foo"),
-        ("04_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1"),
-        ("02_parity", "SCHEDULE=0", "OptionsError: SCHEDULE must be frames per chunk"),
-        ("09_megakernel", "BLOCK=200", "OptionsError: BLOCK must be in 0..127"),
-        ("08_many_voices", 'LISTENERS="4,0"', "OptionsError: LISTENERS must be numbers of listeners"),
+        ("09_voice", "CHECKPOINT=random:foo", "CheckpointError: .*foo"),
+        ("05_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1"),
+        ("03_parity", "SCHEDULE=0", "OptionsError: SCHEDULE must be frames per chunk"),
+        ("08_megakernel", "BLOCK=200", "OptionsError: BLOCK must be in 0..127"),
+        ("07_many_voices", 'LISTENERS="4,0"', "OptionsError: LISTENERS must be numbers of listeners"),
     ],
 )
 def test_a_wrong_parameter_is_named(stem, setting, error, shell, tmp_path):

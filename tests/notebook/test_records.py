@@ -55,25 +55,25 @@ def test_the_ladder_is_the_logs_table():
 
 
 def test_runs_are_those_of_the_nearest_table_and_runs_by_hand(tmp_path):
-    report = tmp_path / "runs" / "06_report"
+    report = tmp_path / "runs" / "10_report"
     report.mkdir(parents=True)
     assert len(records.runs(report)) == 0
     rows = [
-        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
-        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
+        {"run": "05_metrics-1", "notebook": "05_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
+        {"run": "03_parity-1", "notebook": "03_parity", "status": "error", "ename": "AssertionError"},
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / records.TABLE)
-    for name in ("03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
+    for name in ("04_streaming-manual", "04_streaming-manual-2", "04_streaming-manual-x"):
         (tmp_path / "runs" / name).mkdir()
         metrics.record(tmp_path / "runs" / name, rtf=0.25)
     found = records.runs(report)
-    names = ["04_metrics-1", "02_parity-1", "03_streaming-manual", "03_streaming-manual-2"]
-    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["03_streaming"] * 2
+    names = ["05_metrics-1", "03_parity-1", "04_streaming-manual", "04_streaming-manual-2"]
+    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["04_streaming"] * 2
     assert found["status"].tolist() == ["ok", "error", "ok", "ok"] and found["rtf"].tolist()[2:] == [0.25] * 2
     (tmp_path / records.TABLE).write_bytes(b"PAR1torn")
     with pytest.raises(MetricsError, match=records.TABLE):
         records.runs(report)
-    further = tmp_path / "runs" / "more" / "06_report"  # whose table is another grid's
+    further = tmp_path / "runs" / "more" / "10_report"  # whose table is another grid's
     further.mkdir(parents=True)
     (tmp_path / "runs" / "deeper").mkdir()
     assert len(records.runs(further)) == 0
