@@ -114,7 +114,7 @@ def _kernel_row() -> dict[str, str]:
     from mktts.kernel.build import nvrtc, target_of
 
     if why := kernel_missing():
-        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
+        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are recorded ones")
     (major, minor), target = nvrtc()[1], target_of(torch.cuda.get_device_capability())
     return _row("megakernel", f"for {target}, compiled by NVRTC {major}.{minor}", 'backend="auto" takes it')
 

@@ -248,28 +248,6 @@ def distribution(samples: Mapping[str, Sequence[float]], unit: str, folder: Path
     return save(figure, folder, name)
 
 
-def comparison(
-    rows: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
-) -> Figure:
-    """Runs side by side: a line for each label, a dot for each of its values, an upright stroke at their median."""
-    figure, axes = new(1.5 + (0.55 if any("\n" in label for label in rows) else 0.45) * len(rows))
-    for index, (label, values) in enumerate(rows.items()):
-        median = float(np.median(values))
-        shade = COLOURS["upstream" if "upstream" in label else "mktts"]
-        axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
-        axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
-        axes.annotate(short(median), (max(values), index), (8, 0), **BESIDE)
-    axes.plot([], [], "o", color=COLOURS["limit"], markersize=6, label="a run")
-    axes.plot([], [], "|", color=COLOURS["limit"], markersize=12, markeredgewidth=2.4, label="median of equal runs")
-    if budget is not None:
-        axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label="real time")
-    legend_below(axes)
-    lines_from_top(axes, list(rows))
-    axes.set(xlabel=unit, title=title)
-    axes.set_xlim(0, max([*(value for values in rows.values() for value in values), budget or 0]) * 1.12)
-    return save(figure, folder, name)
-
-
 def diagram(
     boxes: Mapping[str, tuple[float, float, str]],
     arrows: Sequence[tuple[str, str]],
@@ -292,78 +270,4 @@ def diagram(
         axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops={"arrowstyle": "-|>", "color": "black", **ends})
     axes.set(xlim=(min(x) - 0.5, max(x) + 0.5), ylim=(max(y) + 0.5, min(y) - 0.5), title=title)
     axes.set_axis_off()
-    return save(figure, folder, name)
-
-
-# ---- loads
-
-
-def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float:
-    """Milliseconds that a load spent on one frame of one stream: on a GPU the ticks' time on the device over the
-    frames, on a CPU the process's CPU time. Not a number where the point does not say."""
-    if not on_gpu:
-        return (point.get("host_us_per_frame") or math.nan) / 1e3
-    if not point.get("device_busy_percent") or not point.get("frames"):
-        return math.nan
-    return 10 * point["device_busy_percent"] * point["duration_s"] / point["frames"]
-
-
-def underruns_a_minute(point: Mapping[str, Any]) -> float:
-    """Of listening: the underruns of all listeners over the minutes that they played, all together."""
-    minutes = point["playing_mean"] * point["duration_s"] / 60
-    return point["underruns"] / minutes if minutes else 0.0
-
-
-def growth(
-    series: Mapping[str, Sequence[Mapping[str, Any]]],
-    on_gpu: bool,
-    folder: Path,
-    source: str,
-    name: str = "listeners",
-    goal_ms: float | None = None,
-) -> Figure:
-    """First PCM, underruns and the time spent on a frame over the listeners: one line for each of `series`.
-
-    series: label -> points of a document of `bench --load`; one with `waits_ms` has a dot for each arrival. goal_ms:
-    of the 99th percentile of first PCM. on_gpu: see `cost_ms`.
-    """
-    figure, panels = new(7.6, 3, sharex=True, height_ratios=(2.2, 1, 1.4))
-    first, late, spent = panels
-    counts = sorted({point["listeners"] for points in series.values() for point in points})
-    for index, (label, points) in enumerate(series.items()):
-        shade, dash = SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
-        line = {"color": shade, "linestyle": dash, "marker": "o", "markersize": 5}
-        x = [point["listeners"] for point in points]
-        median, p99 = (
-            [math.nan if point[key] is None else point[key] for point in points]
-            for key in ("ttfc_p50_ms", "ttfc_p99_ms")
-        )
-        first.plot(x, p99, **line, label=label)
-        first.plot(x, median, color=shade, linestyle=dash, linewidth=0.9)
-        for point in points:
-            waits_ms = point.get("waits_ms", ())
-            first.plot([point["listeners"]] * len(waits_ms), waits_ms, ".", color=shade, alpha=0.35, markersize=6)
-            if missed := point["refused"] + point["unanswered"]:
-                at_top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "fontsize": 9}
-                text = f"{missed} without PCM"
-                first.annotate(text, (point["listeners"], 1), color=COLOURS["underrun"], **at_top)
-        late.plot(x, [underruns_a_minute(point) for point in points], **line)
-        spent.plot(x, [cost_ms(point, on_gpu) for point in points], **line)
-    if goal_ms is not None:
-        first.axhline(goal_ms, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=f"goal: {goal_ms:.0f} ms")
-    one = "one GPU" if on_gpu else "one core"
-    budget = f"all that {one} has: {FRAME_MS:.0f} ms / listeners"
-    spent.plot(counts, [FRAME_MS / count for count in counts], "--", color=COLOURS["limit"], label=budget)
-    spent.legend(loc="best")
-    late.set_ylim(0, max(1.0, 1.1 * late.get_ylim()[1]))
-    first.set(yscale="log", ylabel="to first PCM (ms)\nthick: p99, thin: median")
-    late.set(ylabel="underruns\na minute of\nlistening")
-    spent.set(yscale="log", ylabel=f"{'GPU' if on_gpu else 'CPU'} time spent\non a frame (ms)")
-    spent.set(xscale="log", xlabel="listeners (offered)")
-    plain_ticks(spent.xaxis, counts)
-    for axes in (first, spent):
-        plain_ticks(axes.yaxis)
-    titled(first, "What more listeners do: the wait, the gaps, the time spent", source)
-    figure.align_ylabels(panels)
-    legend_below(first)
     return save(figure, folder, name)

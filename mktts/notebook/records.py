@@ -1,6 +1,6 @@
-"""Measurements on record: the committed documents of an H200, and the runs of notebooks that a report reads.
+"""Measurements on record: the documents of an H200, and the runs of notebooks that a report reads.
 
-The committed files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
+The files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
 `provenance` puts that into words.
 """
 
@@ -48,7 +48,7 @@ TABLE = "metrics.parquet"  # of all runs, beside their folders
 
 
 def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """The committed document `name`.json, None where none is committed."""
+    """The document `name`.json, None where there is none."""
     path = folder / f"{name}.json"
     return read_object(path, MetricsError) if path.is_file() else None
 
@@ -62,9 +62,9 @@ def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def absent(name: str) -> str:
-    """What to say where a document is not committed."""
+    """What to say where there is no such document."""
     how = f"; on a machine with a GPU: {COMMANDS[name]}" if name in COMMANDS else ""
-    return f"outputs/reference/h200/{name}.json is not committed yet{how}"
+    return f"outputs/reference/h200/{name}.json is not recorded yet{how}"
 
 
 def median(bench: Mapping[str, Any], name: str) -> float | None:
@@ -73,8 +73,8 @@ def median(bench: Mapping[str, Any], name: str) -> float | None:
     return None if figure is None else float(figure["median"])
 
 
-def committed(folder: Path = FOLDER) -> list[dict[str, str]]:
-    """One row per committed document: its name, where it comes from, and where it is shown."""
+def recorded(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """One row a document: its name, where it comes from, and where it is shown."""
     return [
         {
             "document": path.name,

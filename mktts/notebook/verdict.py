@@ -5,6 +5,7 @@ A verdict is shown as a small table and kept as verdict.json in the run's folder
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mktts.notebook import nb
 from mktts.notebook.plots import short
 
 FILE = "verdict.json"
-BOUNDS = {"equal": "=", "at_most": "≤", "at_least": "≥"}
+BOUNDS = {"equal": ("=", operator.eq), "at_most": ("≤", operator.le), "at_least": ("≥", operator.ge)}
 
 
 def here(on_gpu: bool = False) -> str:
@@ -31,9 +32,9 @@ def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: fl
     Raises MetricsError where that does not hold.
     """
     ((kind, limit),) = bound.items()
-    holds = {"equal": value == limit, "at_most": value <= limit, "at_least": value >= limit}[kind]
-    checked = f"{BOUNDS[kind]} {short(limit)}"
-    if not holds:
+    sign, holds = BOUNDS[kind]
+    checked = f"{sign} {short(limit)}"
+    if not holds(value, limit):
         raise MetricsError(f"{name}: expected {checked} {unit}, found {value}")
     value = value if isinstance(value, int) else float(value)
     return {"name": name, "value": value, "unit": unit, "n": n, "machine": machine, "checked": checked}

@@ -101,7 +101,7 @@ def evidence(folder: Path | None = None) -> Evidence:
     )
     pairs = tuple(_pair(folder, row) for row in index or ())
     found = {CURVES: curves, EVALUATION: evaluation, INDEX: index}
-    missing = tuple(f"{name}: not committed yet" for name, content in found.items() if content is None)
+    missing = tuple(f"{name}: not recorded yet" for name, content in found.items() if content is None)
     return Evidence(curves or {}, evaluation, pairs, missing)
 
 

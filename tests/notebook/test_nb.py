@@ -111,18 +111,19 @@ def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
 # ---- tables
 
 
-def test_a_table_has_every_key_as_a_column_or_a_line_and_escapes_its_cells(shown):
+def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_long(shown):
     nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
-    nb.table([{"who": "x", "a": 1, "b": 2}, {"who": "y", "a": 3, "c": 4}], heads="who")
-    nb.table([{"missing": "all of it"}], heads="who")
+    nb.table([{"n": n + 0.23456} for n in range(9)])
     data = bundles(shown)
     assert [one["text/plain"].splitlines() for one in data] == [
         ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"],
         ["a", "1", "4"],
-        [" | x | y", "a | 1 | 3", "b | 2 | ", "c |  | 4"],
-        ["missing", "all of it"],
+        ["n", "0.235", *(f"{n}.23" for n in range(1, 9))],
     ]
+    assert (
+        data[2]["text/html"].index("7.23") < data[2]["text/html"].index("1 more") < data[2]["text/html"].index("8.23")
+    )
     assert "&lt;b&gt;" in data[0]["text/html"] and "<b>" not in data[0]["text/html"]
 
 

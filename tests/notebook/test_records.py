@@ -28,8 +28,8 @@ def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_
     assert records.provenance({"points": [], "figures": {}}) == "nothing measured yet"
 
 
-def test_every_committed_document_says_where_it_comes_from():
-    rows = records.committed()
+def test_every_recorded_document_says_where_it_comes_from():
+    rows = records.recorded()
     assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
     for row in rows:
         assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row

@@ -37,6 +37,7 @@ def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Pa
     nodes = [nbformat.v4.new_code_cell(source) for source in cells]
     if parameters is not None:
         nodes.insert(0, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    nodes.append(nbformat.v4.new_markdown_cell("After this: [02_weights](02_weights.ipynb), [h](03_h.ipynb)"))
     nbformat.write(nbformat.v4.new_notebook(cells=nodes), path)
     return path
 
@@ -226,8 +227,9 @@ def test_what_succeeded_is_not_run_again_until_the_notebook_or_a_value_changes(g
 
 def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, tmp_path, monkeypatch):
     soundfile = pytest.importorskip("soundfile")
-    done, target = grid.home / "outputs/runs" / grid.runs[0].name, tmp_path / "n"
-    target.mkdir()
+    done, target = grid.home / "outputs/runs" / grid.runs[0].name, tmp_path / "h200" / "n"
+    target.mkdir(parents=True)
+    (tmp_path / "02_weights").mkdir()
     (target / "stale.png").touch()
     monkeypatch.setattr(runs, "PICTURES", (f"{done.name}/plot.png",))
     runs.publish(done, target)
@@ -235,8 +237,9 @@ def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, 
     assert {path.name for path in target.iterdir()} == names
     text = (target / "executed.ipynb").read_text(encoding="utf-8")
     assert "base64" not in text and "<audio" not in text and 'href=\\"a_b.mp3\\"' in text and RANDOM_WEIGHTS in text
+    assert "[02_weights](../../02_weights/executed.ipynb), [h](../03_h/executed.ipynb)" in text
     published = json.loads(text)
-    shown = json.dumps([cell["outputs"] for cell in published["cells"]])
+    shown = json.dumps([cell.get("outputs") for cell in published["cells"]])
     assert "secret" not in shown and "widget-view" not in shown and "papermill" not in published["metadata"]
     nbformat.validate(nbformat.reads(text, as_version=4))
     samples, rate_hz = soundfile.read(io.BytesIO((target / "a_b.mp3").read_bytes()))
