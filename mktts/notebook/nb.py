@@ -125,8 +125,10 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     """
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
     cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
-    numeric = [all(_is_number(row.get(key, 0)) for row in rows) for key in keys]
-    align = ["right" if right else "left" for right in numeric]
+    kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
+    align = [
+        "right" if all(issubclass(k, (int, float)) and k is not bool for k in found) else "left" for found in kinds
+    ]
 
     def markup(lines: Sequence[Sequence[str]]) -> str:
         head, *body = (
@@ -145,10 +147,6 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
 
 def _shown(value: Any) -> str:
     return short(value) if isinstance(value, float) else cell(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _show_html(markup: str, text: str) -> None:

@@ -60,7 +60,6 @@ DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as lar
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
 BESIDE = {"textcoords": "offset points", "va": "center"}  # of a note to the right of a point
 FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a grey area
-LABEL_FACTOR = 1.3  # between two numbers on a logarithmic axis that are both written down
 
 
 # ---- any figure
@@ -122,7 +121,7 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
         return
     labels, written = [], 0.0
     for number in numbers:
-        labels.append(f"{number:,}" if number >= LABEL_FACTOR * written else "")
+        labels.append(f"{number:,}" if number >= 1.3 * written else "")  # closer ones would overlap
         written = number if labels[-1] else written
     axis.set_ticks(list(numbers), labels)
     axis.set_ticks([], minor=True)

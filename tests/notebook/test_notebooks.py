@@ -115,60 +115,62 @@ def test_cells_are_short_streams_read_asynchronously_and_widgets_named_as_parame
 
 # ---- execution, small
 
-SMALL = {  # settings, what is recorded, files
-    "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "has_megakernel", "missing"], []),
+SMALL = {  # settings, what is recorded that others read, files
+    "00_machine": ([], ["missing"], []),
     "01_one_frame": (
         ["CHECKPOINT=random:tiny", "MAX_FRAMES=3", "LAYOUT=streaming", "TEXT=One two."],
-        ["frames", "frames_equal", "hidden_error", "pcm_error"],
+        ["frames_equal"],
         ["one_frame_after_another.wav", "prompt.png", "sound.png", "whole.png"],
     ),
     "02_weights": (
         ["SECTIONS=none"],
-        ["bytes_per_frame", "kernel_times", "params"],
-        ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
+        ["bytes_per_frame"],
+        ["bytes_per_frame.png", "kernel_roofline.png", "layer.png", "roofline.png"],
     ),
     "03_parity": (
         [
             *("CHECKPOINT=random:tiny", "FRAMES=2", "CODEC_FRAMES=16", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4"),
             *("KERNEL=torch", "KERNEL_FRAMES=2", "PITFALL_FRAMES=8"),
         ],
-        ["codec_error_streamed", "codes_equal", "kernel", "kernel_error_ratio", "prompts_equal"],
-        ["codec_error.png"],
+        ["codec_error_streamed", "codec_error_upstream", "frames_compared", "kernel_error_ratio", "prompts_compared"],
+        ["codec_error.png", "kernel_ratios.png"],
     ),
     "04_streaming": (
         ["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."],
-        ["backend", "fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
-        ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
+        ["fed_equals_whole"],
+        [
+            "chunk_timeline.png",
+            "chunk_timeline_fed.png",
+            "kernel_first_pcm.png",
+            "looks_back.png",
+            "stage_timeline.png",
+        ],
     ),
     "05_metrics": (
         ["MAX_FRAMES=6", "REPEATS=2", "TEMPERATURE=0.5"],
         [
-            *("audible_ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "prebuffer_ms_median", "never_audible"),
-            *("talker_ms_per_frame", "other_ms_per_frame", "wall_ms_per_frame", "underruns", "repeats", "texts"),
+            *("ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "underruns", "repeats", "schedule", "threads"),
+            *("talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame", "other_ms_per_frame"),
         ],
         ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
     "06_pipecat_live": (
         ["SEED=1", "SCRIPT=tell me a story; 1.0: stop please"],
-        ["barge_in_ms", "first_audio_ms_median", "interruptions", "silence_ms", "stale_frames", "turns"],
-        ["conversation.png", "conversation.wav", "latency.json"],
-    ),
-    "10_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
-    "09_voice": (
-        ["MAX_FRAMES=4"],
-        ["missing", "params", "rtf_median", "ttfc_ms_median"],
-        ["training.png", "durations.png", "spectrograms_slt.png"],
+        ["stale_frames"],
+        ["conversation.png", "conversation.wav", "latency.json", "waits.png"],
     ),
     "07_many_voices": (
         ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.0", "MAX_FRAMES=4", "LOAD={load}"],
-        ["carries", "codes_equal", "listeners", "listeners_in_turns", "load_recorded", "underruns_max"],
-        ["cost.png", "listeners.png", "listeners_h200.png", "one_after_another.wav", "ticks.png"],
+        ["listeners"],
+        ["cost.png", "life.png", "listeners.png", "listeners_h200.png", "one_after_another.wav", "ticks.png"],
     ),
     "08_megakernel": (
         ["SIZE=tiny", "TRACE={trace}"],
-        ["blocks", "exchange_equal", "exchange_noticed", "has_trace", "frame_us", "frame_alone_us", "tape_by_hand"],
-        [f"{name}.png" for name in ("filling", "places", "where", "hops", "layers", "blocks_talker")],
+        ["frame_us", "frame_alone_us"],
+        [f"{name}.png" for name in ("filling", "hop", "places", "where", "hops", "layers", "blocks_talker")],
     ),
+    "09_voice": (["MAX_FRAMES=4"], ["missing"], ["training.png", "durations.png", "spectrograms_slt.png"]),
+    "10_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
 }
 
 
