@@ -50,5 +50,5 @@ def document_of(layers: tuple[int, int] = (28, 5), blocks: int = 128) -> dict:
     found = document(launches_of(layers, blocks, 1), layers)
     settings = {"checkpoint": "0b6 custom_voice", "blocks": blocks, "group": blocks // 8, "random_weights": True}
     about = {"device": "No GPU at all", "date": "2026-01-02T03:04:05+00:00", "revision": "0123456789abcdef"}
-    settings["weight_bytes"] = {"talker": 300_000, "predictor": 600_000}  # of so few layers
+    settings["weight_bytes"] = {"talker": 887_000_000, "predictor": 2_422_000_000}
     return {**about, **found, "settings": {**found["settings"], **settings, "launches": 1, "context": 200}}

@@ -47,8 +47,11 @@ def state(run_dir: Path, question: str, answer: str, figures: Sequence[dict[str,
     stated = {"question": question, "answer": answer, "figures": list(figures), "limit": limit}
     write_json(Path(run_dir) / FILE, stated)
     display(Markdown(f"**{question}** {answer}"))
-    columns = ("name", "value", "unit", "n", "checked", "machine")
-    nb.table([{column: one[column] for column in columns} | {"value": short(one["value"])} for one in figures])
+    columns = ("unit", "n", "checked", "machine")
+    rows = [
+        {"figure": one["name"], "value": short(one["value"]), **{key: one[key] for key in columns}} for one in figures
+    ]
+    nb.table(rows)
     display(Markdown(f"*The limit of it:* {limit}"))
 
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tokenize
 from pathlib import Path
@@ -229,6 +230,7 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     if stem == "10_report":
         measured = tmp_path / "runs" / "05_metrics-manual"
         run_cells(shell, "05_metrics", SMALL["05_metrics"][0], measured)
+        shutil.copytree(measured, f"{measured}-2")
         shell.reset(new_session=True)
     run_dir = tmp_path / "runs" / stem
     shown, stderr = run_cells(shell, stem, [one.format(**files) for one in settings], run_dir)
@@ -248,7 +250,7 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     if stem == "02_weights":
         assert records.provenance(records.reference("bench")) in text
     if stem == "10_report":
-        assert found["runs_read"] == found["runs_measured"] == 1
+        assert found["runs_read"] == found["runs_measured"] == 2
         assert "05_metrics" not in found["missing"] and "03_parity" in found["missing"]
     if stem == "07_many_voices":
         assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mktts.errors import MetricsError
-from mktts.notebook import verdict
+from mktts.notebook import nb, runs, verdict
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,9 @@ def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
         verdict.state(tmp_path / stem, "Why?", "So.", [figure], "Once.")
     expected = {"question": "Why?", "answer": "So.", "figures": [figure], "limit": "Once."}
     assert verdict.collected(tmp_path) == [{"notebook": stem, **expected} for stem in ("01_one_frame", "10_report")]
+
+
+def test_the_published_verdicts_are_those_of_the_published_notebooks():
+    reference = nb.repository() / "outputs" / "reference"
+    path = reference / runs.VERDICTS
+    assert (json.loads(path.read_text(encoding="utf-8")) if path.exists() else []) == verdict.collected(reference)
