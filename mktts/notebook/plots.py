@@ -227,26 +227,6 @@ def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timel
     return save(figure, folder, name)
 
 
-def distribution(samples: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str) -> Figure:
-    """Empirical cumulative distribution of each label's values; dots on it mark median and 95th percentile."""
-    figure, axes = new(3.9)
-    for index, (label, values) in enumerate(samples.items()):
-        ordered = np.sort(np.asarray(values, dtype=float))
-        share = np.arange(1, len(ordered) + 1) / len(ordered)
-        median, p95 = np.percentile(ordered, [50, 95])
-        shown = f"{label}: median {median:.3g}, p95 {p95:.3g} {unit} (n = {len(ordered)})"
-        shade, dash = colour(label, index), "-" if label in COLOURS else DASHES[index % 3]  # equal curves stay visible
-        axes.step([ordered[0], *ordered], [0, *share], where="post", label=shown, color=shade, linestyle=dash)
-        marks = np.searchsorted(ordered, [median, p95], side="right") / len(ordered)  # where the curve is there
-        axes.plot([median, p95], marks, "o", color=shade, markersize=5)
-    marked = "dots: median and 95th percentile"
-    axes.plot([], [], "o", color=COLOURS["limit"], markersize=5, label=marked)
-    axes.set(xlabel=f"time ({unit})", ylabel="share of measurements", title=title, ylim=(0, 1.02))
-    axes.set_xlim(left=0)
-    legend_below(axes, last=[marked])
-    return save(figure, folder, name)
-
-
 def diagram(
     boxes: Mapping[str, tuple[float, float, str]],
     arrows: Sequence[tuple[str, str]],

@@ -254,8 +254,6 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
         assert "05_metrics" not in found["missing"] and "03_parity" in found["missing"]
     if stem == "07_many_voices":
         assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
-    if stem == "08_megakernel":
-        assert found["frame_alone_us"] < found["frame_us"]
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,3 @@ def test_turns_are_words_with_an_optional_moment():
     script = "hello; what time is it;2.5: stop please; 0: thank you"
     expected = [("hello", None), ("what time is it", None), ("stop please", 2.5), ("thank you", 0.0)]
     assert speaking.turns(script) == expected
-
-
-@pytest.mark.parametrize("text", ["Hi.", "x", "A longer text than the others, by far."])
-def test_a_longer_text_outlasts_what_is_asked(text):
-    long = speaking.longer(text, 120)
-    assert long.startswith(text) and len(long) >= 120 * speaking.CHARS_PER_FRAME
-    assert len(long) < 120 * speaking.CHARS_PER_FRAME * 2.1 + 2 * len(text)

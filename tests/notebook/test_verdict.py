@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,16 +11,10 @@ from mktts.errors import MetricsError
 from mktts.notebook import nb, runs, verdict
 
 
-@pytest.mark.parametrize(
-    ("value", "bound", "checked"),
-    [(3, {"equal": 3}, "= 3"), (0.5, {"at_most": 1e-4}, None), (2, {"at_least": 1}, "≥ 1"), (2, {"at_least": 3}, None)],
-)
-def test_a_figure_states_what_was_checked_of_it_or_is_none(value, bound, checked):
-    if checked is None:
-        with pytest.raises(MetricsError, match="wait: expected [≤≥] .* ms, found"):
-            verdict.figure("wait", value, "ms", 1, "here", **bound)
-    else:
-        assert verdict.figure("wait", value, "ms", 1, "here", **bound)["checked"] == checked
+@pytest.mark.parametrize(("bound", "checked"), [({"equal": 2}, "= 2"), ({"at_most": 1}, None), ({"at_least": 3}, None)])
+def test_a_figure_states_what_was_checked_of_it_or_is_none(bound, checked):
+    with nullcontext() if checked else pytest.raises(MetricsError, match="wait: expected [≤≥] . ms, found 2"):
+        assert verdict.figure("wait", 2, "ms", 1, "here", **bound)["checked"] == checked
 
 
 def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
