@@ -36,9 +36,8 @@ from mktts.common import python_path, read_object, whole_number, write_json, wri
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
-from mktts.notebook import verdict
 from mktts.notebook.nb import as_mp3
-from mktts.notebook.records import TABLE
+from mktts.notebook.records import TABLE, verdicts
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
@@ -256,7 +255,7 @@ def main(arguments: argparse.Namespace) -> int:
             (arguments.publish / name).mkdir(parents=True, exist_ok=True)
         for name in named["ok"]:
             publish(out / name, arguments.publish / name)
-        write_json(arguments.publish / VERDICTS, verdict.collected(arguments.publish))
+        write_json(arguments.publish / VERDICTS, verdicts(arguments.publish))
     for name in named["error"]:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if named["error"] else 0

@@ -25,7 +25,7 @@ from traces import document_of
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, SOURCES
 from mktts.errors import MkttsError
-from mktts.notebook import plots, records, runs, verdict
+from mktts.notebook import plots, records, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -68,7 +68,7 @@ def test_a_notebook_holds_no_results_opens_with_its_question_and_ends_with_its_r
         for other in beside:
             assert re.search(rf"\*\*{word}\*\* \w+: \[{other.stem}\]\({other.name}\)", notebook.cells[0].source)
     assert any("metrics.record(\n    run_dir," in cell.source for cell in notebook.cells)
-    assert notebook.cells[-1].source.count("verdict.state(") == 1
+    assert notebook.cells[-1].source.count("records.verdict(") == 1
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"[\"'(\s](/[a-z]+/|~/|[A-Z]:\\)", text), "a machine's path"
     assert not re.search(r"https?://|sys\.path|!pip|%pip", text)
@@ -242,7 +242,7 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     assert not any("Figure(" in data.get("text/plain", "") and len(data) == 1 for data in shown), "a figure as text"
     assert COMPILING.sub("", stderr) == "", "the notebook writes warnings"
     text = json.dumps(shown, default=str)
-    stated = json.loads((run_dir / verdict.FILE).read_text())
+    stated = json.loads((run_dir / records.VERDICT).read_text())
     assert f"# {stem[:2]} · {stated['question']}\\n" in (FOLDER / f"{stem}.ipynb").read_text(encoding="utf-8")
     assert stated["answer"] and stated["limit"] and stated["figures"]
     for one in stated["figures"]:
@@ -262,6 +262,12 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
         ("01_one_frame", ["MAX_FRAMES=3"], ("EMBEDDINGS = 16", "EMBEDDINGS = 1"), "the first frame that differs is 1."),
         ("04_streaming", ["MAX_FRAMES=9"], ("PIECE = 0", "PIECE = 3"), "the same codes: True."),
         ("05_metrics", ["MAX_FRAMES=3", "REPEATS=1"], ("MADE_MS = 60", "MADE_MS = 100"), "380 ms, 19 underruns."),
+        (
+            "07_many_voices",
+            ["LISTENERS=1", "IN_TURNS=", "SECONDS=1.0", "MAX_FRAMES=4"],
+            ("SAME_SEED = False", "SAME_SEED = True"),
+            "the same codes: True.",
+        ),
         ("08_megakernel", ["SIZE=tiny"], ("SILENT_BLOCKS = 0", "SILENT_BLOCKS = 1"), "1 silent: they wait."),
     ],
 )
