@@ -99,10 +99,10 @@ clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	$(BIN)/python -m nbstripout --extra-keys \
 	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
 
-# The grid runs first, so that 06_report has it to report on.
+# The grid runs first, so that 10_report has it to report on.
 reference: $(STAMP) ## replace the notebooks' reference results, the agent's picture and the README's figures by new ones
 	rm -rf $(REFERENCE_RUNS)
-	$(BIN)/python -m mktts run notebooks/04_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
+	$(BIN)/python -m mktts run notebooks/05_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
 	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2 --set REPEATS=3
 	$(BIN)/python -m mktts run $(NOTEBOOKS) --out $(REFERENCE_RUNS)/runs --publish outputs/reference $(RUN_ARGS)
 	PYTHONPATH=tests $(BIN)/python tests/agent/agent_picture.py outputs/reference/agent_page.png

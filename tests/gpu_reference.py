@@ -17,7 +17,7 @@ from pathlib import Path
 from mktts.notebook import records
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = ("02_parity", "03_streaming", "04_metrics", "09_megakernel")
+SHOWN = ("03_parity", "04_streaming", "05_metrics", "08_megakernel")
 RECORDED_IN = "outputs/reference/h200"
 
 

@@ -3,7 +3,7 @@
 Every layer of the decoder is causal, so keeping what each one still needs (the last rows before a convolution, the
 last window - 1 keys and values) makes decoding frame by frame the same computation as decoding the utterance in one
 pass: any schedule of chunks gives the same samples up to fp32 rounding. Upstream instead decodes chunks of 300
-frames and repeats 25 frames of context, which is shorter than the attention window (notebook 02 shows how far off)."""
+frames and repeats 25 frames of context, which is shorter than the attention window (03_parity shows how far off)."""
 
 from __future__ import annotations
 

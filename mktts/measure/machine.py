@@ -1,4 +1,4 @@
-"""What this machine can do, for notebook 00: one row per resource, with what follows from it."""
+"""What this machine can do, for notebook 00_machine: one row per resource, with what follows from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def packages() -> list[dict[str, str]]:
         _upstream_row(),
         _package_row("soundfile", "reads reference audio for voice cloning", "only saved voices can be used"),
         _package_row("huggingface_hub", "fetches checkpoints by Hub id", "pass CHECKPOINT as a folder"),
-        _package_row("anywidget", "plays PCM in the page", "03_streaming writes WAV files only"),
+        _package_row("anywidget", "plays PCM in the page", "04_streaming writes WAV files only"),
         _package_row("pyarrow", "writes outputs/metrics.parquet", "`mktts run` cannot collect its runs and refuses"),
         _package_row("pipecat", "voice agent", "the Pipecat service cannot be started"),
     ]
@@ -114,7 +114,7 @@ def _kernel_row() -> dict[str, str]:
     from mktts.kernel.build import nvrtc, target_of
 
     if why := kernel_missing():
-        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are committed ones")
+        return _row("megakernel", f"none ({why})", "the torch backend speaks; figures of the kernel are recorded ones")
     (major, minor), target = nvrtc()[1], target_of(torch.cuda.get_device_capability())
     return _row("megakernel", f"for {target}, compiled by NVRTC {major}.{minor}", 'backend="auto" takes it')
 
@@ -126,7 +126,7 @@ def _upstream_row() -> dict[str, str]:
         replaced = install_shim()
         import_upstream()
     except BackendUnavailable as error:
-        return _row("qwen_tts", f"{MISSING}: {error}", "02_parity compares with the offline codec only")
+        return _row("qwen_tts", f"{MISSING}: {error}", "03_parity compares with the offline codec only")
     stand_ins = f"; stand-ins for {', '.join(sorted(replaced))}, which 12 Hz models never use" if replaced else ""
     return _row("qwen_tts", f"{provided_by('qwen_tts')}{stand_ins}", "parity against upstream, fallback backend")
 

@@ -22,12 +22,14 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
 from mktts.notebook.player import live_player
+from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
 
 __all__ = ["button", "clip", "controls", "live_player", "recording", "repository", "run_dir", "table"]
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
+MOST_ROWS = 8  # of a table that is seen without unfolding it
 LINE_CHARS = 40  # a longer text gets a box of several lines
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
@@ -115,36 +117,36 @@ def as_mp3(path: Path) -> bytes:
     return file.getvalue()
 
 
-def table(
-    rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = (), heads: str | None = None
-) -> None:
+def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = ()) -> None:
     """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty.
 
-    `omit` names columns that are left out. `heads`: the key whose values become the columns' heads, every other key a
-    line, for rows with more keys than a page is wide.
+    Of more than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are
+    left out.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
-    if heads is not None and all(heads in row for row in rows):
-        keys.remove(heads)
-        rows = [{"": key, **{str(row[heads]): row.get(key, "") for row in rows}} for key in keys]
-        keys = list(rows[0]) if rows else []
-    cells = [[cell(row.get(key, "")) for key in keys] for row in rows]
-    numeric = [all(_is_number(row.get(key, 0)) for row in rows) for key in keys]
-    align = ["right" if right else "left" for right in numeric]
-    head = "".join(f'<th style="text-align:{a}">{html.escape(k)}</th>' for k, a in zip(keys, align, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="text-align:{a}">{html.escape(c)}</td>' for c, a in zip(row, align, strict=True))
-        + "</tr>"
-        for row in cells
-    )
+    cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
+    kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
+    align = [
+        "right" if all(issubclass(k, (int, float)) and k is not bool for k in found) else "left" for found in kinds
+    ]
+
+    def markup(lines: Sequence[Sequence[str]]) -> str:
+        head, *body = (
+            "".join(f'<{tag} style="text-align:{a}">{html.escape(c)}</{tag}>' for c, a in zip(line, align, strict=True))
+            for tag, line in zip(["th", *["td"] * len(lines)], [keys, *lines], strict=True)
+        )
+        rows = "".join(f"<tr>{row}</tr>" for row in body)
+        return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
     title = f'<caption style="text-align:left">{html.escape(caption)}</caption>' if caption else ""
-    markup = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    _show_html(markup, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
+    shown = f"<table>{title}{markup(cells[:MOST_ROWS])}"
+    if rest := cells[MOST_ROWS:]:
+        shown += f"<details><summary>{len(rest)} more</summary><table>{markup(rest)}</details>"
+    _show_html(shown, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _shown(value: Any) -> str:
+    return short(value) if isinstance(value, float) else cell(value)
 
 
 def _show_html(markup: str, text: str) -> None:

@@ -60,7 +60,6 @@ DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as lar
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
 BESIDE = {"textcoords": "offset points", "va": "center"}  # of a note to the right of a point
 FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a grey area
-LABEL_FACTOR = 1.3  # between two numbers on a logarithmic axis that are both written down
 
 
 # ---- any figure
@@ -122,7 +121,7 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
         return
     labels, written = [], 0.0
     for number in numbers:
-        labels.append(f"{number:,}" if number >= LABEL_FACTOR * written else "")
+        labels.append(f"{number:,}" if number >= 1.3 * written else "")  # closer ones would overlap
         written = number if labels[-1] else written
     axis.set_ticks(list(numbers), labels)
     axis.set_ticks([], minor=True)
@@ -228,117 +227,26 @@ def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timel
     return save(figure, folder, name)
 
 
-def distribution(samples: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str) -> Figure:
-    """Empirical cumulative distribution of each label's values; dots on it mark median and 95th percentile."""
-    figure, axes = new(3.9)
-    for index, (label, values) in enumerate(samples.items()):
-        ordered = np.sort(np.asarray(values, dtype=float))
-        share = np.arange(1, len(ordered) + 1) / len(ordered)
-        median, p95 = np.percentile(ordered, [50, 95])
-        shown = f"{label}: median {median:.3g}, p95 {p95:.3g} {unit} (n = {len(ordered)})"
-        shade, dash = colour(label, index), "-" if label in COLOURS else DASHES[index % 3]  # equal curves stay visible
-        axes.step([ordered[0], *ordered], [0, *share], where="post", label=shown, color=shade, linestyle=dash)
-        marks = np.searchsorted(ordered, [median, p95], side="right") / len(ordered)  # where the curve is there
-        axes.plot([median, p95], marks, "o", color=shade, markersize=5)
-    marked = "dots: median and 95th percentile"
-    axes.plot([], [], "o", color=COLOURS["limit"], markersize=5, label=marked)
-    axes.set(xlabel=f"time ({unit})", ylabel="share of measurements", title=title, ylim=(0, 1.02))
-    axes.set_xlim(left=0)
-    legend_below(axes, last=[marked])
-    return save(figure, folder, name)
-
-
-def comparison(
-    rows: Mapping[str, Sequence[float]], unit: str, folder: Path, name: str, title: str, budget: float | None = None
-) -> Figure:
-    """Runs side by side: a line for each label, a dot for each of its values, an upright stroke at their median."""
-    figure, axes = new(1.5 + (0.55 if any("\n" in label for label in rows) else 0.45) * len(rows))
-    for index, (label, values) in enumerate(rows.items()):
-        median = float(np.median(values))
-        shade = COLOURS["upstream" if "upstream" in label else "mktts"]
-        axes.plot(values, [index] * len(values), "o", color=shade, markersize=6, alpha=0.6)
-        axes.plot([median, median], [index - 0.25, index + 0.25], color=shade, linewidth=2.4)
-        axes.annotate(short(median), (max(values), index), (8, 0), **BESIDE)
-    axes.plot([], [], "o", color=COLOURS["limit"], markersize=6, label="a run")
-    axes.plot([], [], "|", color=COLOURS["limit"], markersize=12, markeredgewidth=2.4, label="median of equal runs")
-    if budget is not None:
-        axes.axvline(budget, color=COLOURS["limit"], linestyle="--", label="real time")
-    legend_below(axes)
-    lines_from_top(axes, list(rows))
-    axes.set(xlabel=unit, title=title)
-    axes.set_xlim(0, max([*(value for values in rows.values() for value in values), budget or 0]) * 1.12)
-    return save(figure, folder, name)
-
-
-# ---- loads
-
-
-def cost_ms(point: Mapping[str, Any], on_gpu: bool) -> float:
-    """Milliseconds that a load spent on one frame of one stream: on a GPU the ticks' time on the device over the
-    frames, on a CPU the process's CPU time. Not a number where the point does not say."""
-    if not on_gpu:
-        return (point.get("host_us_per_frame") or math.nan) / 1e3
-    if not point.get("device_busy_percent") or not point.get("frames"):
-        return math.nan
-    return 10 * point["device_busy_percent"] * point["duration_s"] / point["frames"]
-
-
-def underruns_a_minute(point: Mapping[str, Any]) -> float:
-    """Of listening: the underruns of all listeners over the minutes that they played, all together."""
-    minutes = point["playing_mean"] * point["duration_s"] / 60
-    return point["underruns"] / minutes if minutes else 0.0
-
-
-def growth(
-    series: Mapping[str, Sequence[Mapping[str, Any]]],
-    on_gpu: bool,
+def diagram(
+    boxes: Mapping[str, tuple[float, float, str]],
+    arrows: Sequence[tuple[str, str]],
     folder: Path,
-    source: str,
-    name: str = "listeners",
-    goal_ms: float | None = None,
+    name: str,
+    title: str,
 ) -> Figure:
-    """First PCM, underruns and the time spent on a frame over the listeners: one line for each of `series`.
-
-    series: label -> points of a document of `bench --load`; one with `waits_ms` has a dot for each arrival. goal_ms:
-    of the 99th percentile of first PCM. on_gpu: see `cost_ms`.
-    """
-    figure, panels = new(7.6, 3, sharex=True, height_ratios=(2.2, 1, 1.4))
-    first, late, spent = panels
-    counts = sorted({point["listeners"] for points in series.values() for point in points})
-    for index, (label, points) in enumerate(series.items()):
-        shade, dash = SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
-        line = {"color": shade, "linestyle": dash, "marker": "o", "markersize": 5}
-        x = [point["listeners"] for point in points]
-        median, p99 = (
-            [math.nan if point[key] is None else point[key] for point in points]
-            for key in ("ttfc_p50_ms", "ttfc_p99_ms")
-        )
-        first.plot(x, p99, **line, label=label)
-        first.plot(x, median, color=shade, linestyle=dash, linewidth=0.9)
-        for point in points:
-            waits_ms = point.get("waits_ms", ())
-            first.plot([point["listeners"]] * len(waits_ms), waits_ms, ".", color=shade, alpha=0.35, markersize=6)
-            if missed := point["refused"] + point["unanswered"]:
-                at_top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "fontsize": 9}
-                text = f"{missed} without PCM"
-                first.annotate(text, (point["listeners"], 1), color=COLOURS["underrun"], **at_top)
-        late.plot(x, [underruns_a_minute(point) for point in points], **line)
-        spent.plot(x, [cost_ms(point, on_gpu) for point in points], **line)
-    if goal_ms is not None:
-        first.axhline(goal_ms, color=COLOURS["limit"], linestyle="--", linewidth=1.2, label=f"goal: {goal_ms:.0f} ms")
-    one = "one GPU" if on_gpu else "one core"
-    budget = f"all that {one} has: {FRAME_MS:.0f} ms / listeners"
-    spent.plot(counts, [FRAME_MS / count for count in counts], "--", color=COLOURS["limit"], label=budget)
-    spent.legend(loc="best")
-    late.set_ylim(0, max(1.0, 1.1 * late.get_ylim()[1]))
-    first.set(yscale="log", ylabel="to first PCM (ms)\nthick: p99, thin: median")
-    late.set(ylabel="underruns\na minute of\nlistening")
-    spent.set(yscale="log", ylabel=f"{'GPU' if on_gpu else 'CPU'} time spent\non a frame (ms)")
-    spent.set(xscale="log", xlabel="listeners (offered)")
-    plain_ticks(spent.xaxis, counts)
-    for axes in (first, spent):
-        plain_ticks(axes.yaxis)
-    titled(first, "What more listeners do: the wait, the gaps, the time spent", source)
-    figure.align_ylabels(panels)
-    legend_below(first)
+    """Words in boxes, joined by arrows. boxes: key -> (column, line from the top, words); arrows: pairs of keys."""
+    x, y, _ = zip(*boxes.values(), strict=True)
+    figure, axes = new(0.9 + 0.8 * (max(y) - min(y) + 1))
+    framed = {
+        "bbox": {"boxstyle": "round,pad=0.5", "facecolor": "white"},
+        "ha": "center",
+        "va": "center",
+        "fontsize": 8,
+    }
+    drawn = {key: axes.text(*where, words, **framed) for key, (*where, words) in boxes.items()}
+    for start, end in arrows:
+        ends = {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
+        axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops={"arrowstyle": "-|>", "color": "black", **ends})
+    axes.set(xlim=(min(x) - 0.5, max(x) + 0.5), ylim=(max(y) + 0.5, min(y) - 0.5), title=title)
+    axes.set_axis_off()
     return save(figure, folder, name)

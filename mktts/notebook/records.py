@@ -1,19 +1,22 @@
-"""Measurements on record: the committed documents of an H200, and the runs of notebooks that a report reads.
+"""Measurements on record: the documents of an H200, the verdicts of notebooks, and their runs that a report reads.
 
-The committed files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
+The files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
 `provenance` puts that into words.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mktts.common import read_object
+from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
-from mktts.notebook.nb import MANUAL
+from mktts.measure.environment import environment
+from mktts.notebook.nb import MANUAL, table
+from mktts.notebook.plots import short
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -31,24 +34,26 @@ COMMANDS = {
 }
 SHOWN_IN = {
     "agent": "LOG.md: the agent's times",
-    "bench": "01_weights, 03_streaming, 04_metrics, README",
-    "codec": "02_parity",
+    "bench": "02_weights, 04_streaming, 05_metrics, README",
+    "codec": "03_parity",
     "gpu_tests": "LOG.md: which GPU tests passed, and when",
-    "ladder": "04_metrics",
-    "load": "08_many_voices",
-    "parity": "02_parity",
+    "ladder": "05_metrics",
+    "load": "07_many_voices",
+    "parity": "03_parity",
     "parity_batch": "README: the batch engine's promise",
     "serve_load": "README: listeners over sockets",
     "speak_all": "LOG.md: sentences by the thousand",
-    "trace": "09_megakernel",
+    "trace": "08_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
+VERDICT = "verdict.json"  # in a run's folder
+BOUNDS = {"equal": ("=", operator.eq), "at_most": ("≤", operator.le), "at_least": ("≥", operator.ge)}
 TABLE = "metrics.parquet"  # of all runs, beside their folders
 
 
 def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """The committed document `name`.json, None where none is committed."""
+    """The document `name`.json, None where there is none."""
     path = folder / f"{name}.json"
     return read_object(path, MetricsError) if path.is_file() else None
 
@@ -62,9 +67,9 @@ def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def absent(name: str) -> str:
-    """What to say where a document is not committed."""
+    """What to say where there is no such document."""
     how = f"; on a machine with a GPU: {COMMANDS[name]}" if name in COMMANDS else ""
-    return f"outputs/reference/h200/{name}.json is not committed yet{how}"
+    return f"outputs/reference/h200/{name}.json is not recorded yet{how}"
 
 
 def median(bench: Mapping[str, Any], name: str) -> float | None:
@@ -73,8 +78,8 @@ def median(bench: Mapping[str, Any], name: str) -> float | None:
     return None if figure is None else float(figure["median"])
 
 
-def committed(folder: Path = FOLDER) -> list[dict[str, str]]:
-    """One row per committed document: its name, where it comes from, and where it is shown."""
+def recorded(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """One row a document: its name, where it comes from, and where it is shown."""
     return [
         {
             "document": path.name,
@@ -107,6 +112,50 @@ def provenance(found: Mapping[str, Any] | None) -> str:
         "random weights" if random else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+# ---- how a notebook ends: its question, the answer in a sentence, and figures each of which was checked
+
+
+def here(on_gpu: bool = False) -> str:
+    """What a figure calls this machine."""
+    facts = environment()
+    return str(facts["gpu"]) if on_gpu else f"{facts['cpu_cores']} cores of {facts['cpu']}"
+
+
+def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: float) -> dict[str, Any]:
+    """A figure of a verdict. n: measurements behind it. bound: equal=, at_most= or at_least=, what must hold of it.
+
+    Raises MetricsError where that does not hold.
+    """
+    ((kind, limit),) = bound.items()
+    sign, holds = BOUNDS[kind]
+    checked = f"{sign} {short(limit)}"
+    if not holds(value, limit):
+        raise MetricsError(f"{name}: expected {checked} {unit}, found {value}")
+    value = value if isinstance(value, int) else float(value)
+    return {"name": name, "value": value, "unit": unit, "n": n, "machine": machine, "checked": checked}
+
+
+def verdict(run_dir: Path, question: str, answer: str, figures: Sequence[dict[str, Any]], limit: str) -> None:
+    """Shows the verdict and writes it to `run_dir`. limit: what the answer does not say."""
+    from IPython.display import Markdown, display
+
+    stated = {"question": question, "answer": answer, "figures": list(figures), "limit": limit}
+    write_json(Path(run_dir) / VERDICT, stated)
+    display(Markdown(f"**{question}** {answer}"))
+    columns = ("unit", "n", "checked", "machine")
+    rows = [
+        {"figure": one["name"], "value": short(one["value"]), **{key: one[key] for key in columns}} for one in figures
+    ]
+    table(rows)
+    display(Markdown(f"*The limit of it:* {limit}"))
+
+
+def verdicts(folder: Path) -> list[dict[str, Any]]:
+    """The verdicts of all runs in `folder`, each with its notebook, in the notebooks' order."""
+    found = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"))
+    return [{"notebook": path.parent.name, **read_object(path, MetricsError)} for path in found]
 
 
 # ---- runs of notebooks

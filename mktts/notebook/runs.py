@@ -37,24 +37,26 @@ from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
-from mktts.notebook.records import TABLE
+from mktts.notebook.records import TABLE, verdicts
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
-PICTURES = ("03_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
+PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
+VERDICTS = "verdicts.json"  # of all published notebooks
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
 _RESTORE = "; delete the folder of this run, or restore it"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _AUDIO = re.compile(r'<audio controls title="([^"]+)" src="data:[^"]*"></audio>')
+_LINK = re.compile(r"\]\((\d\d_\w+)\.ipynb\)")
 _IFRAME = re.compile(r"<iframe\b.*?</iframe>", re.DOTALL)
 EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
-  python -m mktts run notebooks/04_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
-  python -m mktts run notebooks/03_streaming.ipynb --set 'TEXT="Yes, please.","No."'
+  python -m mktts run notebooks/05_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
+  python -m mktts run notebooks/04_streaming.ipynb --set 'TEXT="Yes, please.","No."'
   python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
@@ -84,7 +86,7 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """The notebook's name and the set values, 04_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
+        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
 
         A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
         long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.
@@ -210,7 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
     )
     parser.add_argument(
-        "--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read: sound becomes links"
+        "--publish", type=Path, metavar="DIR", help=f"copy runs without --set and {VERDICTS} here, to be read"
     )
     parser.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
     parser.add_argument(
@@ -248,8 +250,12 @@ def main(arguments: argparse.Namespace) -> int:
     named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
     print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
-    for name in named["ok"] if arguments.publish else ():
-        publish(out / name, arguments.publish / name)
+    if arguments.publish:
+        for name in named["ok"]:  # all folders first: the copies link to one another
+            (arguments.publish / name).mkdir(parents=True, exist_ok=True)
+        for name in named["ok"]:
+            publish(out / name, arguments.publish / name)
+        write_json(arguments.publish / VERDICTS, verdicts(arguments.publish))
     for name in named["error"]:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if named["error"] else 0
@@ -367,7 +373,8 @@ def _this_interpreter() -> type:
 
 def publish(run: Path, target: Path) -> Path:
     """Replaces the folder `target` by what can be read where the repository is browsed: JSON files, PICTURES, and the
-    executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it.
+    executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it, and a link to
+    another notebook one to its copy beside `target`, or else in the folder above.
 
     Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read.
     """
@@ -390,6 +397,13 @@ def publish(run: Path, target: Path) -> Path:
             output["data"] = {"text/plain": CONTROLS}
         if "text/html" in output.get("data", {}):
             output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
+
+    def beside(found: re.Match[str]) -> str:
+        folder = next((f for f in (target.parent, target.parent.parent) if (f / found[1]).is_dir()), target.parent)
+        return f"]({Path(os.path.relpath(folder / found[1], target)).as_posix()}/{executed.name})"
+
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "markdown"):
+        cell.source = _LINK.sub(beside, cell.source)
     for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
         notebook.metadata.pop(name, None)
     shutil.rmtree(target, ignore_errors=True)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
 
 TEMPERATURES = (0.05, 2.0)  # what a slider offers
-CHARS_PER_FRAME = 3  # of a text that is longer than asked: speech takes one to two
 # Parameter -> field of `Choice`, and the value that leaves it to the checkpoint: -1 of whole numbers, 0 of others.
 _FIELDS = {field.name.upper(): field.name for field in fields(Choice) if field.name != "do_sample"}
 _BLANK = {name: -1 if isinstance(getattr(Choice(), field), int) else 0 for name, field in _FIELDS.items()}
@@ -139,9 +138,3 @@ def _sampling(checkpoint: Checkpoint, GREEDY: bool = False, **given: Any) -> Sam
     }
     drawn = replace(own, talker=replace(own.talker, **changes), predictor=replace(own.predictor, **changes))
     return drawn.greedy() if GREEDY else drawn
-
-
-def longer(text: str, frames: int) -> str:
-    """`text`, repeated until its speech takes more than `frames`."""
-    times = -(-CHARS_PER_FRAME * frames // max(1, len(text)))
-    return " ".join([text] * max(1, times))

@@ -72,7 +72,7 @@ python -m mktts train ship --voice voice_codec0 --evaluation evaluation.json --l
   --curves run/codec0_curves.json run/talker_talker_curves.json
 ```
 
-Notebook 07 shows how to train one from recordings of your own.
+Notebook 09_voice shows how to train one from recordings of your own.
 """
 
 _TAIL = """

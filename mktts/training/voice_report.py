@@ -1,4 +1,4 @@
-"""The trained voice on paper: how it was made, what was measured, and pairs to listen to. For notebook 07 and the card.
+"""The trained voice on paper: how it was made, what was measured, pairs to listen to. For 09_voice and the card.
 
 outputs/reference/voice holds what `mktts.training.ship` put there: curves.json (stage -> the lines that its training
 printed), evaluation.json (of `mktts.training.judge.evaluate`), and NAME_teacher, NAME_student and, where a voice was
@@ -101,7 +101,7 @@ def evidence(folder: Path | None = None) -> Evidence:
     )
     pairs = tuple(_pair(folder, row) for row in index or ())
     found = {CURVES: curves, EVALUATION: evaluation, INDEX: index}
-    missing = tuple(f"{name}: not committed yet" for name, content in found.items() if content is None)
+    missing = tuple(f"{name}: not recorded yet" for name, content in found.items() if content is None)
     return Evidence(curves or {}, evaluation, pairs, missing)
 
 

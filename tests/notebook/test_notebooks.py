@@ -1,4 +1,4 @@
-"""The ten notebooks: how they are written, and that the cells of each run from small parameters and record.
+"""The notebooks: how they are written, and that the cells of each run from small parameters and record.
 
 They run in this process, which has imported what a kernel imports for seconds; test_runs executes others in kernels.
 """
@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tokenize
 from pathlib import Path
@@ -28,11 +29,11 @@ from mktts.notebook import plots, records, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-MAX_FUNCTION_LINES, MAX_CELL_LINES = 18, 24
+MAX_FUNCTION_LINES, MAX_CELL_LINES = 18, 15
 COMPILING = re.compile(r"mktts: (?:compiling|loading) .*? \.\.\. [\d.]+ s\n")  # once a cache, and not a warning
 PAGE_CHARS = 110  # of JupyterLab's column at its usual size
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
-ON_RANDOM_WEIGHTS = ("02_parity", "03_streaming", "04_metrics", "05_pipecat_live", "08_many_voices")
+MAX_COLUMNS = 6  # of a table
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -60,13 +61,18 @@ def test_a_notebook_holds_no_results_opens_with_its_question_and_ends_with_its_r
     for cell in notebook.cells:
         assert set(cell.metadata) <= {"tags"}
         assert cell.cell_type != "code" or (cell.outputs == [] and cell.execution_count is None)
-    assert re.match(rf"# {path.stem[:2]} · .+\?\n\n\w", notebook.cells[0].source)
-    assert "metrics.record(\n    run_dir," in notebook.cells[-1].source
+    opening = rf"# {path.stem[:2]} · .+\?\n\n\*\*Needs\*\* .+ \*\*Takes\*\* .+\n\n[\w*]"
+    assert re.match(opening, notebook.cells[0].source)
+    at = NOTEBOOKS.index(path)
+    for word, beside in (("Before", NOTEBOOKS[:at][-1:]), ("[Aa]fter", NOTEBOOKS[at + 1 : at + 2])):
+        for other in beside:
+            assert re.search(rf"\*\*{word}\*\* \w+: \[{other.stem}\]\({other.name}\)", notebook.cells[0].source)
+    assert any("metrics.record(\n    run_dir," in cell.source for cell in notebook.cells)
+    assert notebook.cells[-1].source.count("records.verdict(") == 1
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"[\"'(\s](/[a-z]+/|~/|[A-Z]:\\)", text), "a machine's path"
     assert not re.search(r"https?://|sys\.path|!pip|%pip", text)
-    if path.stem in ON_RANDOM_WEIGHTS:
-        assert re.search(r"Random weights: this is noise; timing and (parity|turn-taking) are real\.", text)
+    assert "this is noise" not in text, "the clips of random weights say so themselves"
 
 
 @each
@@ -87,13 +93,13 @@ def test_parameters_are_one_cell_of_typed_commented_literals(path):
         assert line.count("=") == 1, line
     assert parameters(path)["RUN_DIR"].value.value == ""
     if (found := parameters(path).get("CHECKPOINT")) is not None:
-        assert found.value.value == ("small" if path.stem == "07_voice" else DEFAULT_CHECKPOINT)
-        assert path.stem == "07_voice" or SOURCES in cells[0].source
+        assert found.value.value == ("small" if path.stem == "09_voice" else DEFAULT_CHECKPOINT)
+        assert path.stem == "09_voice" or SOURCES in cells[0].source
 
 
 @each
 def test_cells_are_short_streams_read_asynchronously_and_widgets_named_as_parameters(path):
-    for cell in code_cells(path):
+    for cell in code_cells(path)[1:]:
         assert len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.source
     for function in nodes(path, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         assert function.end_lineno - function.lineno < MAX_FUNCTION_LINES, ast.unparse(function)
@@ -110,55 +116,71 @@ def test_cells_are_short_streams_read_asynchronously_and_widgets_named_as_parame
 
 # ---- execution, small
 
-SMALL = {  # settings, what is recorded, files
-    "00_machine": ([], ["cpu_read_bandwidth_gb_s", "has_gpu", "has_megakernel", "missing"], []),
-    "01_weights": (
-        ["SECTIONS=none"],
-        ["bytes_per_frame", "kernel_times", "params"],
-        ["bytes_per_frame.png", "kernel_roofline.png", "roofline.png"],
+SMALL = {  # settings, what is recorded that others read, files
+    "00_machine": ([], ["missing"], []),
+    "01_one_frame": (
+        ["CHECKPOINT=random:tiny", "MAX_FRAMES=3", "LAYOUT=streaming", "TEXT=One two."],
+        ["frames_equal"],
+        ["one_frame_after_another.wav", "prompt.png", "sound.png", "whole.png"],
     ),
-    "02_parity": (
+    "02_weights": (
+        ["SECTIONS=none"],
+        ["bytes_per_frame"],
+        ["bytes_per_frame.png", "kernel_roofline.png", "layer.png", "roofline.png"],
+    ),
+    "03_parity": (
         [
             *("CHECKPOINT=random:tiny", "FRAMES=2", "CODEC_FRAMES=16", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4"),
             *("KERNEL=torch", "KERNEL_FRAMES=2", "PITFALL_FRAMES=8"),
         ],
-        ["codec_error_streamed", "codes_equal", "kernel", "kernel_error_ratio", "prompts_equal"],
-        ["codec_error.png"],
+        ["codec_error_streamed", "codec_error_upstream", "frames_compared", "kernel_error_ratio", "prompts_compared"],
+        ["codec_error.png", "kernel_ratios.png"],
     ),
-    "03_streaming": (
+    "04_streaming": (
         ["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."],
-        ["backend", "fed_equals_whole", "frames_after_cancel", "ttfc_ms"],
-        ["chunk_timeline.png", "chunk_timeline_fed.png", "kernel_first_pcm.png", "stage_timeline.png", "streamed.wav"],
+        ["fed_equals_whole"],
+        [
+            "chunk_timeline.png",
+            "chunk_timeline_fed.png",
+            "kernel_first_pcm.png",
+            "looks_back.png",
+            "stage_timeline.png",
+        ],
     ),
-    "04_metrics": (
+    "05_metrics": (
         ["MAX_FRAMES=6", "REPEATS=2", "TEMPERATURE=0.5"],
         [
-            *("audible_ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "prebuffer_ms_median", "never_audible"),
-            *("talker_ms_per_frame", "other_ms_per_frame", "wall_ms_per_frame", "underruns", "repeats", "texts"),
+            *("ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "underruns", "repeats", "schedule", "threads"),
+            *("talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame", "other_ms_per_frame"),
         ],
         ["chunk_timeline.png", "frame_time.png", "ladder.png", "peers.png", "stages.png", "ttfc.png"],
     ),
-    "05_pipecat_live": (
+    "06_pipecat_live": (
         ["SEED=1", "SCRIPT=tell me a story; 1.0: stop please"],
-        ["barge_in_ms", "first_audio_ms_median", "interruptions", "silence_ms", "stale_frames", "turns"],
-        ["conversation.png", "conversation.wav", "latency.json"],
+        ["stale_frames"],
+        ["conversation.png", "conversation.wav", "latency.json", "waits.png"],
     ),
-    "06_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
-    "07_voice": (
-        ["MAX_FRAMES=4"],
-        ["missing", "params", "rtf_median", "ttfc_ms_median"],
-        ["training.png", "durations.png", "spectrograms_slt.png"],
-    ),
-    "08_many_voices": (
+    "07_many_voices": (
         ["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.0", "MAX_FRAMES=4", "LOAD={load}"],
-        ["carries", "codes_equal", "listeners", "listeners_in_turns", "load_committed", "underruns_max"],
-        ["cost.png", "listeners.png", "listeners_h200.png", "one_after_another.wav", "ticks.png"],
+        ["listeners"],
+        ["cost.png", "life.png", "listeners.png", "listeners_h200.png", "one_after_another.wav", "ticks.png"],
     ),
-    "09_megakernel": (
+    "08_megakernel": (
         ["SIZE=tiny", "TRACE={trace}"],
-        ["blocks", "exchange_equal", "exchange_noticed", "has_trace", "frame_us", "frame_alone_us", "tape_by_hand"],
-        [f"{name}.png" for name in ("filling", "places", "where", "hops", "layers", "blocks_talker")],
+        ["frame_us", "frame_alone_us"],
+        [f"{name}.png" for name in ("filling", "hop", "places", "where", "hops", "layers", "blocks_talker")],
     ),
+    "09_voice": (["MAX_FRAMES=4"], ["missing"], ["training.png", "durations.png", "spectrograms_slt.png"]),
+    "10_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
+}
+
+
+EXERCISES = {  # what the reader is to change, and what the folded answer says of it
+    "01_one_frame": ("EMBEDDINGS = 16", "EMBEDDINGS = 1", "the first frame that differs is 1."),
+    "04_streaming": ("PIECE = 0", "PIECE = 3", "the same codes: True."),
+    "05_metrics": ("MADE_MS = 60", "MADE_MS = 100", "prebuffer 380 ms, 19 underruns."),
+    "07_many_voices": ("SAME_SEED = False", "SAME_SEED = True", "the same codes: True."),
+    "08_megakernel": ("SILENT_BLOCKS = 0", "SILENT_BLOCKS = 1", "1 silent: they wait."),
 }
 
 
@@ -174,35 +196,39 @@ def shell(monkeypatch):
     yield InteractiveShell.instance()
     InteractiveShell.clear_instance()
     torch.set_num_threads(threads)
-    if set(loguru.logger._core.handlers) != handlers:  # of 05, which writes to a stderr that is gone
+    if set(loguru.logger._core.handlers) != handlers:  # of 06_pipecat_live, which writes to a stderr that is gone
         loguru.logger.remove()
         loguru.logger.add(lambda message: sys.stderr.write(message))
 
 
 def run_cells(shell, stem, settings, run_dir):
-    """Runs a notebook's cells; returns what they display and write to stderr. Raises what a cell raises."""
+    """Runs a notebook's cells, its exercise done; returns what they display, with what they print, and what they write
+    to stderr. Raises what a cell raises."""
     (planned,) = runs.plan([FOLDER / f"{stem}.ipynb"], settings)
     run_dir.mkdir(parents=True, exist_ok=True)
     outputs, errors = [], []
     for cell in code_cells(FOLDER / f"{stem}.ipynb"):
         with capture_output() as captured:
-            result = shell.run_cell(cell.source)
-        outputs += captured.outputs
+            result = shell.run_cell(cell.source.replace(*EXERCISES.get(stem, ("", ""))[:2]))
+        outputs += [output.data for output in captured.outputs] + [{"text/plain": captured.stdout}]
         errors.append(captured.stderr)
         result.raise_error()
         if "parameters" in cell.metadata.get("tags", []):
             shell.push(planned.parameters | {"RUN_DIR": str(run_dir)})
-    return [output.data for output in outputs], "".join(errors)
+    return outputs, "".join(errors)
 
 
-def widths_chars(shown):
-    """Of every table the least width at which no cell breaks inside a word: its columns' longest words, and padding."""
+def sizes(shown):
+    """Of every table the least width at which no cell breaks inside a word (its columns' longest words, and padding),
+    and its columns."""
     for body in re.findall(r"<table>.*?</table>", shown.get("text/html", ""), re.DOTALL):
-        rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)]
+        rows = [
+            re.findall(r"<t[hd] [^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+        ]
         words = (
             [word for cell in column for word in cell.split()] for column in itertools.zip_longest(*rows, fillvalue="")
         )
-        yield sum(2 + max(map(len, column), default=0) for column in words)
+        yield sum(2 + max(map(len, column), default=0) for column in words), max(map(len, rows))
 
 
 @pytest.mark.parametrize("stem", [path.stem for path in NOTEBOOKS])
@@ -210,38 +236,45 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     (tmp_path / "trace.json").write_text(json.dumps(document_of((2, 1), 16)))
     files = {"load": os.fspath(load_file(tmp_path)), "trace": os.fspath(tmp_path / "trace.json")}
     settings, recorded, pictures = SMALL[stem]
-    if stem == "06_report":
-        measured = tmp_path / "runs" / "04_metrics-manual"
-        run_cells(shell, "04_metrics", SMALL["04_metrics"][0], measured)
+    if stem == "10_report":
+        measured = tmp_path / "runs" / "05_metrics-manual"
+        run_cells(shell, "05_metrics", SMALL["05_metrics"][0], measured)
+        shutil.copytree(measured, f"{measured}-2")
         shell.reset(new_session=True)
     run_dir = tmp_path / "runs" / stem
     shown, stderr = run_cells(shell, stem, [one.format(**files) for one in settings], run_dir)
     found = json.loads((run_dir / "metrics.json").read_text())
     assert set(recorded) <= set(found)
     assert {path.name for path in run_dir.iterdir()} >= {"metrics.json", *pictures}
-    assert [width for data in shown for width in widths_chars(data) if width > PAGE_CHARS] == [], "wider than the page"
+    for width, columns in (size for data in shown for size in sizes(data)):
+        assert width <= PAGE_CHARS and columns <= MAX_COLUMNS, f"a table of {columns} columns, {width} characters wide"
     assert not any("Figure(" in data.get("text/plain", "") and len(data) == 1 for data in shown), "a figure as text"
     assert COMPILING.sub("", stderr) == "", "the notebook writes warnings"
     text = json.dumps(shown, default=str)
-    if stem == "01_weights":
+    if stem in EXERCISES:
+        assert EXERCISES[stem][2] in text
+    stated = json.loads((run_dir / records.VERDICT).read_text())
+    assert f"# {stem[:2]} · {stated['question']}\\n" in (FOLDER / f"{stem}.ipynb").read_text(encoding="utf-8")
+    assert stated["answer"] and stated["limit"] and stated["figures"]
+    for one in stated["figures"]:
+        assert one["name"] and one["machine"] and one["checked"] and one["n"] >= 1, one
+    if stem == "02_weights":
         assert records.provenance(records.reference("bench")) in text
-    if stem == "06_report":
-        assert found["runs_read"] == found["runs_measured"] == 1
-        assert "04_metrics" not in found["missing"] and "02_parity" in found["missing"]
-    if stem == "08_many_voices":
+    if stem == "10_report":
+        assert found["runs_read"] == found["runs_measured"] == 2
+        assert "05_metrics" not in found["missing"] and "03_parity" in found["missing"]
+    if stem == "07_many_voices":
         assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
-    if stem == "09_megakernel":
-        assert found["frame_alone_us"] < found["frame_us"]
 
 
 @pytest.mark.parametrize(
     ("stem", "setting", "error"),
     [
-        ("07_voice", "CHECKPOINT=random:foo", "CheckpointError: .*foo"),
-        ("04_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1"),
-        ("02_parity", "SCHEDULE=0", "OptionsError: SCHEDULE must be frames per chunk"),
-        ("09_megakernel", "BLOCK=200", "OptionsError: BLOCK must be in 0..127"),
-        ("08_many_voices", 'LISTENERS="4,0"', "OptionsError: LISTENERS must be numbers of listeners"),
+        ("09_voice", "CHECKPOINT=random:foo", "CheckpointError: .*foo"),
+        ("05_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1"),
+        ("03_parity", "SCHEDULE=0", "OptionsError: SCHEDULE must be frames per chunk"),
+        ("08_megakernel", "BLOCK=200", "OptionsError: BLOCK must be in 0..127"),
+        ("07_many_voices", 'LISTENERS="4,0"', "OptionsError: LISTENERS must be numbers of listeners"),
     ],
 )
 def test_a_wrong_parameter_is_named(stem, setting, error, shell, tmp_path):

@@ -1,8 +1,9 @@
-"""Measurements on record: where a document comes from, and the table of runs."""
+"""Measurements on record: where a document comes from, verdicts, and the table of runs."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pandas
 import pytest
@@ -10,7 +11,7 @@ from load_document import load_file
 
 from mktts.errors import MetricsError
 from mktts.measure import metrics
-from mktts.notebook import records
+from mktts.notebook import nb, records, runs
 
 
 def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_a_document_keeps_them(tmp_path):
@@ -28,8 +29,8 @@ def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_
     assert records.provenance({"points": [], "figures": {}}) == "nothing measured yet"
 
 
-def test_every_committed_document_says_where_it_comes_from():
-    rows = records.committed()
+def test_every_recorded_document_says_where_it_comes_from():
+    rows = records.recorded()
     assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
     for row in rows:
         assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
@@ -47,33 +48,26 @@ def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tm
         assert command.split()[-1] == "/".join([*records.FOLDER.parts[-3:], f"{name}.json"])
 
 
-def test_the_ladder_is_the_logs_table():
-    log = (records.FOLDER.parents[2] / "LOG.md").read_text()
-    steps = records.reference("ladder")["steps"]
-    assert sum(f"| {step['what']} | {step['ms']:.2f} |" in log for step in steps) >= 7
-    assert [step["ms"] for step in steps] == sorted((step["ms"] for step in steps), reverse=True)
-
-
 def test_runs_are_those_of_the_nearest_table_and_runs_by_hand(tmp_path):
-    report = tmp_path / "runs" / "06_report"
+    report = tmp_path / "runs" / "10_report"
     report.mkdir(parents=True)
     assert len(records.runs(report)) == 0
     rows = [
-        {"run": "04_metrics-1", "notebook": "04_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
-        {"run": "02_parity-1", "notebook": "02_parity", "status": "error", "ename": "AssertionError"},
+        {"run": "05_metrics-1", "notebook": "05_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
+        {"run": "03_parity-1", "notebook": "03_parity", "status": "error", "ename": "AssertionError"},
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / records.TABLE)
-    for name in ("03_streaming-manual", "03_streaming-manual-2", "03_streaming-manual-x"):
+    for name in ("04_streaming-manual", "04_streaming-manual-2", "04_streaming-manual-x"):
         (tmp_path / "runs" / name).mkdir()
         metrics.record(tmp_path / "runs" / name, rtf=0.25)
     found = records.runs(report)
-    names = ["04_metrics-1", "02_parity-1", "03_streaming-manual", "03_streaming-manual-2"]
-    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["03_streaming"] * 2
+    names = ["05_metrics-1", "03_parity-1", "04_streaming-manual", "04_streaming-manual-2"]
+    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["04_streaming"] * 2
     assert found["status"].tolist() == ["ok", "error", "ok", "ok"] and found["rtf"].tolist()[2:] == [0.25] * 2
     (tmp_path / records.TABLE).write_bytes(b"PAR1torn")
     with pytest.raises(MetricsError, match=records.TABLE):
         records.runs(report)
-    further = tmp_path / "runs" / "more" / "06_report"  # whose table is another grid's
+    further = tmp_path / "runs" / "more" / "10_report"  # whose table is another grid's
     further.mkdir(parents=True)
     (tmp_path / "runs" / "deeper").mkdir()
     assert len(records.runs(further)) == 0
@@ -86,3 +80,24 @@ def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_d
     expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
     assert records.label(by_hand) == records.label(swept) == expected
     assert records.label({}) == "checkpoint not recorded"
+
+
+@pytest.mark.parametrize(("bound", "checked"), [({"equal": 2}, "= 2"), ({"at_most": 1}, None), ({"at_least": 3}, None)])
+def test_a_figure_states_what_was_checked_of_it_or_is_none(bound, checked):
+    with nullcontext() if checked else pytest.raises(MetricsError, match="wait: expected [≤≥] . ms, found 2"):
+        assert records.figure("wait", 2, "ms", 1, "here", **bound)["checked"] == checked
+
+
+def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
+    figure = records.figure("frames", 3, "", 1, records.here(), equal=3)
+    for stem in ("10_report", "01_one_frame", "h200"):
+        (tmp_path / stem).mkdir()
+        records.verdict(tmp_path / stem, "Why?", "So.", [figure], "Once.")
+    expected = {"question": "Why?", "answer": "So.", "figures": [figure], "limit": "Once."}
+    assert records.verdicts(tmp_path) == [{"notebook": stem, **expected} for stem in ("01_one_frame", "10_report")]
+
+
+def test_the_published_verdicts_are_those_of_the_published_notebooks():
+    reference = nb.repository() / "outputs" / "reference"
+    path = reference / runs.VERDICTS
+    assert (json.loads(path.read_text(encoding="utf-8")) if path.exists() else []) == records.verdicts(reference)

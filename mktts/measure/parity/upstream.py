@@ -1,6 +1,6 @@
 """Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame.
 
-Both sides run on the CPU, where the same operators round in the same way. Notebook 02, the tests and
+Both sides run on the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and
 `python -m mktts parity` use these functions.
 """
 
