@@ -1,92 +1,168 @@
-"""The teacher's resampling, trimming and shards, with a stand-in for its program."""
+"""Teachers: Kokoro's parts, any program, recordings; shards of what they say."""
 
 from __future__ import annotations
 
-import shutil
+import lzma
+import sys
+import wave
 
 import numpy as np
 import pytest
+import torch
+from commands import run
 
-from mktts.errors import AudioError, BackendUnavailable, VoiceError
-from mktts.training.data import flite, teacher
-from mktts.training.data.codec_data import read_shard
+from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, TextError
+from mktts.training.data import kokoro, kokoro_files, teacher
+from mktts.training.data.audio import read_shard
+from mktts.training.data.phonemes import Phonemes
+from mktts.training.data.teacher import Item, make_shards, program, read_texts, resampled
 
-STAND_IN = """#!{python}
-import io, sys, wave, math, struct
-out = io.BytesIO()
-with wave.open(out, "wb") as f:
+WORDS = {
+    "cat": "kˈæt", "wait": "wˈAt", "apple": "ˈæpᵊl", "live": {"DEFAULT": "lˈɪv"}, "hope": "hˈOp", "bus": "bˈʌs",
+    "Anna": "ˈænə", "that": {"DEFAULT": "ðæt", "None": "ðˈæt"}, "X": "ˈɛks", "Q": "kjˈu",
+}  # fmt: skip
+NUMBERS = {sign: i for i, sign in enumerate(" .,!?" + "".join(sorted({c for w in WORDS.values() for c in str(w)})), 1)}
+# Says a tone as long as its text.
+PROGRAM = """
+import math, struct, sys, wave
+with wave.open(sys.argv[2], "wb") as f:
     f.setnchannels(1); f.setsampwidth(2); f.setframerate(16000)
-    tone = [int(9000 * math.sin(i / 5)) for i in range(8000)]
-    f.writeframes(struct.pack("<16000h", *([0] * 4000 + tone + [0] * 4000)))
-sys.stdout.buffer.write(out.getvalue())
+    n = 8000 + 100 * len(sys.argv[1])
+    f.writeframes(struct.pack(f"<{n}h", *[int(9000 * math.sin(i * i / 40000)) for i in range(n)]))
 """
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch):
-    import sys
-
-    path = tmp_path / "flite"
-    path.write_text(STAND_IN.replace("{python}", sys.executable))
-    path.chmod(0o755)
-    monkeypatch.setenv("FLITE", str(path))
+def spoken(tmp_path):
+    path = tmp_path / "say.py"
+    path.write_text(PROGRAM)
+    return f"{sys.executable} {path} {{text}} {{wav}}"
 
 
-@pytest.mark.parametrize("hz", [120, 1000, 6500])
-def test_a_tone_keeps_its_frequency_phase_and_level(hz):
-    source = 0.5 * np.sin(2 * np.pi * hz * np.arange(8000) / 16_000).astype(np.float32)
-    wanted = 0.5 * np.sin(2 * np.pi * hz * np.arange(12_000) / 24_000)
-    inner = slice(400, -400)
-    assert np.abs(teacher.resampled(source)[inner] - wanted[inner]).max() < 1e-3
+@pytest.mark.parametrize(
+    ("text", "phonemes"),
+    [
+        ("The cat.", "ðə kˈæt."),
+        ("the apple, to Anna", "ði ˈæpᵊl, tʊ ˈænə"),
+        ("anna waited to", "ˈænə wˈATᵻd tu"),
+        ("a bus, buses; hoping cats", "ɐ bˈʌs, bˈʌsᵻz; hˈOpɪŋ kˈæts"),
+        ("that that", "ðæt ðˈæt"),
+        ("I live, qx", "ˌI lˈɪv, kjˈuˈɛks"),
+    ],
+)
+def test_words_become_phonemes_by_lists_endings_and_what_follows(text, phonemes):
+    assert Phonemes(WORDS, NUMBERS).written(text) == phonemes
 
 
-def test_silence_at_the_ends_is_cut_and_begins_from_nothing():
-    pcm = np.full(48_000, 1e-3, np.float32)
-    pcm[20_000:30_000] = 0.3
-    cut = teacher.trimmed(pcm)
-    assert len(cut) == 10_000 + 1440 + 1920 and cut[1439] == np.float32(1e-3) and cut[1440] == np.float32(0.3)
-    assert cut[0] == cut[-1] == 0 and np.abs(np.diff(cut[:1400])).max() < 1e-5  # no click
-    assert pcm[20_000 - 1440] == np.float32(1e-3), "the given audio stays as it is"
-    with pytest.raises(AudioError):
-        teacher.trimmed(np.zeros(100, np.float32))
+def test_phonemes_have_numbers_and_unknown_words_are_told():
+    read = Phonemes(WORDS, NUMBERS)
+    assert read("cat") == [NUMBERS[sign] for sign in "kˈæt"] and len(read("cat " * 300)) == 510
+    assert read.knows("Cats wait, hoping!") and not read.knows("The cat sat.")
 
 
-def test_speaks_through_the_program(program):
-    assert abs(len(teacher.speak("hello", "slt")) - (12_000 + 1440 + 1920)) < 60
-    with pytest.raises(VoiceError):
-        teacher.speak("hello", "nobody")
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [
+        ("/encoder/F0.1/conv1x1/Conv_quant", "predictor.F0.1.conv1x1"),
+        ("/encoder/shared/LSTM_quant", "predictor.shared"),
+        ("/encoder/text_encoder/cnn.0/cnn.0.0/Conv_quant", "text_encoder.cnn.0.0"),
+        ("/decoder/decoder/generator/ups.1/ConvTranspose", "decoder.generator.ups.1"),
+        ("/encoder/bert/encoder/albert_layer_groups.0/albert_layers.0/ffn/MatMul_quant",
+         "bert.encoder.albert_layer_groups.0.albert_layers.0.ffn"),
+    ],
+)  # fmt: skip
+def test_nodes_of_the_model_have_the_names_of_its_modules(node, name):
+    assert kokoro_files._module(node) == name
 
 
-def test_speakers_have_one_loudness(program):
-    peaks = {who: np.abs(teacher.speak("hello", who)).max() for who in teacher.SPEAKERS}  # the program's are all alike
-    for who, gain_db in teacher.GAINS_DB.items():
-        assert 20 * np.log10(peaks[who] / peaks["rms"]) == pytest.approx(gain_db - teacher.GAINS_DB["rms"], abs=1e-3)
+@pytest.mark.parametrize("activation", [0.2, torch.full((1, 4, 1), 1.5)], ids=["leaky", "snake"])
+def test_a_longer_neighbour_changes_nothing_of_a_sentence(activation):
+    x, gain, shift = torch.randn(2, 4, 30), torch.randn(2, 4, 1), torch.randn(2, 4, 1)
+    mask = (torch.arange(30) < torch.tensor([[30], [12]])).float()[:, None]
+    together = kokoro.normed(x, gain, shift, mask, activation)
+    alone = kokoro.normed(x[1:, :, :12], gain[1:], shift[1:], mask[1:, :, :12], activation)
+    assert torch.allclose(together[1, :, :12], alone[0], atol=1e-5) and not together[1, :, 12:].any()
+    plain = torch.nn.functional.instance_norm(x[:1]) * (1 + gain[:1]) + shift[:1]
+    if isinstance(activation, float):
+        assert torch.allclose(together[:1], torch.nn.functional.leaky_relu(plain, activation), atol=1e-5)
 
 
-@pytest.mark.skipif(flite._library() is None, reason="needs flite's libraries (Debian: libflite1)")
-def test_the_libraries_say_what_the_program_says_in_any_order(monkeypatch, tmp_path):
-    monkeypatch.delenv("FLITE", raising=False)
-    found = [flite.spoken(text, "rms") for text in ("One of them.", "And two.", "One of them.")]
-    np.testing.assert_array_equal(found[0], found[2])
-    if program := shutil.which("flite_cmu_us_rms"):
-        (tmp_path / "flite").write_text(f'#!/bin/sh\nshift\nexec {program} "$@"\n')
-        (tmp_path / "flite").chmod(0o755)
-        monkeypatch.setenv("FLITE", str(tmp_path / "flite"))
-        np.testing.assert_array_equal(flite.spoken("And two.", "rms"), found[1])
+def test_sentences_are_planned_by_length_and_come_back_in_their_order(monkeypatch):
+    model, widths = kokoro.Kokoro({}), []
+
+    def plan(phonemes, voices):
+        zeros = torch.zeros(1)
+        return [kokoro._Planned(zeros, zeros, zeros, zeros, len(p)) for p in phonemes]
+
+    def vocode(plans, width, noise, generator):
+        widths.append((len(plans), width))
+        return torch.stack([torch.full((width * kokoro.FRAME_SAMPLES,), float(p.frames)) for p in plans])
+
+    monkeypatch.setattr(model, "_plan", plan)
+    monkeypatch.setattr(model, "_vocode", vocode)
+    found = model.speak([[1] * n for n in (5, 60, 33, 20)], [torch.zeros(1)] * 4, frames=130)
+    assert [len(pcm) for pcm in found] == [n * kokoro.FRAME_SAMPLES for n in (5, 60, 33, 20)]
+    assert [pcm[0] for pcm in found] == [5, 60, 33, 20] and widths == [(2, 64), (2, 32)]
 
 
-def test_without_the_program_says_so(monkeypatch):
-    monkeypatch.setenv("FLITE", "no-such-program-here")
-    with pytest.raises(BackendUnavailable, match="FLITE"):
-        teacher.speak("hello", "slt")
+def test_files_that_are_missing_or_others_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="--fetch"):
+        kokoro_files.load_kokoro(tmp_path, "cpu")
+    with pytest.raises(CheckpointError, match="do not use it"):
+        kokoro_files._checked("model", b"another", "0" * 64)
+    with pytest.raises(BackendUnavailable, match="expected false"):
+        kokoro_files.client(tmp_path, "false", "what")
 
 
-def test_shards_hold_every_speaker_and_are_made_once(program, tmp_path):
-    made = teacher.make_shards(tmp_path / "data", 1.0, 0, 2, ["one", "two", "three", "four"])
-    path = tmp_path / "data" / "shard00000.npz"
-    before = path.stat().st_mtime_ns
-    shard = read_shard(path)
-    assert list(shard.speakers) == ["slt", "rms", "awb", "rms"] and made > 0
-    assert list(shard.texts) == ["One.", "Two.", "Three.", "Four."], "as the text front end says them"
-    assert teacher.make_shards(tmp_path / "data", 1.0, 0, 2, ["one", "two", "three", "four"]) == made
-    assert path.stat().st_mtime_ns == before
+def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
+    items = [Item(f"text {i}", ("anna", "bob")[i % 2]) for i in range(5)]
+    seeds = []
+
+    def speak(batch, seed):
+        seeds.append((seed, len(batch)))
+        return [np.full(12_000, 0.1, np.float32) if item.text != "text 2" else np.zeros(12_000) for item in batch]
+
+    assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 3
+    assert seeds == [(0, 2), (1, 2), (2, 1)]
+    first, second = (read_shard(tmp_path / f"shard{i:05}.npz") for i in range(2))
+    assert first.speakers == ["anna", "bob"] and second.texts == ["text 3"]  # silence is left out
+    assert first.clip(0).max() / first.clip(1).max() == pytest.approx(2, rel=0.01)
+    (tmp_path / "shard00001.npz").unlink()
+    assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 1 and seeds[3:] == [(1, 2)]
+
+
+def test_any_program_is_a_teacher_and_its_failure_is_named(spoken, tmp_path):
+    (pcm,) = program(spoken, 1)([Item("four", "anna")], 0)
+    assert len(pcm) == 8_400 * 3 // 2 and 0.2 < np.abs(pcm).max() < 0.3
+    with wave.open(str(tmp_path / "r.wav"), "wb") as file:
+        file.setnchannels(1), file.setsampwidth(2), file.setframerate(24_000), file.writeframes(b"\x00\x10" * 90)
+    (pcm,) = program(f"cat {tmp_path}/{{name}}.wav", 1)([Item("x", "anna", name="r")], 0)
+    assert len(pcm) == 90
+    with pytest.raises(BackendUnavailable, match="'hello'"):
+        program("false {text}", 1)([Item("hello", "anna")], 0)
+
+
+def test_any_rate_becomes_24_khz():
+    for rate in (16_000, 22_050, 44_100, 48_000):
+        tone = np.sin(2 * np.pi * 440 * np.arange(rate) / rate).astype(np.float32)
+        found = resampled(tone, rate)
+        expected = np.sin(2 * np.pi * 440 * np.arange(24_000) / 24_000)
+        assert len(found) == 24_000 and np.abs(found - expected)[200:-200].max() < 0.01
+
+
+def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):
+    (tmp_path / "t.xz").write_bytes(lzma.compress(b"One.\t3 4\nTwo.\n"))
+    assert read_texts(tmp_path / "t.xz", ["a", "b"]) == [Item("One.", "a", (3, 4)), Item("Two.", "b")]
+    (tmp_path / "metadata.csv").write_text("r1|Mr. Hill|Mister Hill has 3\nr2|four| \n")
+    found = read_texts(tmp_path / "metadata.csv", ["a"])
+    assert [(item.name, item.text) for item in found] == [("r1", "Mister hill has three."), ("r2", "Four.")]
+    (tmp_path / "x.xz").write_text("plain")
+    with pytest.raises(TextError, match=r"x\.xz"):
+        read_texts(tmp_path / "x.xz", ["a"])
+
+
+def test_the_command_says_what_is_missing(tmp_path, spoken):
+    with pytest.raises(OptionsError, match="--speakers"):
+        run("train teacher", "--program", spoken, "--texts", tmp_path / "t.xz")
+    with pytest.raises(CheckpointError, match="--fetch"):
+        teacher.kokoro(tmp_path, "cpu", {})

@@ -1,4 +1,4 @@
-"""The sentences: the same by seed, rich, in good shape, and apart from those that judge."""
+"""Sentences to learn from: what may be in a list, and where it comes from."""
 
 from __future__ import annotations
 
@@ -6,117 +6,103 @@ import json
 import lzma
 import random
 import re
-import tomllib
-from collections import Counter
-from itertools import islice
-from pathlib import Path
 
 import pytest
 from commands import run
 
-from mktts.training.data import figures, grammar, held_out, texts
-from mktts.training.data.words import LISTS, TEMPLATES, Entry, article
+from mktts.errors import CheckpointError
+from mktts.training.data import grammar, held_out, texts
 
-SHAPE = re.compile(r"[A-Z0-9$][A-Za-z0-9 ,.;:?!'$%-]*[.?!]")
-
-
-def test_the_same_seed_gives_the_same_sentences_and_another_seed_others():
-    first, again, other = (list(islice(texts.training_sentences(seed), 50)) for seed in (3, 3, 4))
-    assert first == again != other
-
-
-def test_few_repeats_and_many_words():
-    drawn = [held_out.normal(text) for text in islice(texts.training_sentences(0), 20_000)]
-    assert len(set(drawn)) > 0.97 * len(drawn)
-    assert len({word for text in drawn for word in text.split() if word.isalpha()}) > 2_500
+FILES = {
+    "usr/share/dict/american-english": "the\na\ncat\nsat\nhello\nyou\nare\nwe\nspoke\nof\npeace\nwhale\nran\nbig\nred",
+    "usr/share/wordnet/data.noun": '00 05 n 01 cat 0 000 | a pet; "the big cat sat"; "the qqx cat"\n',
+    "npm/datasets-sotu/package/data/1950_x.txt": "We spoke of peace. The red cat\nran.\n\nThe naked cat ran.",
+    "npm/datasets-sotu/package/data/2001_x.txt": 'He said. "We are big." The cat ran',
+    "npm/datasets-moby-dick/package/data/chapter_1.json": '{"text": "The whale ran; the whale ran big."}',
+    "pip/chatterbot_corpus/data/english/x.yml": "- - Hello you\n  - 'We are you''re'\n",
+    "usr/share/doc/python3.11/html/_sources/a/b.rst.txt": "Title\n=====\n\nThe cat sat.\n\n   code cat\n",
+}
 
 
-def test_every_sentence_has_the_shape_of_one_and_no_slot_is_left():
-    rng = random.Random(5)
-    for template in (t for many in TEMPLATES.values() for t in many):
-        text = grammar.fill(rng, template)
-        assert SHAPE.fullmatch(text), text
+@pytest.fixture
+def corpora(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / "packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "packages"
 
 
-def test_kinds_are_all_drawn_and_words_are_common_enough():
-    assert set(grammar.WEIGHTS) == set(TEMPLATES)
-    assert len({word for entries in LISTS.values() for entry in entries for word in entry.base.split()}) > 2_000
+def test_a_list_is_in_the_front_ends_words_repeats_itself_and_holds_nothing_that_judges():
+    lines, counts = texts.mixed(300, 5)
+    assert texts.mixed(300, 5) == (lines, counts) and texts.mixed(50, 6)[0] != lines[:50]
+    assert len(lines) == 300 == sum(counts.values()) and counts[texts.AGENT] == 6
+    assert not [line for line in lines if held_out.is_held_out(line) or re.search(r"\d|\{|\|", line)]
+    grammars = [line for line in lines if line not in {held_out.as_spoken(s) for s in texts.agent_replies()}]
+    assert len(set(grammars)) == len(grammars) and max(map(len, lines)) <= texts.MAX_LETTERS
+    assert sum("?" in line for line in lines) > 20
 
 
-@pytest.mark.parametrize(
-    ("entry", "form", "expected"),
-    [
-        (Entry("box"), "s", "boxes"),
-        (Entry("city"), "s", "cities"),
-        (Entry("key"), "s", "keys"),
-        (Entry("mouse", ("mice",)), "s", "mice"),
-        (Entry("bus stop"), "s", "bus stops"),
-        (Entry("stop"), "ed", "stopped"),
-        (Entry("open"), "ing", "opening"),
-        (Entry("carry"), "ed", "carried"),
-        (Entry("dance"), "ing", "dancing"),
-        (Entry("agree"), "ing", "agreeing"),
-        (Entry("watch"), "s", "watches"),
-        (Entry("take", ("took", "taken")), "en", "taken"),
-        (Entry("take", ("took", "taken")), "ing", "taking"),
-        (Entry("find", ("found",)), "en", "found"),
-        (Entry("pick up", ("picked up", "picked up", "picking up")), "s", "picks up"),
-    ],
-)
-def test_english_bends(entry, form, expected):
-    assert entry.form(form) == expected
+def test_what_judges_is_held_out_in_any_case_and_so_are_its_longer_parts():
+    sentence = next(line for line in held_out.natural() if len(line.split()) > 8)
+    part = " ".join(sentence.split()[1:7])
+    for text in (sentence, sentence.upper(), f"And {part} too", held_out.held_out()[3].lower()):
+        assert held_out.is_held_out(text), text
+    assert not held_out.is_held_out(" ".join(sentence.split()[1:5]) + " something else entirely")
+    assert len(held_out.natural()) == 318 and len(held_out.held_out()) == 640
 
 
-def test_articles_follow_the_sound():
-    words = "apple hour unit umbrella uninteresting university European one-way honest house usual usher".split()
-    assert [article(word) for word in words] == ["an", "an", "a", "an", "an", "a", "a", "a", "an", "a", "a", "an"]
+def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(corpora):
+    lines, counts = texts.mixed(200, 0, corpora)
+    expected = {
+        "examples": {"The big cat sat."},
+        "speeches": {"We spoke of peace.", "The red cat ran."},
+        "addresses": {"We are big.", "The cat ran."},
+        "whale": {"The whale ran; the whale ran big."},
+        "dialogue": {"Hello you."},
+        "manuals": {"The cat sat."},
+    }
+    for source, wanted in expected.items():
+        said = {half for line in lines for half in re.split(r"(?<=[.?!]) ", line)}
+        assert {held_out.as_spoken(text) for text in wanted} <= said and counts[source] >= 1, source
+    assert not [line for line in lines if "naked" in line or "qqx" in line]
+    (corpora / "usr/share/dict/american-english").unlink()
+    with pytest.raises(CheckpointError, match="wamerican"):
+        texts.mixed(10, 0, corpora)
 
 
-def test_numbers_in_words():
-    numbers = (0, 13, 40, 42, 100, 317, 2_000, 85_012)
-    assert [grammar.spoken(n) for n in numbers] == [
-        "zero",
-        "thirteen",
-        "forty",
-        "forty-two",
-        "one hundred",
-        "three hundred seventeen",
-        "two thousand",
-        "eighty-five thousand twelve",
+def test_every_pattern_of_the_grammar_can_be_filled():
+    rng = random.Random(0)
+    assert set(grammar.WEIGHTS) == set(grammar.TEMPLATES)
+    for kind, patterns in grammar.TEMPLATES.items():
+        for pattern in patterns:
+            for _ in range(3):
+                text = grammar._filled(rng, pattern)
+                assert not re.search(r"[{}|/_]|\ba [aeio]", text), (kind, text)
+    forms = dict(zip(("", "s", "ed", "en", "ing"), grammar.LISTS["handle"][0], strict=True))
+    assert forms == {"": "find", "s": "finds", "ed": "found", "en": "found", "ing": "finding"}
+    assert [grammar.article(word) for word in ("hour", "unit", "uncle", "house", "one-way")] == [
+        "an",
+        "a",
+        "an",
+        "a",
+        "a",
     ]
 
 
-def test_figures_in_words_are_whole_sentences_of_every_kind():
-    rng = random.Random(0)
-    found = [figures.sentence(rng) for _ in range(4000)]
-    assert all(re.fullmatch(r"[A-Z][A-Za-z ,'-]*[.?]", text) for text in found)
-    for said in ("dollars and", " A M", " oh ", "percent", "W W W dot", "point", "twenty-first", "teen hundred"):
-        assert any(said in text for text in found), said
-    wanted = ["first", "twelfth", "twentieth", "thirty-third", "forty-eighth", "one hundredth"]
-    assert [figures.ordinal(n) for n in (1, 12, 20, 33, 48, 100)] == wanted
+def test_the_command_writes_lists_with_and_without_phonemes(tmp_path, monkeypatch, capsys):
+    class Read:
+        def __call__(self, text):
+            return [len(text), 1]
 
+        def knows(self, text):
+            return not text.startswith("T")
 
-def test_what_judges_is_never_trained_on(monkeypatch):
-    drawn = list(islice(texts.training_sentences(1), 20_000))
-    assert not [text for text in drawn if held_out.is_held_out(text)]
-    other = {held_out.normal(text) for text in set(drawn[:5_000]) - set(texts.agent_replies())}
-    monkeypatch.setattr(held_out, "_sentences", lambda: frozenset(other))
-    again = list(islice(texts.training_sentences(1), 5_000))  # the same draws, now with some of them held out
-    assert not [half for text in again for half in re.split(r"(?<=[.!?]) ", text) if held_out.normal(half) in other]
-
-
-def test_the_package_takes_the_text_files_along():
-    data = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "*.txt" in data["package-data"]["mktts.training.data"]
-
-
-def test_the_command_writes_a_list(tmp_path, capsys):
-    out = tmp_path / "texts.xz"
-    assert run("train texts", "--count", 300, "--seed", 2, "--out", out) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["sentences"] == 300 and last["sources"] == {"grammar": 300} and last["different_words"] > 500
-    lines = lzma.open(out, "rt").read().splitlines()
-    replies = set(texts.agent_replies())
-    assert len(lines) == 300
-    assert all(SHAPE.fullmatch(line) for line in lines)
-    assert Counter(line for line in lines if line not in replies).most_common(1)[0][1] == 1
+    monkeypatch.setattr(texts, "load_phonemes", lambda folder: Read())
+    run("train texts", "--count", 30, "--kokoro", tmp_path, "--out", tmp_path / "t.xz")
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = lzma.decompress((tmp_path / "t.xz").read_bytes()).decode().splitlines()
+    assert 0 < len(lines) < 30 and said["sentences"] == len(lines) and sum(said["sources"].values()) == 30
+    assert all(line.split("\t")[1] == f"{len(line.split(chr(9))[0])} 1" and line[0] != "T" for line in lines)
+    run("train texts", "--natural", "--out", tmp_path / "n.xz")
+    assert len(lzma.decompress((tmp_path / "n.xz").read_bytes()).decode().splitlines()) == 318

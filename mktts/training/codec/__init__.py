@@ -1,1 +1,1 @@
-"""Trains the codec."""
+"""The codec: encoder and quantiser, which only training needs, and the decoder of a checkpoint."""

@@ -1,200 +1,104 @@
-"""The codec decoder as a trainable module: layer by layer what mktts.codec.decoder streams, with the Hub's names.
+"""The codec's decoder to train: layer by layer what mktts.codec.decoder streams, with the Hub's names.
 
 Signals are (batch, channels, time). Every layer is causal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.layers import CONVNEXT_EPS
-from mktts.model.qwen3 import inverse_frequency, rotate
 from mktts.spec import CodecConfig
+from mktts.training.weights import Weights, rotary
 
 _LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
-
-
-class TrainableConv(nn.Module):
-    """Convolution padded on the left only, or of the left neighbours only."""
-
-    def __init__(self, c_in: int, c_out: int, kernel: int, dilation: int = 1, groups: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(c_in, c_out, kernel, dilation=dilation, groups=groups)
-        self.left = (kernel - 1) * dilation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (self.left, 0)))
-
-
-class TrainableUpsampling(nn.Module):
-    """Transposed convolution whose right overhang is cut off."""
-
-    def __init__(self, c_in: int, c_out: int, kernel: int, stride: int) -> None:
-        super().__init__()
-        self.conv = nn.ConvTranspose1d(c_in, c_out, kernel, stride)
-        self.overhang = kernel - stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return y[..., : y.shape[-1] - self.overhang]
-
-
-class TrainableSnake(nn.Module):
-    """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9), in fp32: the phase does not survive bf16."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(channels))
-        self.beta = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        wave = torch.sin(x * self.alpha.exp()[:, None]).square()
-        return x + wave / (self.beta.exp()[:, None] + 1e-9)
-
-
-class TrainableResidualUnit(nn.Module):
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        self.act1 = TrainableSnake(channels)
-        self.conv1 = TrainableConv(channels, channels, 7, dilation)
-        self.act2 = TrainableSnake(channels)
-        self.conv2 = TrainableConv(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(self.act2(self.conv1(self.act1(x))))
-
-
-class Block(nn.Module):
-    """Snake, up-sampling by `rate` into half the channels, three residual units."""
-
-    def __init__(self, c_in: int, rate: int, dilations: tuple[int, ...]) -> None:
-        super().__init__()
-        c_out = c_in // 2
-        units = [TrainableResidualUnit(c_out, dilation) for dilation in dilations]
-        self.block = nn.Sequential(TrainableSnake(c_in), TrainableUpsampling(c_in, c_out, 2 * rate, rate), *units)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x)
-
-
-class TrainableConvNeXt(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.dwconv = TrainableConv(channels, channels, 7, groups=channels)
-        self.norm = nn.LayerNorm(channels, eps=CONVNEXT_EPS)
-        self.pwconv1 = nn.Linear(channels, 4 * channels)
-        self.pwconv2 = nn.Linear(4 * channels, channels)
-        self.gamma = nn.Parameter(torch.full((channels,), _LAYER_SCALE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.dwconv(x).transpose(1, 2))
-        h = self.pwconv2(F.gelu(self.pwconv1(h)))
-        return x + (self.gamma * h).transpose(1, 2)
-
-
-class WindowAttention(nn.Module):
-    def __init__(self, c: CodecConfig) -> None:
-        super().__init__()
-        inner = c.num_attention_heads * c.head_dim
-        self.heads = c.num_attention_heads
-        for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, nn.Linear(c.hidden_size, inner, bias=False))
-        self.o_proj = nn.Linear(inner, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, *rotary).to(v.dtype), rotate(k, *rotary).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LayerScale(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((width,), _LAYER_SCALE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
-
-
-class TransformerLayer(nn.Module):
-    def __init__(self, c: CodecConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = WindowAttention(c)
-        self.self_attn_layer_scale = LayerScale(c.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = FeedForward(c.hidden_size, c.intermediate_size)
-        self.mlp_layer_scale = LayerScale(c.hidden_size)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), rotary, mask))
-        return x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
-
-
-class Transformer(nn.Module):
-    def __init__(self, c: CodecConfig) -> None:
-        super().__init__()
-        self.config = c
-        self.input_proj = nn.Linear(c.latent_dim, c.hidden_size)
-        self.layers = nn.ModuleList(TransformerLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.output_proj = nn.Linear(c.hidden_size, c.latent_dim)
-        self.register_buffer("frequency", inverse_frequency(c.head_dim, c.rope_theta), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, latent, T) -> the same shape."""
-        position = torch.arange(x.shape[-1], device=x.device)
-        angle = torch.outer(position.float(), self.frequency)
-        angle = torch.cat((angle, angle), -1)
-        ago = position[:, None] - position
-        mask = (ago >= 0) & (ago < self.config.sliding_window)
-        h = self.input_proj(x.transpose(1, 2)).float()
-        for layer in self.layers:
-            h = layer(h, (angle.cos(), angle.sin()), mask)
-        return self.output_proj(self.norm(h)).transpose(1, 2)
 
 
 class Decoder(nn.Module):
     """Summed codebook vectors (B, codebook_dim, T) -> PCM (B, T * samples per frame), not clamped."""
 
-    def __init__(self, c: CodecConfig) -> None:
+    def __init__(self, config: CodecConfig, raw: Mapping[str, Any]) -> None:
+        """raw: speech_tokenizer/config.json."""
         super().__init__()
-        self.pre_conv = TrainableConv(c.codebook_dim, c.latent_dim, 3)
-        self.pre_transformer = Transformer(c)
-        stages = [
-            nn.Sequential(TrainableUpsampling(c.latent_dim, c.latent_dim, r, r), TrainableConvNeXt(c.latent_dim))
-            for r in c.upsampling_ratios
-        ]
-        self.upsample = nn.ModuleList(stages)
-        width, layers = c.decoder_dim, [TrainableConv(c.latent_dim, c.decoder_dim, 7)]
-        for rate in c.upsample_rates:
-            layers.append(Block(width, rate, c.dilations))
-            width //= 2
-        self.decoder = nn.ModuleList([*layers, TrainableSnake(width), TrainableConv(width, 1, 7)])
+        self.config = config
+        shapes = {name: spec.shape for name, spec in expected_codec_tensors(raw, encoder=False).items()}
+        self.w = Weights({name: s for name, s in shapes.items() if ".quantizer." not in name}, _initial)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.pre_transformer(self.pre_conv(x))
-        for stage in (*self.upsample, *self.decoder[:-3]):
-            x = stage(x)
+        x = self._transformer(self._conv("decoder.pre_conv", x))
+        for i, rate in enumerate(self.config.upsampling_ratios):
+            x = self._convnext(f"decoder.upsample.{i}.1", self._wider(f"decoder.upsample.{i}.0", x, rate))
+        x = self._conv("decoder.decoder.0", x)
+        rates = self.config.upsample_rates
+        for i, rate in enumerate(rates[:-1], start=1):
+            x = self._block(f"decoder.decoder.{i}.block", x, rate)
         with torch.autocast(x.device.type, enabled=False):  # at 24 kHz bf16's rounding would be heard as noise
-            x = x.float()
-            for stage in self.decoder[-3:]:
-                x = stage(x)
+            last = len(rates)
+            x = self._block(f"decoder.decoder.{last}.block", x.float(), rates[-1])
+            x = self._conv(f"decoder.decoder.{last + 2}", self._snake(f"decoder.decoder.{last + 1}", x))
         return x[:, 0]
+
+    def _conv(self, name: str, x: Tensor, dilation: int = 1, groups: int = 1) -> Tensor:
+        """Padded on the left only."""
+        weight = self.w[f"{name}.conv.weight"]
+        left = (weight.shape[2] - 1) * dilation
+        return F.conv1d(F.pad(x, (left, 0)), weight, self.w[f"{name}.conv.bias"], dilation=dilation, groups=groups)
+
+    def _wider(self, name: str, x: Tensor, stride: int) -> Tensor:
+        """Transposed convolution whose right overhang is cut off."""
+        y = F.conv_transpose1d(x, self.w[f"{name}.conv.weight"], self.w[f"{name}.conv.bias"], stride)
+        return y[..., : x.shape[-1] * stride]
+
+    def _snake(self, name: str, x: Tensor) -> Tensor:
+        """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9), in fp32: the phase does not survive bf16."""
+        x = x.float()
+        alpha, beta = (self.w[f"{name}.{part}"].exp()[:, None] for part in ("alpha", "beta"))
+        return x + torch.sin(x * alpha).square() / (beta + 1e-9)
+
+    def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
+        """Snake, up-sampling by `rate` into half the channels, three residual units."""
+        x = self._wider(f"{name}.1", self._snake(f"{name}.0", x), rate)
+        for i, dilation in enumerate(self.config.dilations, start=2):
+            y = self._conv(f"{name}.{i}.conv1", self._snake(f"{name}.{i}.act1", x), dilation)
+            x = x + self._conv(f"{name}.{i}.conv2", self._snake(f"{name}.{i}.act2", y))
+        return x
+
+    def _convnext(self, name: str, x: Tensor) -> Tensor:
+        h = self._conv(f"{name}.dwconv", x, groups=x.shape[1]).transpose(1, 2)
+        h = F.layer_norm(h, h.shape[-1:], self.w[f"{name}.norm.weight"], self.w[f"{name}.norm.bias"], CONVNEXT_EPS)
+        h = self.w.linear(f"{name}.pwconv2", F.gelu(self.w.linear(f"{name}.pwconv1", h)))
+        return x + (self.w[f"{name}.gamma"] * h).transpose(1, 2)
+
+    def _transformer(self, x: Tensor) -> Tensor:
+        """(B, latent, T) -> the same shape."""
+        c, root = self.config, "decoder.pre_transformer"
+        at = torch.arange(x.shape[-1], device=x.device)
+        ago = at[:, None] - at
+        mask = (ago >= 0) & (ago < c.sliding_window)
+        turned = rotary(x.shape[-1], c.head_dim, c.rope_theta, x.device)
+        h = self.w.linear(f"{root}.input_proj", x.transpose(1, 2)).float()
+        for i in range(c.num_hidden_layers):
+            layer, eps = f"{root}.layers.{i}", c.rms_norm_eps
+            seen = self.w.norm(f"{layer}.input_layernorm", h, eps)
+            seen = self.w.attention(f"{layer}.self_attn", seen, c.head_dim, turned, eps, mask)
+            h = h + self.w[f"{layer}.self_attn_layer_scale.scale"] * seen
+            inner = self.w.mlp(f"{layer}.mlp", self.w.norm(f"{layer}.post_attention_layernorm", h, eps))
+            h = h + self.w[f"{layer}.mlp_layer_scale.scale"] * inner
+        return self.w.linear(f"{root}.output_proj", self.w.norm(f"{root}.norm", h, c.rms_norm_eps)).transpose(1, 2)
+
+
+def _initial(name: str, parameter: Tensor) -> None:
+    if name.endswith((".alpha", ".beta", ".bias")):
+        parameter.zero_()
+    elif name.endswith((".scale", ".gamma")):
+        parameter.fill_(_LAYER_SCALE)
+    elif parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        nn.init.kaiming_uniform_(parameter, 5**0.5)  # torch's own for convolutions and linear layers

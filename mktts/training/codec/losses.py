@@ -1,10 +1,8 @@
-"""What the codec learns from: log-mel and STFT distances at several resolutions, waveform, discriminators."""
+"""What the codec learns from: spectra of several resolutions, what repeats in every band, discriminators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +11,17 @@ from torch import Tensor, nn
 from mktts.spec import SAMPLE_RATE_HZ
 
 _CPU = torch.device("cpu")
-# Of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS. White noise has 2.2 / sqrt(window) of its
-# RMS there, so 16 bits hold still less, and quiet consonants lie at 1e-4.
-_FLOOR = 1e-5
-_MEL_WINDOWS = ((256, 32), (512, 64), (1024, 80), (2048, 80))  # samples, bands
-_NOISE_HZ = (3_000.0, 4_500.0)
-_STFT_WINDOWS = (384, 768, 1536)
+_FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
+_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 128))  # samples, bands
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
 _PERIODS = (2, 3, 5, 7, 11)
+# What repeats: edges of the bands half an octave apart, windows, and the periods that are looked at: of any voice's
+# pitch, and of the decoder's steps of 20 ms and twice that.
+EDGES_HZ = (300, 425, 600, 850, 1200, 1700, 2400, 3400, 4800, 6800, 11_000)
+_REPEATED_SAMPLES, _REPEATED_HOP, _TRANSFORM = 2560, 1280, 4096
+_LAGS = slice(48, 1008)  # samples: 2 to 42 ms
+STEP_SAMPLES = 480  # 20 ms
+_LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
 
 
 def magnitudes(pcm: Tensor, window: int) -> Tensor:
@@ -35,74 +36,50 @@ def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> T
     return (x - y).abs().mean()
 
 
-def spectral_losses(renderings: Sequence[Tensor], target: Tensor) -> dict[str, Tensor]:
-    """`mel`, `stft` (convergence plus log magnitude; Yamamoto et al. 2020), `wave`: scalars, of PCM (B, n) each.
+def mel_loss(pcm: Tensor, target: Tensor) -> Tensor:
+    """Mean of `mel_distance` at four resolutions, up to 12 kHz."""
+    return sum(mel_distance(pcm, target, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
 
-    Two renderings of the same codes, of independent noise: of what lies above 3 to 4.5 kHz, the mean distance to the
-    target less half the distance between the two, the energy distance (Gritsenko et al. 2020). Of one rendering it asks
-    for the middle of all sounds that the codes may stand for, of which noise is not one; of two it is least where they
-    vary as the targets do. Below, speech is hardly noise, and what the codes leave open would become a quaver, which
-    costs words: there half the distance between the two is added. One rendering: the plain distance.
+
+def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's.
+
+    -> (), the mean squared difference of their autocorrelations in 107 ms windows of which the target's band is loud
+    enough; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient. A pitch
+    that wavers where the teacher's holds is missed by it as well as a comb that the teacher has not.
     """
-    goal, found = _views(target), [_views(rendering) for rendering in renderings]
-    size = [magnitude.norm().clamp(min=_FLOOR) for magnitude in goal.magnitudes]
-    fits = [_distances(views, goal, size) for views in found]
-    losses = {name: sum(fit[name] for fit in fits) / len(fits) for name in fits[0]}
-    if len(found) > 1:
-        first, second = found[:2]
-        losses["mel"] = losses["mel"] - 0.5 * _apart(first.mels, second.mels, _MEL_WINDOWS)
-        losses["stft"] = losses["stft"] - 0.5 * _apart(first.logs, second.logs, [(w, None) for w in _STFT_WINDOWS])
-    return losses
+    ours, theirs = _autocorrelations(pcm), _autocorrelations(target)
+    weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
+    x, y = (found[..., 1:] for found in (ours, theirs))
+    loss = (weight * (x - y).square()).sum() / (weight.sum() * x.shape[-1]).clamp(min=1)
+    step = STEP_SAMPLES - _LAGS.start
+    more = (weight[..., 0] * (x - y)[..., step]).sum((0, 1)) / weight[..., 0].sum((0, 1)).clamp(min=1)
+    return loss, more.detach()
 
 
-class _Views(NamedTuple):
-    pcm: Tensor
-    mels: list[Tensor]
-    magnitudes: list[Tensor]
-    logs: list[Tensor]
-
-
-def _views(pcm: Tensor) -> _Views:
-    mels = [
-        torch.log((mel_filters(window, bands, pcm.device) @ magnitudes(pcm, window)).clamp(min=_FLOOR))
-        for window, bands in _MEL_WINDOWS
-    ]
-    found = [magnitudes(pcm, window) for window in _STFT_WINDOWS]
-    return _Views(pcm, mels, found, [x.clamp(min=_FLOOR).log() for x in found])
-
-
-def _apart(a: list[Tensor], b: list[Tensor], sizes: Sequence[tuple[int, int | None]]) -> Tensor:
-    """Mean |difference| of log spectra where they are to vary, less that where they are not. sizes: window, bands."""
-    distances = [
-        ((x - y).abs() * _noise_share(window, bands, x.device)).mean()
-        for x, y, (window, bands) in zip(a, b, sizes, strict=True)
-    ]
-    return sum(distances) / len(distances)
+def _autocorrelations(pcm: Tensor) -> Tensor:
+    """(B, windows, bands, 1 + lags): the mean square of each band, then its normalised autocorrelation."""
+    shape = torch.hann_window(_REPEATED_SAMPLES, device=pcm.device)
+    windows = pcm.float().unfold(1, _REPEATED_SAMPLES, _REPEATED_HOP) * shape
+    power = torch.fft.rfft(windows, _TRANSFORM).abs().square()
+    found = torch.fft.irfft(power[..., None, :] * _bands(pcm.device))
+    level = found[..., :1] / shape.square().sum()
+    return torch.cat((level, found[..., _LAGS] / (found[..., :1] + _FLOOR**2 * _REPEATED_SAMPLES)), -1)
 
 
 @cache
 @torch.inference_mode(False)
-def _noise_share(window: int, bands: int | None, device: torch.device) -> Tensor:
-    """Of a bin, or a mel band, (bins or bands, 1): -1 below 3 kHz, where it is not to vary, 1 from 4.5 kHz on."""
-    hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, window // 2 + 1)
-    share = 2 * ((hz - _NOISE_HZ[0]) / (_NOISE_HZ[1] - _NOISE_HZ[0])).clamp(0, 1)[:, None] - 1
-    return (share if bands is None else mel_filters(window, bands) @ share).to(device)
-
-
-def _distances(a: _Views, b: _Views, size: Sequence[Tensor]) -> dict[str, Tensor]:
-    """size: of the target's magnitudes, which convergence is relative to."""
-    mel = sum((x - y).abs().mean() for x, y in zip(a.mels, b.mels, strict=True)) / len(a.mels)
-    # equal renderings have no gradient of their norm; the smallest of numbers gives them one of zero
-    norms = [(x - y).square().sum().add(1e-12).sqrt() for x, y in zip(a.magnitudes, b.magnitudes, strict=True)]
-    convergence = sum(norm / whole for norm, whole in zip(norms, size, strict=True))
-    log = sum((x - y).abs().mean() for x, y in zip(a.logs, b.logs, strict=True))
-    return {"mel": mel, "stft": (convergence + log) / len(size), "wave": (a.pcm - b.pcm).abs().mean()}
+def _bands(device: torch.device) -> Tensor:
+    hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, _TRANSFORM // 2 + 1)
+    return torch.stack([((hz >= a) & (hz < b)).float() for a, b in zip(EDGES_HZ, EDGES_HZ[1:], strict=False)]).to(
+        device
+    )
 
 
 class Discriminators(nn.Module):
-    """Small judges of spectrograms at three resolutions and of the waveform folded by five periods."""
+    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020)."""
 
-    def __init__(self, channels: int = 16) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.spectral = nn.ModuleList(_judge(2, channels, (3, 9), (1, 2)) for _ in _DISCRIMINATOR_WINDOWS)
         self.periodic = nn.ModuleList(_judge(1, channels, (5, 1), (3, 1)) for _ in _PERIODS)
@@ -158,7 +135,7 @@ def _spectrum(pcm: Tensor, window: int) -> Tensor:
 
 
 @cache
-@torch.inference_mode(False)  # kept for training, even where an analysis asks first
+@torch.inference_mode(False)
 def mel_filters(window: int, bands: int, device: torch.device = _CPU) -> Tensor:
     """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1).
 

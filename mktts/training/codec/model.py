@@ -1,57 +1,256 @@
-"""The codec: fixed analysis, quantiser, a decoder that learns, and its tensors under the Hub's names."""
+"""The codec: an encoder that training alone needs, sixteen codebooks, and the decoder, with its Hub names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mktts.checkpoint.open import CODEC_FOLDER
-from mktts.checkpoint.random.make import small_files, write_weights
+from mktts.checkpoint.random.make import Json, small_files, write_weights
 from mktts.common import write_json
 from mktts.errors import CheckpointError
-from mktts.spec import NUM_CODEBOOKS
-from mktts.training.codec.analysis import Analysis
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.training.codec.decoder import Decoder
-from mktts.training.codec.quantizer import SplitQuantizer
-from mktts.training.codec.sizes import VOICE, CodecSizes, config_json, decoder_config
+from mktts.training.state import STATE, averaged
+
+_WINDOW, _HOP = 960, 240  # samples of the encoder's spectra
+_STRIDES = (2, 2, 2)  # from 100 spectra a second to 12.5 frames
+_KEPT = 0.99  # of a codebook's sums at a step
+_AFTER = 14  # frames of silence behind a clip: as far as the encoder looks ahead
+_LEAST_USED = 0.03  # of an even share: an entry that is chosen less begins anew
+
+
+@dataclass(frozen=True)
+class CodecSizes:
+    """Widths and depths; the decoder's by the names of speech_tokenizer/config.json, with the released kernels."""
+
+    codebook_size: int = 256
+    vector: int = 64  # dimensions of a codebook's entries
+    latent_dim: int = 192
+    hidden_size: int = 256  # of the decoder's transformer
+    intermediate_size: int = 512
+    num_attention_heads: int = 8
+    head_dim: int = 32
+    num_hidden_layers: int = 3
+    sliding_window: int = 24  # frames; shorter than a training crop: no distance is first met at inference
+    decoder_dim: int = 256  # channels behind `upsampling_ratios`, halved by each of the up-sampling blocks
+    upsampling_ratios: tuple[int, ...] = (2, 2)  # from frames to 50 Hz, with a ConvNeXt each
+    upsample_rates: tuple[int, ...] = (8, 5, 4, 3)  # from there to samples
+    encoder: int = 192  # channels
+    encoder_layers: int = 2  # ConvNeXts at each of four rates
+    judges: int = 32  # channels of a discriminator's first layer
+
+
+VOICE = CodecSizes()
+TINY = CodecSizes(32, 8, 16, 16, 32, 2, 8, 1, 6, 32, encoder=16, encoder_layers=1, judges=4)  # for tests
+SIZES = {"voice": VOICE, "tiny": TINY}
+
+
+def config_json(sizes: CodecSizes) -> Json:
+    """speech_tokenizer/config.json: the released one with these sizes.
+
+    The checkpoint has no encoder; upstream's class needs the sizes of one, and builds it: as small as it can be.
+    """
+    released = small_files("0.6b", "custom_voice", full_codec=True)["speech_tokenizer/config.json"]
+    outer, decoder = 2 * sizes.vector, released["decoder_config"]
+    given = json.loads(json.dumps(asdict(sizes)))
+    decoder |= {key: value for key, value in given.items() if key in decoder}
+    decoder |= {"num_key_value_heads": sizes.num_attention_heads}
+    decoder |= dict.fromkeys(("codebook_dim", "vector_quantization_hidden_dimension"), outer)
+    least = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_filters": 2, "num_hidden_layers": 0}
+    least |= dict.fromkeys(("hidden_size", "intermediate_size", "head_dim", "upsample_groups"), outer)
+    least |= dict.fromkeys(("codebook_dim", "vector_quantization_hidden_dimension"), sizes.vector)
+    released["encoder_config"] |= least | {"codebook_size": sizes.codebook_size, "num_quantizers": NUM_CODEBOOKS}
+    return released
+
+
+def decoder_config(sizes: CodecSizes) -> CodecConfig:
+    """The decoder's dimensions as inference reads them from the file."""
+    raw = config_json(sizes)["decoder_config"]
+    names = CodecConfig.__dataclass_fields__.keys() - {"dilations"}
+    return CodecConfig(**{n: tuple(raw[n]) if isinstance(raw[n], list) else raw[n] for n in names})
+
+
+class _ConvNeXt(nn.Module):
+    """As the decoder's, but it looks ahead as far as back."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv1d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels)
+        self.inner, self.outer = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        self.scale = nn.Parameter(torch.full((channels,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.depthwise(x).transpose(1, 2))
+        return x + (self.scale * self.outer(F.gelu(self.inner(h)))).transpose(1, 2)
+
+
+class CodecEncoder(nn.Module):
+    """PCM (B, T * samples per frame) -> (B, T, vector).
+
+    Spectra are complex, with magnitudes to the power of 0.3: a decoder that hears nothing of phases makes the same
+    samples in each of its steps while the codes stand still, a comb of lines that ignores the pitch.
+    """
+
+    def __init__(self, sizes: CodecSizes) -> None:
+        super().__init__()
+        width = sizes.encoder
+        self.register_buffer("shape", torch.hann_window(_WINDOW), persistent=False)
+        self.first = nn.Conv1d(2 * (_WINDOW // 2 + 1), width, 1)
+        layers: list[nn.Module] = [_ConvNeXt(width) for _ in range(sizes.encoder_layers)]
+        for stride in _STRIDES:
+            layers.append(nn.Conv1d(width, width, stride, stride))
+            layers += [_ConvNeXt(width) for _ in range(sizes.encoder_layers)]
+        self.layers = nn.Sequential(*layers)
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, sizes.vector)
+
+    def forward(self, pcm: Tensor) -> Tensor:
+        side = (_WINDOW - _HOP) // 2
+        windows = F.pad(pcm, (side, side)).unfold(1, _WINDOW, _HOP) * self.shape
+        spectra = torch.fft.rfft(windows) * (4 / _WINDOW)
+        spectra = spectra * (spectra.real.square() + spectra.imag.square() + 1e-10).pow(-0.35)
+        x = torch.cat((spectra.real, spectra.imag), -1).transpose(1, 2)
+        return self.last(self.norm(self.layers(self.first(x)).transpose(1, 2)))
+
+
+class Quantizer(nn.Module):
+    """Residual vector quantisation: each book holds what the books before it leave over, as means that follow slowly.
+
+    The released layout gives the first book a projection of its own; here both are the same.
+    """
+
+    def __init__(self, sizes: CodecSizes) -> None:
+        super().__init__()
+        shape = (NUM_CODEBOOKS, sizes.codebook_size)
+        self.output_proj = nn.Conv1d(sizes.vector, 2 * sizes.vector, 1, bias=False)
+        self.register_buffer("books", torch.zeros(*shape, sizes.vector))
+        self.register_buffer("sums", torch.zeros(*shape, sizes.vector))
+        self.register_buffer("usage", torch.zeros(shape))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes (B, T, 16) -> (B, outer, T)."""
+        return self.output_proj(self.summed(codes).transpose(1, 2))
+
+    def summed(self, codes: Tensor) -> Tensor:
+        """Entries' sum, (B, T, vector)."""
+        return sum(F.embedding(code, book) for code, book in zip(codes.unbind(-1), self.books, strict=True))
+
+    @torch.no_grad()
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows (B, T, vector) -> codes (B, T, 16): of each book the entry nearest to what is left."""
+        left, codes = rows.flatten(0, 1), []
+        for book in self.books:
+            codes.append(_nearest(left, book))
+            left = left - book[codes[-1]]
+        return torch.stack(codes, -1).view(*rows.shape[:-1], -1)
+
+    @torch.no_grad()
+    def begin(self, rows: Tensor) -> None:
+        """Sets all entries to rows (B, T, vector) of a first batch, and to what the books before leave of them."""
+        left = rows.flatten(0, 1)
+        self.usage.fill_(len(left) / self.books.shape[1])
+        for number, book in enumerate(self.books):
+            book.copy_(left[torch.randint(len(left), (len(book),), device=left.device)])
+            self.sums[number] = book * self.usage[number][:, None]
+            left = left - book[_nearest(left, book)]
+
+    def learn(self, rows: Tensor, books: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries.
+
+        books (B,): how many of the codebooks each crop has. The entries move towards the rows that chose them; one
+        that hardly any row chooses begins anew with a row drawn by torch's generator of the device.
+        """
+        left, total, missed = rows.flatten(0, 1), 0.0, rows.new_zeros(())
+        per_row = books.repeat_interleave(rows.shape[1])
+        for number, book in enumerate(self.books.clone()):
+            part = (per_row > number)[:, None]
+            code = _nearest(left.detach(), book)
+            entry = book[code]
+            self._move(number, left.detach(), code)
+            missed = missed + (part * (left - entry).square()).mean() / NUM_CODEBOOKS
+            total = total + part * entry
+            left = left - entry
+        total = total.view_as(rows)
+        return rows + (total - rows).detach(), missed
+
+    @torch.no_grad()
+    def _move(self, number: int, rows: Tensor, code: Tensor) -> None:
+        chosen = (code[:, None] == torch.arange(self.books.shape[1], device=rows.device)).to(rows.dtype)
+        self.usage[number].lerp_(chosen.sum(0), 1 - _KEPT)
+        self.sums[number].lerp_(chosen.T @ rows, 1 - _KEPT)
+        drawn = torch.randint(len(rows), (self.books.shape[1],), device=rows.device)
+        fresh = self.usage[number] < _LEAST_USED * (len(rows) / self.books.shape[1])
+        even = torch.full_like(self.usage[number], len(rows) / self.books.shape[1])
+        self.usage[number] = torch.where(fresh, even, self.usage[number])
+        self.sums[number] = torch.where(fresh[:, None], rows[drawn] * even[:, None], self.sums[number])
+        self.books[number] = self.sums[number] / self.usage[number][:, None]
+
+
+def _nearest(rows: Tensor, book: Tensor) -> Tensor:
+    return (book.square().sum(1) - 2 * rows @ book.T).argmin(1)
 
 
 class Codec(nn.Module):
-    """Audio to 16 codes per frame by a fixed analysis, and back by the decoder, which learns."""
+    """PCM to sixteen codes a frame, and back."""
 
     def __init__(self, sizes: CodecSizes = VOICE) -> None:
         super().__init__()
         self.sizes = sizes
-        self.analysis = Analysis(sizes.components)
-        self.quantizer = SplitQuantizer(
-            NUM_CODEBOOKS, sizes.codebook_size, sizes.components, sizes.noise_books, sizes.noise
-        )
-        self.decoder = Decoder(decoder_config(sizes))
+        self.encoder, self.quantizer = CodecEncoder(sizes), Quantizer(sizes)
+        self.decoder = Decoder(decoder_config(sizes), config_json(sizes))
 
     def forward(self, codes: Tensor) -> Tensor:
         """Codes (B, T, 16) -> PCM (B, T * samples per frame), not clamped."""
         return self.decoder(self.quantizer(codes))
 
-    def fitted_parts(self) -> dict[str, Tensor]:
-        """What `mktts.training.codec.fit` sets and no training step changes, by its name in the state."""
-        return {
-            name: part
-            for whole in ("analysis", "quantizer")
-            for name, part in getattr(self, whole).named_buffers(whole)
-        }
-
     @torch.inference_mode()
     def encode(self, pcm: Tensor) -> Tensor:
         """PCM (B, T * samples per frame) -> codes (B, T, 16)."""
-        return self.quantizer.encode(self.analysis(pcm))
+        return self.quantizer.encode(self.encoder(pcm))
 
     @torch.inference_mode()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, 16) -> PCM (B, T * samples per frame), clamped to [-1, 1] as in inference."""
         return self(codes).clamp(-1.0, 1.0)
+
+
+def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
+    """The codec of a state of `train codec`, of its averaged weights, in evaluation mode.
+
+    Raises CheckpointError for a folder without one.
+    """
+    from mktts.common import read_object
+
+    raw = read_object(folder / STATE, hint=" of `train codec`")["sizes"]
+    sizes = CodecSizes(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})
+    return averaged(folder, Codec(sizes), "codec").to(device)
+
+
+def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> list[Tensor]:
+    """Clips float32 (n,) -> codes (ceil(n / samples per frame), 16) uint8 each, on the CPU.
+
+    Clips of similar length share a batch; each is followed by silence.
+    """
+    device = next(codec.parameters()).device
+    frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
+    order = sorted(range(len(clips)), key=lambda i: frames[i])
+    codes = [torch.zeros(0, NUM_CODEBOOKS, dtype=torch.uint8)] * len(clips)
+    while order:
+        size = max(1, batch_frames // max(1, frames[order[-1]]))
+        batch, order = order[-size:], order[:-size]
+        pcm = torch.zeros(len(batch), (frames[batch[-1]] + _AFTER) * SAMPLES_PER_FRAME)
+        for row, i in zip(pcm, batch, strict=True):
+            row[: len(clips[i])] = clips[i]
+        found = codec.encode(pcm.to(device)).to("cpu", torch.uint8)
+        for row, i in zip(found, batch, strict=True):
+            codes[i] = row[: frames[i]].clone()
+    return codes
 
 
 def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -60,33 +259,19 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     Codebooks are written as vectors with a usage of 1, which is the same codebook, and exact in any dtype. The layout's
     input projections serve encoding only: they are zero, and there is no encoder.
     """
-    tensors = {f"decoder.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
-    for chain, name in ((codec.quantizer.first, "rvq_first"), (codec.quantizer.rest, "rvq_rest")):
+    tensors = codec.decoder.w.hub()
+    projection = codec.quantizer.output_proj.weight
+    for name, books in (("rvq_first", codec.quantizer.books[:1]), ("rvq_rest", codec.quantizer.books[1:])):
         prefix = f"decoder.quantizer.{name}."
-        tensors[prefix + "output_proj.weight"] = chain.output_proj.weight
-        tensors[prefix + "input_proj.weight"] = torch.zeros(chain.output_proj.weight.transpose(0, 1).shape)
-        for i, book in enumerate(chain.books):
+        tensors[prefix + "output_proj.weight"] = projection
+        tensors[prefix + "input_proj.weight"] = torch.zeros(projection.transpose(0, 1).shape)
+        for i, book in enumerate(books):
             tensors[f"{prefix}vq.layers.{i}._codebook.cluster_usage"] = torch.ones(len(book))
             tensors[f"{prefix}vq.layers.{i}._codebook.embedding_sum"] = book
     return {name: tensor.detach().to("cpu", dtype).clone() for name, tensor in sorted(tensors.items())}
 
 
-def noise_books(tensors: Mapping[str, Tensor]) -> int:
-    """How many of the last codebooks carry noise: they fill other dimensions than the first one. Tensors by Hub name.
-
-    0 for a codec that was not trained here.
-    """
-    first = tensors["decoder.quantizer.rvq_first.vq.layers.0._codebook.embedding_sum"].float().abs().sum(0) > 0
-    count = 0
-    for i in reversed(range(NUM_CODEBOOKS - 1)):
-        entries = tensors[f"decoder.quantizer.rvq_rest.vq.layers.{i}._codebook.embedding_sum"].float()
-        if entries[:, first].any() or not entries.any():
-            break
-        count += 1
-    return count
-
-
-def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Writes `folder` as a checkpoint's speech_tokenizer/: configuration, preprocessor and weights.
 
     Raises CheckpointError where it cannot be written.
@@ -100,3 +285,4 @@ def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16)
         write_weights(folder, hub_tensors(codec, dtype))
     except OSError as error:
         raise CheckpointError(f"{folder}: expected to write a speech tokenizer there, but: {error}") from None
+    return folder

@@ -1,177 +1,231 @@
-"""Trains the codec's decoder: `python -m mktts train codec`.
+"""Trains encoder, quantiser and decoder together: `python -m mktts train codec`.
 
-From the file of `mktts.training.codec.fit` and the codes of `mktts.training.data.encode`. A run can be cut anywhere:
-`state.pt`, saved once a minute, holds everything the next step depends on, and crops depend on the seed and the step
-only. `curves.json` holds the printed lines, `speech_tokenizer` the weights averaged over the last steps. Learning
-rates fall with the step (`--steps`), not with the clock, so that slices of any length give one schedule. With
-`--by-clock` the last slice brings the schedule to its end within its own minutes; no second run repeats such a slice.
+First by spectra and by what repeats, from `adversarial_from` on also by discriminators. From `joint_steps` on encoder
+and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side.
+OUT holds the state (`mktts.training.state`) and curves.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mktts.common import write_whole
 from mktts.model.backend import device_named
-from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.training.codec.losses import mel_distance
-from mktts.training.codec.model import Codec, write_codec
-from mktts.training.codec.sizes import WIDE
-from mktts.training.codec.trainer import CodecRecipe, CodecTrainer, load_codec
-from mktts.training.codec.warm import grown
-from mktts.training.data.codec_data import Crops
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.training.codec.losses import (
+    Discriminators,
+    deceiving_losses,
+    judges_loss,
+    mel_distance,
+    mel_loss,
+    repetition,
+)
+from mktts.training.codec.model import SIZES, Codec, CodecSizes
+from mktts.training.data.audio import Crops
+from mktts.training.state import STATE, Trainer, train
+from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
 
-_SHOWN = ("loss", "mel", "fixed_mel", "lag_20_ms", "lag_80_ms", "onset", "judges", "features")
-_SAVE_S = 60.0  # between savings: what a cut costs at most
-STATE, CURVES, TOKENIZER = "state.pt", "curves.json", "speech_tokenizer"
+_ALWAYS = 0x7FFF_FFFF  # step whose crops are measured after every block, so that lines compare
+_DOUBLINGS = 9
+_QUIET = 1e-4  # of levels at the start: -80 dBFS
 
 
-@torch.no_grad()
-def measured_mel(codec: Codec, pcm: Tensor, codes: Tensor) -> float:
-    """Log-mel distance (natural log, 80 bands) of what the codec makes of codes (B, T, 16) to PCM (B, samples)."""
-    return float(mel_distance(codec(codes).clamp(-1.0, 1.0), pcm))
+@dataclass(frozen=True)
+class CodecRecipe:
+    """Everything that decides the result, apart from the data."""
+
+    seed: int = 0
+    steps: int = 40_000  # the learning rate falls to a twentieth over these
+    block: int = 250  # steps, after which the state is rounded and may be written
+    warmup_steps: int = 500
+    batch: int = 16
+    crop_frames: int = 28
+    ahead_frames: int = 2  # at the end of a crop: heard by the encoder, not judged
+    unheard_frames: int = 3  # at its beginning, but of a clip's: the decoder has not heard what comes before
+    judged_frames: int = 12  # go to the discriminators
+    joint_steps: int = 20_000
+    adversarial_from: int = 4_000
+    rate: float = 4e-4
+    judge_rate: float = 2e-4
+    averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
+    dropped: float = 0.25  # share of the crops that have only some of the first codebooks
+    onsets: float = 0.25  # share of the crops that begin where a clip does
+    mel: float = 20.0
+    repetition: float = 20.0
+    onset: float = 1.0
+    commitment: float = 1.0
+    adversarial: float = 1.0
+    features: float = 5.0
 
 
-def train(
-    trainer: CodecTrainer,
-    crops: Crops,
-    out: Path,
-    minutes: float,
-    every: int = 100,
-    stop_at: int | None = None,
-    by_clock: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Trains for `minutes`, until step `stop_at`, or until the recipe is done; leaves state, curves and codec in `out`.
+class CodecTrainer(Trainer):
+    """Codec and discriminators."""
 
-    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold. clock: gives
-    seconds.
+    def __init__(
+        self,
+        recipe: CodecRecipe,
+        sizes: CodecSizes,
+        crops: Crops,
+        device: torch.device | str = "cpu",
+        *,
+        graphs: bool = False,
+    ) -> None:
+        """graphs: steps as CUDA graphs (`StepGraphs`). On CUDA, products are in bf16 but near the waveform."""
+        super().__init__(recipe, sizes)
+        torch.manual_seed(recipe.seed)
+        self.device, self.crops = torch.device(device), crops
+        self.codec, self.judges = Codec(sizes).to(device), Discriminators(sizes.judges).to(device)
+        self.modules = {"codec": self.codec, "judges": self.judges}
+        self.steps = StepGraphs(self.device, graphs)
+        choices = {"betas": (0.8, 0.99), "weight_decay": 0.01}
+        for name, module in self.modules.items():
+            self.optimizers[name] = adam(module.parameters(), self.device, graphs, **choices)
+        self.average = {
+            f"codec.{name}": p.detach().clone()
+            for name, p in self.codec.named_parameters()
+            if not name.startswith("encoder.")  # of which the live weights make the codes
+        }
+        self._share = torch.ones((), device=self.device)  # of the newest weights in the average
+        self._batches: Iterator[Tensor] | None = None
+        heard = torch.ones(recipe.batch, recipe.crop_frames - recipe.ahead_frames)
+        heard[round(recipe.onsets * recipe.batch) :, : recipe.unheard_frames] = 0
+        self._heard = heard.repeat_interleave(SAMPLES_PER_FRAME, 1).bool().to(device)
+        self._always = crops.batch(_ALWAYS, recipe.batch).to(device)
+
+    def train_step(self) -> dict[str, Tensor]:
+        r = self.recipe
+        if self._batches is None:
+            self._batches = self.crops.batches(self.step, r.batch)
+        pcm = next(self._batches).to(self.device, non_blocking=True)
+        torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
+        if self.step == 0:
+            with torch.no_grad():
+                self.codec.quantizer.begin(self.codec.encoder(pcm))
+        for optimizer, rate in zip(self.optimizers.values(), (r.rate, r.judge_rate), strict=True):
+            set_rate(optimizer, rate * self.schedule())
+        self._share.fill_(max(1 / (1 + self.step), 1 / r.averaged_steps))
+        joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
+        self.codec.encoder.requires_grad_(joint)
+        judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME
+        start = torch.randint(judged + 1, (1,)).to(self.device)
+        books = torch.randint(1, NUM_CODEBOOKS + 1, (r.batch,))
+        books = torch.where(torch.rand(r.batch) < r.dropped, books, NUM_CODEBOOKS).to(self.device)
+        work = partial(self._step, joint=joint, adversarial=adversarial)
+        losses = self.steps.run((joint, adversarial), work, pcm, start, books)
+        self.step += 1
+        return losses
+
+    def _step(self, pcm: Tensor, start: Tensor, books: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
+        r, quantizer = self.recipe, self.codec.quantizer
+        losses: dict[str, Tensor] = {}
+        rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
+        if joint:
+            rows, losses["commitment"] = quantizer.learn(rows, books)
+        else:
+            rows = quantizer.summed(quantizer.encode(rows))
+        ahead = r.ahead_frames
+        with self._cast():
+            output = self.codec.decoder(quantizer.output_proj(rows[:, : r.crop_frames - ahead].transpose(1, 2)))
+        pcm = pcm[:, : output.shape[1]]
+        output = torch.where(self._heard, output.float(), pcm)
+        losses["mel"] = mel_loss(output, pcm)
+        losses["repetition"], more = repetition(output, pcm)
+        first = round(r.onsets * r.batch)
+        losses["onset"] = onset(output[:first], pcm[:first]) if first else output.new_zeros(())
+        if adversarial:
+            at = start + torch.arange(r.judged_frames * SAMPLES_PER_FRAME, device=self.device)
+            real, fake = pcm.index_select(1, at), output.index_select(1, at)
+            with self._cast():
+                judged = judges_loss(self.judges(real), self.judges(fake.detach()))
+            self._descend("judges", judged)
+            self.judges.requires_grad_(False)
+            with self._cast():
+                losses |= deceiving_losses(self.judges(real), self.judges(fake))
+            self.judges.requires_grad_(True)
+        total = sum(getattr(r, name) * loss for name, loss in losses.items())
+        self._descend("codec", total)
+        self.follow(self._share)
+        found = {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}
+        return found | {"comb": more.max()} | ({"judges": judged.detach()} if adversarial else {})
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, float]:
+        """Log-mel distance and comb of the live codec's copy of the same crops every time."""
+        copy = self.codec.decode(self.codec.encode(self._always)).clone()
+        comb = repetition(copy, self._always)[1].max()
+        return {"fixed_mel": float(mel_distance(copy, self._always)), "fixed_comb": float(comb)}
+
+    def _descend(self, name: str, loss: Tensor) -> None:
+        optimizer = self.optimizers[name]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.modules[name].parameters(), 10.0)
+        optimizer.step()
+
+    def _cast(self) -> torch.autocast:
+        # a cache of casts made while recording would not be made again when the graph is replayed
+        cuda = self.device.type == "cuda"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.steps.recording)
+
+
+def onset(pcm: Tensor, target: Tensor) -> Tensor:
+    """Mean |difference| of levels (natural log, down to -80 dBFS) of parts of the first 21 ms of PCM (B, n).
+
+    The parts are sample 0, sample 1, and from there each as long as all before it. The first samples count for
+    themselves: layers that begin with a history of zeros, and not of what silence is to them, make a click of one.
     """
-    start_s, last_step = clock(), trainer.step
-    last_s, saved_s = start_s, 0.0  # when the last line was printed; how long after the start the state was saved
-    last, begun = stop_at or trainer.recipe.steps, min(1.0, trainer.step / trainer.recipe.steps)
-    if by_clock:
-        last = stop_at or math.inf
-    before_s, always = trainer.seconds, [part.to(trainer.device) for part in crops.batch(0x7FFF_FFFF, 16)]
-    # `always`: the same crops each time, so that lines compare; they are training audio
-    batches = crops.batches(trainer.step, trainer.recipe.batch)
-    while trainer.step < last and (passed := (clock() - start_s) / (60 * minutes)) < 1:
-        if by_clock:
-            trainer.progress = begun + (1 - begun) * passed
-        found = trainer.train_step(*(part.to(trainer.device, non_blocking=True) for part in next(batches)))
-        if trainer.step % every == 0 or trainer.step == 1:
-            now_s = clock()
-            trainer.seconds = before_s + now_s - start_s
-            line = {name: round(float(value), 4) for name, value in found.items()}
-            line["fixed_mel"] = measured_mel(trainer.average, *always)
-            rate = (trainer.step - last_step) / (now_s - last_s)
-            line |= {"step": trainer.step, "seconds": round(trainer.seconds, 1), "steps_per_s": round(rate, 2)}
-            trainer.curves.append(line)
-            print(_shown(line), flush=True)
-            last_step, last_s = trainer.step, clock()
-        if 60 * minutes * passed - saved_s >= _SAVE_S:
-            saved_s = 60 * minutes * passed
-            trainer.seconds = before_s + saved_s
-            _keep(trainer, out)
-    batches.close()
-    trainer.seconds = before_s + clock() - start_s
-    _keep(trainer, out)
-
-
-def _keep(trainer: CodecTrainer, out: Path) -> None:
-    trainer.save(out / STATE)
-    write_whole(out / CURVES, json.dumps(trainer.curves).encode())
-    write_codec(out / TOKENIZER, trainer.average)
-
-
-def _shown(line: Mapping) -> str:
-    parts = [f"{line['step']:6d}  {line['seconds']:7.1f} s  {line['steps_per_s']:5.1f} steps/s"]
-    parts += [f"{name} {line[name]:.3f}" for name in _SHOWN if name in line]
-    return "  ".join(parts)
+    heads = torch.stack((pcm, target))[..., : 2**_DOUBLINGS].square()
+    parts = [heads[..., :1], *(heads[..., n : 2 * n] for n in map((2).__pow__, range(_DOUBLINGS)))]
+    x, y = ((torch.stack([part.mean(-1) for part in parts]) + _QUIET**2).log() / 2).unbind(1)
+    return (x - y).abs().mean()
 
 
 EXAMPLES = """examples:
-  python -m mktts train codec --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes 60
-  python -m mktts train codec --codec codec.pt --data AUDIO --codes CODES --out CODEC --minutes 60 --resume
+  python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5
+  python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5 --resume --graphs
 
-A run can be cut anywhere and go on with --resume: CODEC/state.pt holds everything. CODEC/speech_tokenizer is the codec
-in the layout of a checkpoint, CODEC/curves.json the printed lines. The last line of standard output is JSON: what was
-reached."""
+A run can be cut anywhere and go on with --resume: the files of CODEC hold everything. `train talker` reads and writes
+it. The last line of standard output is JSON: what was reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codec", type=Path, required=True, help="file of the fitted codec, or a state to begin from")
-    parser.add_argument(
-        "--wide", action="store_true", help="in the sizes of `train fit --wide`, whatever the file's are"
-    )
     parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
-    parser.add_argument("--codes", type=Path, required=True, metavar="CODES", help="folder of their codes")
-    parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the trained codec")
-    parser.add_argument("--minutes", type=float, default=5.0, help="stop after this time (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
-    parser.add_argument("--hours", type=float, default=math.inf, help="of audio to hold in memory (default: all)")
-    parser.add_argument("--stop-at", type=int, help="stop at this step, of a schedule that goes on")
-    parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
+    parser.add_argument("--out", type=Path, required=True, metavar="CODEC", help="folder for state, curves and codec")
+    parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
+    add_training_arguments(parser, CodecRecipe())
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> None:
+    """What codec and talker have in common, and a flag for each of a recipe's figures."""
+    parser.add_argument("--minutes", type=float, required=True, help="stop before this time is over")
+    parser.add_argument("--resume", action="store_true", help="go on from the state of --out, where there is one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, help="bfloat16 (default: on CUDA)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
-    parser.add_argument("--every", type=int, default=100, help="steps between progress lines (default: %(default)s)")
-    recipe = parser.add_argument_group("recipe")
-    for name, what in (
-        ("seed", "of weights, crops and draws"),
-        ("batch", "crops a step"),
-        ("crop_frames", "frames of 80 ms a crop"),
-        ("steps", "length of the schedule"),
-        ("rate", "learning rate"),
-        ("adversarial_from", "step at which discriminators join; -1: never"),
-        ("draws", "renderings of a crop by independent noise: 2, or 1 for a codec without noise"),
-        ("repetition", "weight of what repeats after 20, 40, 60 or 80 ms"),
-        ("onset", "weight of the first 21 ms of a clip"),
-        ("onsets", "share of the crops that begin where a clip does"),
-    ):
-        default = getattr(CodecRecipe, name)
-        default = -1 if default is None else default
-        flag, shown = f"--{name.replace('_', '-')}", f"{what} (default: %(default)s)"
-        recipe.add_argument(flag, type=type(default), default=default, help=shown)
+    group = parser.add_argument_group("recipe")
+    for name, value in asdict(recipe).items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=type(value), default=value, help="(default: %(default)s)"
+        )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains for a slice of time. Raises CheckpointError for codec and state, AudioError for the shards."""
-    device, out = device_named(arguments.device), arguments.out
-    recipe = CodecRecipe(
-        seed=arguments.seed,
-        batch=arguments.batch,
-        crop_frames=arguments.crop_frames,
-        steps=arguments.steps,
-        rate=arguments.rate,
-        adversarial_from=arguments.adversarial_from if arguments.adversarial_from >= 0 else None,
-        draws=arguments.draws,
-        repetition=arguments.repetition,
-        onset=arguments.onset,
-        onsets=arguments.onsets,
-    )
-    autocast = device.type == "cuda" if arguments.autocast is None else arguments.autocast
+    """Trains for a while. Raises CheckpointError for a state of another recipe, AudioError for the shards."""
+    recipe = CodecRecipe(**{name: getattr(arguments, name) for name in asdict(CodecRecipe())})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    choices = {"autocast": autocast, "compile_codec": arguments.compile, "graphs": arguments.graphs}
-    codec = load_codec(arguments.codec)
-    if arguments.wide and codec.sizes != WIDE:
-        codec = grown(codec, WIDE)
-    trainer = CodecTrainer(recipe, codec, device, **choices)
-    if arguments.resume and (out / STATE).exists():
-        trainer.load(out / STATE)
-    crops = Crops(arguments.data, arguments.codes, recipe.crop_frames, recipe.seed, recipe.onsets, arguments.hours)
-    audio_s = recipe.batch * recipe.crop_frames * SAMPLES_PER_FRAME / SAMPLE_RATE_HZ
-    print(f"{crops.hours:.2f} h of audio, {audio_s:.0f} s a step, from step {trainer.step}", flush=True)
-    train(trainer, crops, out, arguments.minutes, arguments.every, arguments.stop_at, arguments.by_clock)
-    reached = {"step": trainer.step, "of_steps": recipe.steps, "seconds": round(trainer.seconds, 1)}
-    print(json.dumps({**(trainer.curves[-1] if trainer.curves else {}), **reached}))  # the last line's losses with it
+    crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
+    device = device_named(arguments.device)
+    trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device, graphs=arguments.graphs)
+    if arguments.resume and (arguments.out / STATE).is_file():
+        trainer.load(arguments.out)
+    print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
+    train(trainer, arguments.out, arguments.minutes)
+    reached = trainer.curves[-1] if trainer.curves else {}
+    print(json.dumps({**reached, "step": trainer.step, "of_steps": recipe.steps}))
     return 0

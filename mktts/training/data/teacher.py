@@ -1,141 +1,198 @@
-"""The teacher: flite's voices at 24 kHz, and shards of its speech (`python -m mktts train teacher`)."""
+"""Shards of a teacher's speech: `python -m mktts train teacher`.
+
+A teacher is Kokoro (--fetch gets it), or any program that makes an audio file of a text; recordings with transcripts
+are a list in LJSpeech's form and a program that prints a file. What a shard holds follows from the texts and its number
+alone, so it is made where it is learnt from and need not travel.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import lzma
+import math
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
-from multiprocessing import get_context
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mktts.audio import resample, to_pcm16
-from mktts.errors import AudioError, TextError, VoiceError
+from mktts.audio import read_audio
+from mktts.errors import BackendUnavailable, OptionsError, TextError
+from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.training.data import flite
-from mktts.training.data.as_spoken import as_spoken
-from mktts.training.data.codec_data import read_shard, write_shard
-from mktts.training.data.texts import training_sentences
-from mktts.training.talker.sizes import LANGUAGE
+from mktts.training.data.audio import trimmed, write_shard
+from mktts.training.data.held_out import as_spoken
+from mktts.training.data.kokoro_files import fetch, load_kokoro, load_phonemes
 
-# Speakers and what brings their speech to -23 LUFS: pyloudnorm's measure of 120 sentences of a training list each, end
-# to end, was -16.05, -21.59 and -20.61, of a quarter of them within 0.2 of that.
-GAINS_DB = {"slt": -6.95, "rms": -1.41, "awb": -2.39}
-SPEAKERS = tuple(GAINS_DB)
-_TURNS = ("slt", "rms", "awb", "rms")  # rms twice: who names no speaker gets him
-_HALF_TAPS = 144  # of the resampler's low pass
-_CUTOFF = 0.96  # of the teacher's Nyquist frequency: its images begin just above
-_LOUD = 10 ** (-40 / 20)  # of full scale: the teacher's silence has a faint noise that is no lead
-_LEAD_MS, _TRAIL_MS = 60, 80  # of silence that stays: what comes before the sound is waited for
-_FADE_MS = 10  # at either end, so that faint noise does not begin and end with a click
-_CLIPS_PER_SHARD = 200
+CLIPS_PER_SHARD = 1_000
+LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
 
 
-def speak(text: str, speaker: str) -> np.ndarray:
-    """float32 (samples,) at 24 kHz and -23 LUFS, silence cut to 60 ms before the sound and 80 ms after it.
+@dataclass(frozen=True)
+class Item:
+    """What a speaker is to say, in the words of the text front end; as phonemes; the name of its recording."""
 
-    Raises VoiceError for an unknown speaker, BackendUnavailable without flite, AudioError where it says nothing.
+    text: str
+    speaker: str
+    phonemes: tuple[int, ...] = ()
+    name: str = ""
+
+
+Speak = Callable[[Sequence[Item], int], list[np.ndarray]]  # items, seed -> float32 at 24 kHz each
+
+
+def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
+    """Kokoro's voices by our speakers' names. Raises CheckpointError for a folder without it, OptionsError for a voice
+    that it has not."""
+    model, styles = load_kokoro(folder, device_named(device))
+    if unknown := set(voices.values()) - set(styles):
+        raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
+    readers: list[Callable[[str], list[int]]] = []
+
+    def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
+        if not readers and not all(item.phonemes for item in items):
+            readers.append(load_phonemes(folder))
+        said = [item.phonemes or readers[0](item.text) for item in items]
+        return model.speak(said, [styles[voices[item.speaker]] for item in items], seed)
+
+    return speak
+
+
+def program(template: str, workers: int) -> Speak:
+    """A command in which {text}, {speaker}, {name} and {wav} stand for what it gets; without {wav}, its output is the
+    file. Raises BackendUnavailable where it fails, VoiceError where it leaves no audio."""
+
+    def one(item: Item) -> np.ndarray:
+        with tempfile.TemporaryDirectory() as work:
+            wav = Path(work) / "said.wav"
+            given = {"text": item.text, "speaker": item.speaker, "name": item.name, "wav": str(wav)}
+            command = [re.sub(r"\{(\w+)\}", lambda m: given.get(m[1], m[0]), word) for word in shlex.split(template)]
+            try:
+                done = subprocess.run(command, capture_output=True, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise BackendUnavailable(f"expected {command[0]} to say {item.text!r}, but: {error}") from None
+            if "{wav}" not in template:
+                wav.write_bytes(done.stdout)
+            return resampled(*read_audio(wav))
+
+    def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(one, items))
+
+    return speak
+
+
+def resampled(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
+    """float32 (n,) at any rate -> float32 (ceil(n * 24 000 / rate_hz),) at 24 kHz, by its whole spectrum.
+
+    Rates such as 22 050 Hz have hundreds of phases, for which a filter's taps (`mktts.audio.resample`) are many.
     """
-    if speaker not in SPEAKERS:
-        raise VoiceError(f"expected a speaker of {', '.join(SPEAKERS)}, got {speaker!r}")
-    gain = np.float32(10 ** (GAINS_DB[speaker] / 20))
-    return gain * trimmed(resampled(flite.spoken(text, speaker)))
+    if rate_hz == SAMPLE_RATE_HZ:
+        return pcm
+    divisor = math.gcd(SAMPLE_RATE_HZ, rate_hz)
+    up, down = SAMPLE_RATE_HZ // divisor, rate_hz // divisor
+    blocks = -(-(len(pcm) + rate_hz // 10) // down)  # whole ones, with a tenth of a second between end and start
+    n, m = blocks * down, blocks * up
+    spectrum = np.fft.rfft(np.pad(pcm.astype(np.float64), (0, n - len(pcm))))
+    found = np.fft.irfft(spectrum[: m // 2 + 1], m) * (m / n)
+    return found[: -(-len(pcm) * up // down)].astype(np.float32)
 
 
-def resampled(pcm: np.ndarray, rate_hz: int = flite.RATE_HZ) -> np.ndarray:
-    """float32 (n,) at `rate_hz` -> float32 (ceil(n * 24 000 / rate_hz),) at 24 kHz, in [-1, 1]."""
-    return np.clip(resample(pcm, rate_hz, SAMPLE_RATE_HZ, _CUTOFF, _HALF_TAPS), -1, 1)
+def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
+    """What is to be said, speakers by turns: a list of `train texts`, or LJSpeech's metadata.csv (name|text).
 
-
-def trimmed(pcm: np.ndarray) -> np.ndarray:
-    """24 kHz audio with at most 60 ms below -40 dBFS before its sound and 80 ms after it, faded in and out.
-
-    Raises AudioError where all of it is below.
+    Raises TextError for another file, or a text that the front end cannot read.
     """
-    loud = np.flatnonzero(np.abs(pcm) > _LOUD)
-    if not len(loud):
-        raise AudioError("expected speech from the teacher, got silence: the text may have no word in it")
-    lead, trail, fade = (SAMPLE_RATE_HZ * ms // 1000 for ms in (_LEAD_MS, _TRAIL_MS, _FADE_MS))
-    cut = pcm[max(0, loud[0] - lead) : loud[-1] + 1 + trail].copy()
-    ramp = np.linspace(0, 1, min(fade, len(cut)), dtype=np.float32)
-    cut[: len(ramp)] *= ramp
-    cut[len(cut) - len(ramp) :] *= ramp[::-1]
-    return cut
+    try:
+        data = path.read_bytes()
+        lines = (data if path.suffix == ".csv" else lzma.decompress(data)).decode().splitlines()
+    except (OSError, ValueError, lzma.LZMAError) as error:
+        raise TextError(f"{path}: expected sentences of `train texts`, or metadata.csv, but: {error}") from None
+    items = []
+    for i, line in enumerate(lines):
+        speaker = speakers[i % len(speakers)]
+        if path.suffix == ".csv":
+            name, *texts = line.split("|")
+            said = next((text for text in reversed(texts) if text.strip()), "")
+            items.append(Item(as_spoken(" ".join(said.split())), speaker, name=name))
+        else:
+            text, _, phonemes = line.partition("\t")
+            items.append(Item(text, speaker, tuple(map(int, phonemes.split()))))
+    return items
 
 
-def make_shards(folder: Path, hours: float, seed: int, workers: int, sentences: Iterable[str] | None = None) -> float:
-    """Shards of 200 clips until `hours` are there; the hours made. Shards already there are kept.
-
-    Their texts are the words that the text front end makes of `sentences`, and flite is given those. Raises TextError
-    for a sentence that it cannot read.
-
-    Speakers take turns, the default one twice in four. `workers` processes each make whole shards; what the folder
-    holds in the end does not depend on their number.
-    """
-    source: Iterator[str] = iter(training_sentences(seed) if sentences is None else sentences)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    shards = (
-        (Path(folder) / f"shard{index:05}.npz", texts)
-        for index, texts in enumerate(iter(lambda: list(islice(source, _CLIPS_PER_SHARD)), []))
-    )
-    made_s, under_way = 0.0, deque()
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # not threads: resampling holds the interpreter
-        while made_s < 3600 * hours:
-            for path, texts in islice(shards, workers + 1 - len(under_way)):
-                under_way.append((path, pool.submit(_make_shard, path, texts)))
-            if not under_way:
-                break
-            path, future = under_way.popleft()
-            made_s += future.result()
-            print(f"{path.name}  {made_s / 3600:.2f} h", flush=True)
-        for path, future in under_way:  # begun, and more than was asked for
-            if not future.cancel():
-                future.result()
-                path.unlink()
-    return made_s / 3600
+def make_shards(
+    out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int = CLIPS_PER_SHARD
+) -> int:
+    """Writes shards of `per` items and returns how many; those that are there are kept. gains_db: of speakers."""
+    written: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as pool:  # cuts and writes one shard while the next is spoken
+        for number in range(-(-len(items) // per)):
+            path, batch = out / f"shard{number:05}.npz", items[number * per : (number + 1) * per]
+            if not path.exists():
+                spoken = speak(batch, number)
+                for future in written[-1:]:
+                    future.result()
+                written.append(pool.submit(_write, path, batch, spoken, gains_db))
+                print(path.name, flush=True)
+        for future in written:
+            future.result()
+    return len(written)
 
 
-def _make_shard(path: Path, texts: list[str]) -> float:
-    """Speaks and writes one shard unless it is there; its seconds."""
-    if not path.exists():
-        first = int(path.stem[-5:]) * _CLIPS_PER_SHARD
-        texts = [as_spoken(text) for text in texts]  # flite would read figures and signs its own way
-        speakers = [_TURNS[(first + i) % len(_TURNS)] for i in range(len(texts))]
-        clips = [np.frombuffer(to_pcm16(speak(text, who)), "<i2") for text, who in zip(texts, speakers, strict=True)]
-        write_shard(path, clips, speakers, texts, LANGUAGE)
-    return len(read_shard(path).audio) / SAMPLE_RATE_HZ
+def _write(path: Path, items: Sequence[Item], spoken: list[np.ndarray], gains_db: Mapping[str, float]) -> None:
+    kept: list[tuple[Item, np.ndarray]] = []
+    for item, pcm in zip(items, spoken, strict=True):
+        cut = trimmed(np.clip(pcm * np.float32(10 ** (gains_db[item.speaker] / 20)), -1, 1))
+        if LENGTHS_S[0] <= len(cut) / SAMPLE_RATE_HZ <= LENGTHS_S[1]:
+            kept.append((item, cut))
+    write_shard(path, [pcm for _, pcm in kept], [i.speaker for i, _ in kept], [i.text for i, _ in kept])
 
 
 EXAMPLES = """examples:
-  python -m mktts train teacher --texts texts.xz --hours 20 --out AUDIO
+  python -m mktts train teacher --kokoro KOKORO --fetch
+  python -m mktts train teacher --kokoro KOKORO --texts texts.xz --speakers heart=af_heart:2 --out AUDIO
+  python -m mktts train teacher --program "flite -t {text} -o {wav}" --texts texts.xz --speakers slt:-7 --out AUDIO
+  python -m mktts train teacher --program "cat wavs/{name}.wav" --texts metadata.csv --speakers linda --out AUDIO
 
-Needs flite's libraries (Debian: libflite1), or in the variable FLITE a program that takes a voice's name and then
-flite's own options. AUDIO holds shards of 200 clips, audio and texts; those already there are kept, so that a run can
-be cut anywhere. The last line of standard output is JSON: the hours that are there."""
+Shards that are there are kept, so that a run can be cut anywhere. The last line of standard output is JSON: how many
+were made, or the files that were fetched and their bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="AUDIO", help="folder for audio shards")
-    parser.add_argument("--hours", type=float, default=20.0, help="of speech (default: %(default)s)")
-    parser.add_argument("--texts", type=Path, metavar="FILE.xz", help="of `train texts` (default: the grammar's)")
-    parser.add_argument("--seed", type=int, default=0, help="of the grammar's sentences (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--kokoro", type=Path, metavar="KOKORO", help="folder of Kokoro-82M's files")
+    source.add_argument("--program", metavar="COMMAND", help="with {text}, {speaker}, {name} and {wav} in it")
+    parser.add_argument("--fetch", action="store_true", help="only download KOKORO: 160 MB, of which 56 stay")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="of `train texts`, or metadata.csv")
+    parser.add_argument("--clips", type=int, help="sentences from the first on (default: all)")
+    parser.add_argument("--speakers", default="", help="NAME=VOICE:DB by turns: a voice of Kokoro's, and dB to add")
+    parser.add_argument("--out", type=Path, metavar="AUDIO", help="folder for audio shards")
+    parser.add_argument("--device", default="auto", help="Kokoro's (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of a program (default: one a core)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Makes the shards. Raises as `speak`, and TextError for texts that cannot be read."""
-    lines = None
-    if arguments.texts:
-        try:
-            lines = lzma.decompress(arguments.texts.read_bytes()).decode().splitlines()
-        except (OSError, ValueError, lzma.LZMAError) as error:
-            raise TextError(f"{arguments.texts}: expected sentences of `train texts`, but: {error}") from None
-    made_h = make_shards(arguments.out, arguments.hours, arguments.seed, arguments.workers, lines)
-    print(json.dumps({"hours": round(made_h, 4)}))
+    """Makes the shards. Raises as the teacher does, and OptionsError for what is missing."""
+    if arguments.fetch and arguments.kokoro:
+        fetch(arguments.kokoro)
+        print(json.dumps({path.name: path.stat().st_size for path in sorted(arguments.kokoro.iterdir())}))
+        return 0
+    given = re.findall(r"([^,=:]+)(?:=([^,:]*))?(?::([-+.\d]+))?", arguments.speakers)
+    if not (arguments.texts and given and arguments.out):
+        raise OptionsError("expected --texts, --speakers and --out, found one of them missing: add it")
+    items = read_texts(arguments.texts, [name for name, *_ in given])[: arguments.clips]
+    if arguments.kokoro:
+        speak = kokoro(arguments.kokoro, arguments.device, {name: voice for name, voice, _ in given})
+    else:
+        speak = program(arguments.program, arguments.workers)
+    gains_db = {name: float(db or 0) for name, _, db in given}
+    print(json.dumps({"shards": make_shards(arguments.out, items, speak, gains_db)}))
     return 0

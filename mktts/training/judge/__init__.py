@@ -1,1 +1,1 @@
-"""How good the voice is, beside its teacher."""
+"""The voice measured beside its teacher."""

@@ -1,165 +1,330 @@
-"""The voice against its teacher: `python -m mktts train evaluate`.
+"""The voice beside its teacher: `python -m mktts train evaluate`.
 
-Every sentence is held out. The record has a part for each section (mktts.training.judge.sections), `lines` of the first
-voice's goals, and `figures` (mktts.training.judge.figures), which say in short how good the voice is. $FLITE names the
-teacher, as in mktts.training.data.teacher.
+Both say the held-out sentences of everyday speech, of the teacher as audio shards, and are measured as 16-bit audio
+alike. Some sections need packages that nothing else does (data/packages.txt); one that is missing is named, and --only
+measures the others. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be
+reached.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib
 import json
-import os
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
+
+from mktts.audio import first_audible_sample, from_pcm16, read_audio, to_pcm16, write_audio
+from mktts.checkpoint import open_checkpoint
 from mktts.common import read_json, write_json
-from mktts.errors import MetricsError
+from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import environment
-from mktts.training.data.teacher import SPEAKERS
-from mktts.training.judge.figures import figures
-from mktts.training.judge.quality import Figures, lines
-from mktts.training.judge.sections import SECTIONS, Given
+from mktts.measure.recogniser import Recogniser, to_16_khz
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.judge import signal
 
-QUICK_SENTENCES = 30
-_LEFT_OUT_OF_QUICK = ("upstream", "speed")
-_ROWS = {"utterances": None, "natural": "rows"}  # of the single sentences: key, and what of it
+WHISPER = "whisper-base"  # folder of a model of faster-whisper, or a name that it knows
+AT_MOST, AT_LEAST = "at most", "at least"
+MUST: Mapping[str, tuple[str, float]] = {
+    "distillmos_best": (AT_LEAST, 3.6),
+    "distillmos_all": (AT_LEAST, 3.4),
+    "distillmos_difference": (AT_LEAST, -0.7),
+    "wer_ratio": (AT_MOST, 1.5),
+    "wer_whisper_base": (AT_MOST, 0.05),
+    "comb_worst_band": (AT_MOST, 0.08),
+    "pitch_band_ratio": (AT_LEAST, 0.8),
+    "high_band_db": (AT_LEAST, -6.0),
+    "similarity": (AT_LEAST, 0.8),
+    "ends_missed": (AT_MOST, 0),
+    "durations_inside": (AT_LEAST, 0.95),
+    "click_dbfs": (AT_MOST, -70.0),
+    "loudness_spread_lu": (AT_MOST, 1.0),
+    "rtf_one_core": (AT_MOST, 0.35),
+    "ttfc_ms": (AT_MOST, 35.0),
+    "listeners_cpu": (AT_LEAST, 14),
+    "weights_mb": (AT_MOST, 48.0),
+}
+TARGET_LUFS = -23.0  # EBU R 128
+VOICES = ("student", "teacher")
+BETWEEN = (0.8, 1.25)  # of the teacher's length
+_DRAWS = 2_000
+_SPEED_STREAMS, _ENDS = 24, 500
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A sentence by both, float32 (n,) at 24 kHz as 16 bits hold it."""
+
+    text: str
+    speaker: str
+    student: np.ndarray
+    teacher: np.ndarray
+    ended: bool  # the student, by itself
+
+
+@dataclass
+class Judge:
+    """What the sections share."""
+
+    checkpoint: str
+    utterances: list[Spoken]
+    whisper: str = WHISPER
+
+    def put(
+        self, record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] | None = None
+    ) -> None:
+        """A figure of rows (n, ...), one for a sentence; by default their mean."""
+        figure = figure or (lambda drawn: float(np.nanmean(drawn)))
+        put(record, name, figure(rows), len(rows), _interval(rows, figure))
+
+    def both(self, measure: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Of every sentence: student's and teacher's."""
+        return tuple(np.array([measure(getattr(u, who)) for u in self.utterances]) for who in VOICES)
+
+    def speakers(self) -> list[str]:
+        return list(dict.fromkeys(u.speaker for u in self.utterances))
+
+
+def _package(name: str) -> Any:
+    """Imports what only this program needs. Raises BackendUnavailable where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        listed = Path(__file__).parents[1] / "data" / "packages.txt"
+        needed = f"pip install -r {listed}, or --only the other sections"
+        raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
+
+
+def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] | None = None) -> None:
+    """Puts a figure into a record, beside what must be reached."""
+    low, high, number = (v if v is not None and np.isfinite(v) else None for v in (*(interval or (None, None)), value))
+    row: Record = {"value": number, "n": n, "low": low, "high": high}
+    if name in MUST:
+        bound, limit = MUST[name]
+        met = number is not None and (number <= limit if bound == AT_MOST else number >= limit)
+        row |= {"must": [bound, limit], "met": bool(met)}
+    record.setdefault("figures", {})[name] = row
+
+
+def _interval(rows: np.ndarray, figure: Callable[[np.ndarray], float]) -> tuple[float, float]:
+    drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
+    low, high = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
+    return float(low), float(high)
+
+
+def quality(judge: Judge, record: Record) -> None:
+    """DistillMOS, and DNSMOS beside it."""
+    import torch
+
+    try:
+        importlib.import_module("torchaudio")
+    except (ImportError, OSError):  # of another torch; distillmos reads files with it, and is given none here
+        sys.modules["torchaudio"] = ModuleType("torchaudio")
+    model, dnsmos = _package("distillmos").ConvTransformerSQAModel().eval(), _package("speechmos.dnsmos")
+
+    def distilled(pcm: np.ndarray) -> float:
+        with torch.inference_mode():
+            return float(model(torch.from_numpy(to_16_khz(pcm))[None]))
+
+    student, teacher = judge.both(distilled)
+    for u, ours, theirs in zip(record["utterances"], student, teacher, strict=True):
+        u["distillmos"] = {"student": round(float(ours), 3), "teacher": round(float(theirs), 3)}
+    of_speakers = [student[[u.speaker == s for u in judge.utterances]] for s in judge.speakers()]
+    judge.put(record, "distillmos_best", max(of_speakers, key=np.mean))
+    judge.put(record, "distillmos_all", student)
+    judge.put(record, "distillmos_teacher", teacher)
+    judge.put(record, "distillmos_difference", student - teacher)
+    student, teacher = judge.both(lambda pcm: dnsmos.run(np.clip(to_16_khz(pcm), -1, 1), sr=16_000)["ovrl_mos"])
+    judge.put(record, "dnsmos_all", student)
+    judge.put(record, "dnsmos_teacher", teacher)
+
+
+def words(judge: Judge, record: Record) -> None:
+    """Word errors by Whisper, after its own normaliser, and by pocketsphinx as a second ear."""
+    jiwer, second = _package("jiwer"), Recogniser()
+    normal = _package("whisper_normalizer.english").EnglishTextNormalizer()
+    model = _package("faster_whisper").WhisperModel(judge.whisper, device="cpu")
+
+    def heard(pcm: np.ndarray) -> str:
+        return " ".join(part.text for part in model.transcribe(to_16_khz(pcm), language="en", beam_size=1)[0])
+
+    for name, hear in (("whisper_base", heard), ("pocketsphinx", second.hear)):
+        rows = []
+        for u, row in zip(judge.utterances, record["utterances"], strict=True):
+            found = {who: hear(getattr(u, who)) for who in VOICES}
+            counted = [jiwer.process_words(normal(u.text), normal(text) or "-") for text in found.values()]
+            rows.append([c.substitutions + c.deletions + c.insertions for c in counted] + [len(normal(u.text).split())])
+            row[f"errors_{name}"] = rows[-1]
+        counts = np.array(rows, float)
+        judge.put(record, f"wer_{name}", counts, lambda drawn: drawn[:, 0].sum() / drawn[:, 2].sum())
+        judge.put(record, f"wer_{name}_teacher", counts, lambda drawn: drawn[:, 1].sum() / drawn[:, 2].sum())
+        ratio = "wer_ratio" if name == "whisper_base" else f"wer_ratio_{name}"
+        judge.put(record, ratio, counts, lambda drawn: drawn[:, 0].sum() / max(drawn[:, 1].sum(), 1))
+
+
+def sound(judge: Judge, record: Record) -> None:
+    """What repeats after 20 ms in every band, what keeps to the pitch, energy above 8 kHz, clicks, lead."""
+    both = np.stack(judge.both(signal.comb), 1)  # (sentences, student and teacher, bands)
+    bands = np.nan_to_num(np.nanmean(both, 0)).round(4).tolist()
+    names = [f"{hz:.0f} Hz" for hz in signal.CENTRES_HZ]
+    record["comb"] = {who: dict(zip(names, row, strict=True)) for who, row in zip(VOICES, bands, strict=True)}
+
+    def worst(drawn: np.ndarray) -> float:
+        student, teacher = np.nan_to_num(np.nanmean(drawn, 0))
+        return float((student - teacher).max())
+
+    judge.put(record, "comb_worst_band", both, worst)
+    both = np.stack(judge.both(signal.pitch_band), 1)
+    judge.put(record, "pitch_band_ratio", both, lambda drawn: float(np.divide(*np.nanmean(drawn, 0))))
+    student, teacher = judge.both(signal.high_band_db)
+    judge.put(record, "high_band_db", student - teacher)
+    first = np.array([20 * np.log10(max(abs(float(u.student[0])), 1e-6)) for u in judge.utterances])
+    judge.put(record, "click_dbfs", first, lambda drawn: float(np.median(drawn)))
+    lead = [1_000 * (first_audible_sample(u.student) or 0) / SAMPLE_RATE_HZ for u in judge.utterances]
+    judge.put(record, "lead_ms", np.array(lead), lambda drawn: float(np.median(drawn)))
+
+
+def ends(judge: Judge, record: Record) -> None:
+    """Whether utterances end by themselves, and their lengths beside the teacher's."""
+    missed = sum(not u.ended for u in judge.utterances)
+    put(record, "ends_missed", missed, len(judge.utterances))
+    ratio = np.array([len(u.student) / len(u.teacher) for u in judge.utterances])
+    record["duration_ratio"] = {"between": list(BETWEEN), "median": float(np.median(ratio))}
+    judge.put(record, "durations_inside", ((ratio > BETWEEN[0]) & (ratio < BETWEEN[1])).astype(float))
+
+
+def levels(judge: Judge, record: Record) -> None:
+    """Loudness of both voices' speakers, LUFS (ITU-R BS.1770-4)."""
+    meter = _package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
+    for who in VOICES:
+        joined = {s: [getattr(u, who) for u in judge.utterances if u.speaker == s] for s in judge.speakers()}
+        found = {s: float(meter.integrated_loudness(np.concatenate(pcm, dtype=float))) for s, pcm in joined.items()}
+        record[f"lufs_{who}"] = found
+        if who == "student":
+            put(record, "loudness_spread_lu", max(found.values()) - min(found.values()), len(judge.utterances))
+            put(record, "loudness_off_target_lu", max(abs(v - TARGET_LUFS) for v in found.values()), len(found))
+
+
+def pitch(judge: Judge, record: Record) -> None:
+    """Pitch and voicing errors along the best alignment; reported only."""
+    rows = np.array([signal.pitch_errors(u.student, u.teacher) for u in judge.utterances])
+    judge.put(record, "pitch_error_cents", rows[:, 0])
+    judge.put(record, "voicing_error", rows[:, 1])
+
+
+def likeness(judge: Judge, record: Record) -> None:
+    """Cosine of resemblyzer's embeddings of both."""
+    encoder = _package("resemblyzer").VoiceEncoder("cpu", verbose=False)
+    student, teacher = judge.both(lambda pcm: encoder.embed_utterance(to_16_khz(pcm)))
+    judge.put(record, "similarity", (student * teacher).sum(1))
+
+
+def speed(judge: Judge, record: Record) -> None:
+    """Real-time factor and time to first PCM of streams one at a time, on one thread."""
+    import torch
+
+    from mktts.speech.metrics import summarise
+    from mktts.synth import Synthesizer
+
+    threads = torch.get_num_threads()
+    with Synthesizer.load(judge.checkpoint, backend="torch", device="cpu") as synthesizer:
+        torch.set_num_threads(1)
+        synthesizer.warm_up()
+        chosen = (judge.utterances * _SPEED_STREAMS)[:_SPEED_STREAMS]
+        found = [summarise(synthesizer.stream(u.text, speaker=u.speaker, seed=i)) for i, u in enumerate(chosen)]
+    torch.set_num_threads(threads)
+    for name, values in (("rtf_one_core", [m.rtf for m in found]), ("ttfc_ms", [m.ttfc_ms for m in found])):
+        judge.put(record, name, np.array(values, float), lambda drawn: float(np.median(drawn)))
+    files = open_checkpoint(judge.checkpoint).folder.rglob("*.safetensors")
+    put(record, "weights_mb", sum(path.stat().st_size for path in files) / 1e6, 1)
+
+
+SECTIONS = {
+    "sound": sound, "ends": ends, "levels": levels, "pitch": pitch, "quality": quality, "words": words,
+    "likeness": likeness, "speed": speed,
+}  # fmt: skip
+
+
+def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, most: int) -> list[Spoken]:
+    """Every sentence of the teacher's shards by both; what `keep` has of these weights is not spoken again."""
+    from mktts.synth import Synthesizer
+
+    found: list[Spoken] = []
+    weights = sorted(open_checkpoint(checkpoint).folder.rglob("*.safetensors"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
+    with Synthesizer.load(checkpoint, backend="torch", device=device) as synthesizer:
+        synthesizer.warm_up()
+        for path in (path for folder in teacher for path in shard_paths(folder)):
+            shard = read_shard(path)
+            for i, (text, speaker) in enumerate(list(zip(shard.texts, shard.speakers, strict=True))[:most]):
+                wav, note = (keep / f"{speaker}_{len(found):04}{suffix}" for suffix in (".flac", ".json"))
+                known = read_json(note) if note.is_file() else {}
+                if (known.get("text"), known.get("weights")) != (text, digest):
+                    stream = synthesizer.stream(text, speaker=speaker, seed=len(found))
+                    write_audio(wav, stream.read())
+                    known = {"text": text, "weights": digest, "ended": stream.finish_reason == "eos"}
+                    write_json(note, known)
+                student = from_pcm16(to_pcm16(read_audio(wav)[0]))
+                found.append(Spoken(text, speaker, student, from_pcm16(shard.clip(i)), known["ended"]))
+    return found
 
 
 EXAMPLES = """examples:
-  FLITE=./flite python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --listen LISTEN
-  FLITE=./flite python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --only natural,forms
-  FLITE=./flite python -m mktts train evaluate --checkpoint OUT/voice --output evaluation.json --quick
+  python -m mktts train evaluate --checkpoint TALKER/voice --teacher NATURAL --keep KEEP --output evaluation.json
+  python -m mktts train evaluate --checkpoint small --teacher NATURAL --keep KEEP --output e.json --only sound,ends
 
-The variable FLITE names the teacher, as for `train teacher`. With --keep, a run that was cut off goes on where it was,
-and what is measured again is not spoken again. --only measures some sections and puts them into the record that is
-there; without it the record begins anew. The last line of standard output is the record as JSON, without the single
-sentences, which the file has too."""
+NATURAL holds shards of `train teacher` of the list that `train texts --natural` writes, a folder for each speaker or
+one for all. KEEP holds the student's audio: a run that was cut goes on there. --only measures some sections and puts
+them into the record that is there. The last line of standard output is JSON: the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, help="folder in the Hub's layout, or small")
+    parser.add_argument("--teacher", type=Path, required=True, nargs="+", metavar="NATURAL", help="audio shards")
+    parser.add_argument("--keep", type=Path, required=True, metavar="FOLDER", help="for the student's audio")
     parser.add_argument("--output", type=Path, required=True, help="JSON, written whole after every section")
     parser.add_argument("--only", metavar="A,B", help=f"sections of {','.join(SECTIONS)} (default: all)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for audio and what was heard (default: not kept)")
-    parser.add_argument("--sentences", type=int, default=200, help="of the grammar, judged (default: 200)")
-    parser.add_argument("--natural", type=int, help="of everyday speech, each by every speaker (default: all)")
-    parser.add_argument("--forms", type=int, default=120, help="sentences in every written form (default: 120)")
-    parser.add_argument("--eos", type=int, default=500, help="utterances whose end is counted (default: 500)")
-    parser.add_argument("--speed", type=int, default=24, help="streams timed, 0 for none (default: 24)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences of each kind, no timing")
-    parser.add_argument("--greedy", action="store_true", help="word errors of the grammar by argmax too")
-    parser.add_argument("--speakers", default=",".join(SPEAKERS), help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first utterance; the next ones count up")
-    parser.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint's)")
+    parser.add_argument("--whisper", default=WHISPER, help="folder of Whisper base, or its name (default: %(default)s)")
+    parser.add_argument("--listeners", type=float, help="on two cores, as `mktts bench` found")
+    parser.add_argument("--most", type=int, default=_ENDS, help="sentences of a shard (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="the student's (default: cpu)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
-    parser.add_argument("--teacher-cache", type=Path, help="folder of the teacher's audio, if not that of --keep")
-    codec = parser.add_mutually_exclusive_group()
-    codec.add_argument(
-        "--codec-state", type=Path, help="file of `train fit` or `train codec`, to judge the codec alone"
-    )
-    codec.add_argument("--codec-audio", type=Path, help="its copies of the teacher's audio, named as in the cache")
-    codec.add_argument("--codec-figures", type=Path, help="JSON with the codec's own figures, copied to the record")
-    parser.add_argument("--listen", type=Path, help="folder for WAV files of a few sentences by every speaker")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes and prints the record. Raises as `evaluate`."""
-    document = evaluate(arguments)
-    print(table(document))
-    print(json.dumps(_without_rows(document), sort_keys=True))
+    """Measures. Raises BackendUnavailable for a package that is missing, MetricsError for an unknown section."""
+    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
+    if unknown := set(chosen) - set(SECTIONS):
+        raise MetricsError(f"expected sections of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
+    begun = time.monotonic()
+    utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep, arguments.device, arguments.most)
+    judge = Judge(arguments.checkpoint, utterances, arguments.whisper)
+    again = bool(arguments.only) and arguments.output.is_file()
+    record: Record = read_json(arguments.output) if again else {"utterances": [_row(u) for u in utterances]}
+    record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
+    for name in chosen:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # means of what has no value
+            SECTIONS[name](judge, record)
+        if arguments.listeners:
+            put(record, "listeners_cpu", arguments.listeners, 1)
+        write_json(arguments.output, record)
+        print(f"{name} {time.monotonic() - begun:.0f} s", flush=True)
+    print(json.dumps(record["figures"]))
     return 0
 
 
-def evaluate(given: argparse.Namespace, sections: Mapping[str, Callable[[Given], Figures]] = SECTIONS) -> Figures:
-    """The whole record, also in the file. Raises MetricsError for settings that do not fit, and what teacher, student
-    and recogniser raise; what was measured before that is in the file."""
-    chosen = _chosen(given, sections)
-    document: Figures = {}
-    if given.only and given.output.exists():
-        document = read_json(given.output, MetricsError)
-    document["environment"] = environment()
-    with tempfile.TemporaryDirectory() as folder:
-        told = _told(given, given.keep or Path(folder))
-        for name in chosen:
-            started_s = time.perf_counter()
-            document |= sections[name](told)
-            where = document["environment"]
-            document.setdefault("measured", {})[name] = {
-                "date_utc": where["date_utc"],
-                "git_revision": where["git_revision"],
-                "seconds": round(time.perf_counter() - started_s, 1),
-            }
-            document["lines"] = lines(document)
-            document["figures"] = figures(document)
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            write_json(given.output, document)
-    return document
-
-
-def _chosen(given: argparse.Namespace, sections: Mapping[str, object]) -> list[str]:
-    left_out = {*(_LEFT_OUT_OF_QUICK if given.quick else ()), *(() if given.speed else ("speed",))}
-    names = given.only.split(",") if given.only else [name for name in sections if name not in left_out]
-    unknown = [name for name in names if name not in sections]
-    if unknown:
-        raise MetricsError(f"expected sections of {', '.join(sections)}, got {', '.join(unknown)}")
-    return names
-
-
-def _told(given: argparse.Namespace, keep: Path) -> Given:
-    quick = QUICK_SENTENCES if given.quick else None
-    return Given(
-        checkpoint=given.checkpoint,
-        speakers=tuple(given.speakers.split(",")),
-        keep=keep,
-        sentences=quick or given.sentences,
-        natural=quick or given.natural,
-        forms=quick or given.forms,
-        ends=0 if given.quick else given.eos,
-        streams=given.speed,
-        greedy=given.greedy,
-        seed=given.seed,
-        layout=given.layout,
-        device=given.device,
-        workers=given.workers,
-        teacher_cache=given.teacher_cache,
-        codec_state=given.codec_state,
-        codec_audio=given.codec_audio,
-        codec_figures=given.codec_figures,
-        listen=given.listen,
-    )
-
-
-def table(document: Figures) -> str:
-    """What people read first."""
-    found = [f"{'':28}{'value':>10}   {'95 % interval':20}{'must':>14}"]
-    for name, row in document["figures"].items():
-        value = "none" if row["value"] is None else f"{row['value']:.3f}"
-        interval = "{:.3f} to {:.3f}".format(*row["interval_95"]) if row["interval_95"] else ""
-        must = "{} {:g}".format(*row["must"]) + ("  met" if row["met"] else "  NOT MET") if "must" in row else ""
-        found.append(f"{name:28}{value:>10}   {interval:20}{must:>14}")
-    for key in ("word_errors", "word_errors_greedy", "word_errors_codec"):
-        for mode, figures_ in document.get(key, {}).items():
-            rates = {name: figures_[name] for name in ("teacher", "student", "greedy", "codec") if name in figures_}
-            found.append(f"{key} {mode}: " + "  ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
-    for speaker, of in document.get("natural", {}).get("by_speaker", {}).items():
-        rates = "  ".join(f"{voice} {of[voice]['rate']:.3f}" for voice in ("teacher", "student"))
-        found.append(f"natural sentences, {speaker}: {rates}" + (f"  ratio {of['ratio']:.2f}" if of["ratio"] else ""))
-    for name, of in document.get("forms", {}).get("forms", {}).items():
-        found.append(f"{name}: {of['rate']:.3f}" + (f"  ratio {of['ratio']:.2f}" if of.get("ratio") else ""))
-    for name, of in document.get("distortion", {}).items():
-        found.append(f"mel-cepstral distortion, {name}: median {of['median']:.2f} dB, p95 {of['p95']:.2f} dB")
-    return "\n".join(found)
-
-
-def _without_rows(document: Figures) -> Figures:
-    kept = dict(document)
-    for key, inner in _ROWS.items():
-        if inner is None:
-            kept.pop(key, None)
-        elif key in kept:
-            kept[key] = {name: value for name, value in kept[key].items() if name != inner}
-    return kept
+def _row(u: Spoken) -> Record:
+    seconds = {who: round(len(getattr(u, who)) / SAMPLE_RATE_HZ, 3) for who in VOICES}
+    return {"text": u.text, "speaker": u.speaker, "audio_s": seconds, "ended": u.ended}

@@ -1,95 +1,123 @@
-"""What the ear minds and a recogniser does not: noise that repeats itself, a click at the start, a wrong spectrum.
-
-All audio is float32 (n,) mono at 24 kHz, full scale 1.
-"""
+"""What the ear minds and a recogniser does not, of audio float (n,) mono at 24 kHz, full scale 1."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mktts.audio import peak_dbfs
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.training.judge.mcd import frames
 
-NOISE_BAND_HZ = (3_500.0, 7_200.0)  # where hiss and breath are, above the voice's strong harmonics
-BUZZ_LAG_S, FRAME_LAG_S = 0.020, 0.080  # a decoder's step before its last upsampling, and a frame
-CLICK_S = 0.010
-_CLICK_BAND_HZ = (1_000.0, SAMPLE_RATE_HZ)
-_WINDOW_S, _HOP_S = 0.060, 0.010
-_EDGE_HZ = 100.0  # of the band pass, half a cosine wide
+STEP_SAMPLES = 480  # 20 ms: a decoder's step before its last up-samplings
+CENTRES_HZ = tuple(1_000 * 2 ** (k / 3) for k in range(-5, 10))  # third-octave bands from 0.3 to 8 kHz
+PITCH_BAND_HZ = (1_000.0, 3_400.0)  # where the ear is keenest and a comb hides the pitch
+_WINDOW, _HOP = 1_440, 240  # 60 ms, 10 ms
+_WINDOW_OF_PITCH, _NEAR = 600, 4  # samples: 25 ms, in which a pitch hardly glides; around the period
 _LOUD_DB = 30.0  # a window counts if its band is at most so far below the loudest of the utterance
 _FAINT = 10 ** (-70 / 20)  # of full scale: and not fainter than this
-_FLOOR_DB = -80.0  # of the full-scale sine's bin; what is fainter differs for no listener
+_LOWEST_HZ, _HIGHEST_HZ = 70.0, 400.0  # of voices
+_VOICED = 0.5  # of the autocorrelation at lag 0, at least
 
 
-def lag_correlation(samples: np.ndarray, lag_s: float, band_hz: tuple[float, float] = NOISE_BAND_HZ) -> float:
-    """How much `band_hz` of the audio repeats itself after `lag_s`: the median of `lag_correlations`, nan for none.
+def band_passed(pcm: np.ndarray, low_hz: float, high_hz: float) -> np.ndarray:
+    """The part of (n,) between two frequencies, float64, without delay; edges are a tenth of the band's width."""
+    hz = np.fft.rfftfreq(max(1, len(pcm)), 1 / SAMPLE_RATE_HZ)
+    inside = np.clip(np.minimum(hz - low_hz, high_hz - hz) / (0.1 * (high_hz - low_hz)) + 0.5, 0, 1)
+    return np.fft.irfft(np.fft.rfft(pcm.astype(np.float64)) * (0.5 - 0.5 * np.cos(np.pi * inside)), len(pcm))
 
-    1: every window is the one before it again (a buzz of 1 / lag_s Hz); 0: noise that never repeats.
+
+def repeated(band: np.ndarray, lags: np.ndarray | int, window: int = _WINDOW) -> np.ndarray:
+    """Normalised correlation of each window, every 10 ms, with that a lag of samples later; nan where it is quiet.
+
+    lags: one for all windows, or one for each (0: nan). Of noise the values scatter around 0.
     """
-    found = lag_correlations(samples, lag_s, band_hz)
-    return float(np.median(found)) if len(found) else float("nan")
+    count = max(0, (len(band) - window - int(np.max(lags))) // _HOP + 1)
+    lag = np.full(count, lags) if np.ndim(lags) == 0 else np.asarray(lags)[:count]
+    starts = _HOP * np.arange(len(lag))
+    power = np.concatenate(([0.0], np.cumsum(band * band)))
+    now, later = power[starts + window] - power[starts], power[starts + lag + window] - power[starts + lag]
+    both = np.zeros(len(lag))
+    for each in np.unique(lag):
+        at = starts[lag == each]
+        products = np.concatenate(([0.0], np.cumsum(band[: len(band) - each] * band[each:])))
+        both[lag == each] = products[at + window] - products[at]
+    least = max(now.max(initial=0) * 10 ** (-_LOUD_DB / 10), _FAINT**2 * window)
+    good = (np.minimum(now, later) > least) & (lag > 0)
+    return np.where(good, both / np.sqrt(np.maximum(now * later, 1e-20)), np.nan)
 
 
-def lag_correlations(samples: np.ndarray, lag_s: float, band_hz: tuple[float, float] = NOISE_BAND_HZ) -> np.ndarray:
-    """Normalised correlation in [-1, 1] of each 60 ms with the 60 ms that are `lag_s` later: float64 (windows,).
+def comb(pcm: np.ndarray) -> np.ndarray:
+    """(bands,): how much of each third-octave band repeats after 20 ms, the mean over its loud windows; nan: none."""
+    found = []
+    for centre in CENTRES_HZ:
+        values = repeated(band_passed(pcm, centre * 2 ** (-1 / 6), centre * 2 ** (1 / 6)), STEP_SAMPLES)
+        found.append(np.nanmean(values) if np.isfinite(values).any() else np.nan)
+    return np.array(found)
 
-    Windows begin every 10 ms; those whose band is more than 30 dB below the utterance's loudest, or below -70 dBFS,
-    are left out: silence has no hiss. For noise the values scatter by about 0.05.
+
+def pitch_periods(pcm: np.ndarray) -> np.ndarray:
+    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced.
+
+    Of what lies below 1 kHz, by the autocorrelation less the window's own (Boersma 1993); of the peaks nearly as high
+    as the highest the one of the shortest lag counts.
     """
-    lag, window, hop = (round(seconds * SAMPLE_RATE_HZ) for seconds in (lag_s, _WINDOW_S, _HOP_S))
-    band = band_passed(samples, band_hz)
-    if len(band) < lag + window:
-        return np.zeros(0)
-    cut = np.lib.stride_tricks.sliding_window_view(band, window)[::hop]
-    late = np.lib.stride_tricks.sliding_window_view(band[lag:], window)[::hop]
-    cut = cut[: len(late)]
-    power, late_power = (cut**2).mean(1), (late**2).mean(1)
-    least = max(power.max() * 10 ** (-_LOUD_DB / 10), _FAINT**2)
-    loud = (power > least) & (late_power > least)
-    both = (cut[loud] * late[loud]).mean(1)
-    return both / np.sqrt(power[loud] * late_power[loud])
+    if len(pcm) < _WINDOW:
+        return np.zeros(0, int)
+    windows = np.lib.stride_tricks.sliding_window_view(band_passed(pcm, 0, PITCH_BAND_HZ[0]), _WINDOW)[::_HOP]
+    shape = np.hanning(_WINDOW)
+    power = np.abs(np.fft.rfft((windows - windows.mean(1, keepdims=True)) * shape, 2 * _WINDOW)) ** 2
+    slope = np.fft.irfft(np.abs(np.fft.rfft(shape, 2 * _WINDOW)) ** 2)
+    low, high = int(SAMPLE_RATE_HZ / _HIGHEST_HZ), int(SAMPLE_RATE_HZ / _LOWEST_HZ)
+    found = np.fft.irfft(power)[:, : high + 2] / slope[: high + 2]
+    level = found[:, :1]
+    ratio = found[:, low:] / np.maximum(level, 1e-12)
+    inner, most = ratio[:, 1:-1], ratio.max(1, keepdims=True)
+    peak = (inner >= ratio[:, :-2]) & (inner > ratio[:, 2:]) & (inner > 0.9 * most)
+    voiced = (most[:, 0] > _VOICED) & (level[:, 0] > max(level.max() * 1e-3, _FAINT**2 * _WINDOW)) & peak.any(1)
+    return np.where(voiced, low + 1 + peak.argmax(1), 0)
 
 
-def band_passed(samples: np.ndarray, band_hz: tuple[float, float]) -> np.ndarray:
-    """The part of (n,) between two frequencies, float64 (n,), without delay; edges are 100 Hz wide."""
-    hz = np.fft.rfftfreq(max(1, len(samples)), 1 / SAMPLE_RATE_HZ)
-    low, high = band_hz
-    inside = np.clip(np.minimum(hz - low, high - hz) / _EDGE_HZ + 0.5, 0, 1)
-    gain = 0.5 - 0.5 * np.cos(np.pi * inside)
-    return np.fft.irfft(np.fft.rfft(samples.astype(np.float64)) * gain, len(samples)) if len(samples) else samples
+def pitch_band(pcm: np.ndarray) -> float:
+    """How much of 1 to 3.4 kHz repeats after the pitch's own period, the mean over voiced windows of 25 ms; nan for
+    none. Of the lags near the period the best counts: there a sample is a tenth of a wave."""
+    periods, band = pitch_periods(pcm), band_passed(pcm, *PITCH_BAND_HZ)
+    if not periods.any():
+        return float("nan")
+    near = [repeated(band, np.where(periods > 0, periods + d, 0), _WINDOW_OF_PITCH) for d in range(-_NEAR, _NEAR + 1)]
+    values = np.nanmax(np.stack([row[: min(map(len, near))] for row in near]), 0)
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
-def click_dbfs(samples: np.ndarray) -> float:
-    """The step from the silence before the audio to its sample 0, dBFS; -inf for a zero."""
-    return peak_dbfs(samples[:1])
+def high_band_db(pcm: np.ndarray, from_hz: float = 8_000.0) -> float:
+    """Energy above `from_hz` relative to all, dB."""
+    power = np.abs(np.fft.rfft(pcm.astype(np.float64))) ** 2
+    hz = np.fft.rfftfreq(len(pcm), 1 / SAMPLE_RATE_HZ)
+    return float(10 * np.log10((power[hz >= from_hz].sum() + 1e-12) / (power.sum() + 1e-9)))
 
 
-def start_dbfs(samples: np.ndarray) -> float:
-    """The loudest sample of the first 10 ms above 1 kHz, dBFS: a click that is not at sample 0 shows here.
+def pitch_errors(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:
+    """Root mean square error in cents where both are voiced, and share of frames that one alone voices, along the
+    cheapest path between log spectra of a third of an octave (dynamic time warping)."""
+    ours, theirs = (_thirds(pcm) for pcm in (student, teacher))
+    distance = np.abs(ours[:, None] - theirs).mean(-1)
+    cost = np.full((len(ours) + 1, len(theirs) + 1), np.inf)
+    cost[0, 0] = 0
+    for i, row in enumerate(distance):
+        for j, value in enumerate(row):
+            cost[i + 1, j + 1] = value + min(cost[i, j], cost[i, j + 1], cost[i + 1, j])
+    path, (i, j) = [], distance.shape
+    while i and j:
+        path.append((i - 1, j - 1))
+        i, j = min(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda at: cost[at])
+    at = np.array(path)
+    ours, theirs = pitch_periods(student)[at[:, 0]], pitch_periods(teacher)[at[:, 1]]
+    both = (ours > 0) & (theirs > 0)
+    cents = 1_200 * np.log2(theirs[both] / ours[both])
+    return float(np.sqrt(np.mean(cents**2))) if both.any() else float("nan"), float(np.mean((ours > 0) != (theirs > 0)))
 
-    The filter takes 0.8 dB from a click of one sample. A breath at the start counts, too: the teacher's -80 to -65.
-    """
-    silence = round(CLICK_S * SAMPLE_RATE_HZ)
-    heard = band_passed(np.pad(samples[: 10 * silence], silence), _CLICK_BAND_HZ)
-    return peak_dbfs(heard[silence // 2 : 2 * silence])
 
-
-def log_spectral_distance_db(reference: np.ndarray, other: np.ndarray) -> float:
-    """Root mean square difference of two log spectra up to 8 kHz, in dB, mean over the frames of 43 ms every 10 ms.
-
-    `other` is to be in step with `reference`, sample for sample, as a codec's copy is; the longer one is cut. Bins
-    below -80 dBFS count as that level. (Gray and Markel 1976.)
-    """
-    length = min(len(reference), len(other))
-    a, b = (_log_spectra(pcm[:length]) for pcm in (reference, other))
-    return float(np.sqrt(((a - b) ** 2).mean(1)).mean())
-
-
-def _log_spectra(pcm: np.ndarray) -> np.ndarray:
-    """(frames, bins up to 8 kHz) in dB of a full-scale sine."""
-    cut = frames(pcm)
-    window = np.hanning(cut.shape[1])
-    magnitudes = np.abs(np.fft.rfft(cut * window)) * (2 / window.sum())
-    bins = round(8_000 / SAMPLE_RATE_HZ * cut.shape[1]) + 1
-    return 20 * np.log10(np.maximum(magnitudes[:, :bins], 10 ** (_FLOOR_DB / 20)))
+def _thirds(pcm: np.ndarray) -> np.ndarray:
+    """Log levels (windows, bands) in third-octave bands, every 10 ms."""
+    windows = np.lib.stride_tricks.sliding_window_view(pcm.astype(np.float64), _WINDOW)[::_HOP]
+    power = np.abs(np.fft.rfft(windows * np.hanning(_WINDOW))) ** 2
+    hz = np.fft.rfftfreq(_WINDOW, 1 / SAMPLE_RATE_HZ)
+    bands = [power[:, (hz >= c * 2 ** (-1 / 6)) & (hz < c * 2 ** (1 / 6))].sum(1) for c in CENTRES_HZ]
+    return np.log(np.stack(bands, 1) + 1e-6)

@@ -1,1 +1,1 @@
-"""Trains talker and code predictor."""
+"""Talker and code predictor: sequences of text and codes, and what learns them."""

@@ -1,124 +1,119 @@
-"""Dimensions of the small voice's talker and code predictor, and its JSON files in the Hub's words."""
+"""The voice's folder in the Hub's layout: dimensions, what is known before training, and what is written after it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from mktts.checkpoint.random.make import Json, small_files
-from mktts.spec import CODEBOOK_SIZE, SUPPRESSED_TAIL
+import torch
+from torch import Tensor
 
-SPEAKERS = ("slt", "rms", "awb")  # their ids count down from the vocabulary's end
-LISTED = ("rms", "awb", "slt")  # in config.json: programs take the first where none is named, and rms is heard best
+from mktts.checkpoint import Checkpoint
+from mktts.checkpoint.open import CODEC_FOLDER
+from mktts.checkpoint.random.make import whole_folder, write_weights
+from mktts.checkpoint.tensors import TensorSpec, check, expected_tensors
+from mktts.common import read_object, write_json
+from mktts.errors import CheckpointError
+from mktts.spec import SUPPRESSED_TAIL, ModelConfig
+from mktts.training.codec.model import Codec, write_codec
+
 LANGUAGE = "english"
-
-# Sampling defaults of the checkpoint: a small model's tails are noise, so both draws are cut closer than the released
-# 0.9 / 50. No repetition penalty: silence and sustained vowels repeat codes, and 256 codes a book recur soon anyway.
-TEMPERATURE, TOP_K = 0.3, 20
-PREDICTOR_TEMPERATURE, PREDICTOR_TOP_K = 0.3, 20
-REPETITION_PENALTY = 1.0
-MAX_NEW_FRAMES = 512  # 41 s, of `max_new_tokens`
-MAX_CHARS_PER_SEGMENT = 120  # hardly a text to learn from is longer, and from 130 on the voice loses its place
+_TAKEN = ("vocab.json", "merges.txt", "tokenizer_config.json", "configuration.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
 class StackSizes:
-    """One decoder stack."""
+    """One decoder stack, by the names of config.json."""
 
-    hidden: int
-    feed_forward: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
 
 
 @dataclass(frozen=True)
 class TalkerSizes:
-    """Everything config.json needs that is not fixed by the architecture. Text ids follow the tokenizer."""
+    """What config.json needs that is not fixed by the architecture or the tokenizer."""
 
     talker: StackSizes
     predictor: StackSizes
     codebook_size: int
     text_hidden: int
-    merges: int  # of the byte-pair vocabulary
-
-    @property
-    def shift(self) -> int:
-        """How far control ids move down: they still follow the codes."""
-        return CODEBOOK_SIZE - self.codebook_size
 
 
 # 8.5 million parameters. A layer more, or a wider predictor, costs two CPU cores more than its share of 0.30 of real
 # time: a frame took 13.8 ms of one core's time where the smaller voice took 11.9 (torch 2.13, one thread, medians).
-VOICE = TalkerSizes(StackSizes(256, 768, 6, 4, 2, 64), StackSizes(256, 384, 2, 4, 2, 64), 256, 128, 3_000)
-SMALL = TalkerSizes(StackSizes(256, 384, 5, 4, 2, 64), StackSizes(256, 256, 2, 4, 2, 64), 256, 128, 1_800)
-TINY = TalkerSizes(StackSizes(64, 128, 2, 4, 2, 32), StackSizes(64, 64, 1, 4, 2, 32), 32, 32, 60)  # for tests
+VOICE = TalkerSizes(StackSizes(256, 768, 6, 4, 2, 64), StackSizes(256, 384, 2, 4, 2, 64), 256, 128)
+TINY = TalkerSizes(StackSizes(64, 128, 2, 4, 2, 32), StackSizes(64, 64, 1, 4, 2, 32), 32, 32)  # for tests
+SIZES = {"voice": VOICE, "tiny": TINY}
 
 
-def speaker_ids(vocabulary: int, speakers: Sequence[str]) -> dict[str, int]:
-    """Name -> control id, in the order in which config.json lists them; the released voice's keep their ids."""
-    ours = set(speakers) <= set(SPEAKERS)
-    order = SPEAKERS if ours else tuple(speakers)
-    return {name: vocabulary - 1 - order.index(name) for name in (LISTED if ours else speakers)}
+def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Sequence[str]) -> ModelConfig:
+    """Everything of a checkpoint that is known before training: the tokenizer of `begun`, and JSON files.
 
-
-def config_files(sizes: TalkerSizes, text_ids: dict[str, int], speakers: Sequence[str] = SPEAKERS) -> dict[str, Json]:
-    """Relative path -> content of config.json, generation_config.json and the files that never change.
-
-    text_ids: special token (and "assistant") -> id, and "" -> rows of the text table. speech_tokenizer/config.json is
-    the codec's business. speakers: names; other than the released voice's, the first is what programs take.
+    speakers: their ids count down from the vocabulary's end; programs take the first where none is named.
     """
-    files = small_files("0.6b", "custom_voice", full_codec=True)
-    del files["speech_tokenizer/config.json"]
-    config = files["config.json"]
-    config |= {
-        "assistant_token_id": text_ids["assistant"],
-        "im_start_token_id": text_ids["<|im_start|>"],
-        "im_end_token_id": text_ids["<|im_end|>"],
-        "tts_bos_token_id": text_ids["<tts_text_bos>"],
-        "tts_eos_token_id": text_ids["<tts_text_eod>"],
-        "tts_pad_token_id": text_ids["<tts_pad>"],
-    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _TAKEN:
+        shutil.copyfile(begun.folder / name, folder / name)
+    config, generation = (read_object(begun.folder / name) for name in ("config.json", "generation_config.json"))
     talker = config["talker_config"]
+    shift = talker["code_predictor_config"]["vocab_size"] - sizes.codebook_size  # control ids follow the codes
     for key, value in talker.items():
         if key.startswith("codec_") and isinstance(value, int):
-            talker[key] = value - sizes.shift
+            talker[key] = value - shift
     vocabulary = sizes.codebook_size + SUPPRESSED_TAIL
     half = sizes.talker.head_dim // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]  # equal positions: any split is ordinary rotary embedding
-    talker |= _stack(sizes.talker) | {
+    ids = {name: vocabulary - 1 - i for i, name in enumerate(speakers)}
+    talker |= asdict(sizes.talker) | {
         "vocab_size": vocabulary,
         "text_hidden_size": sizes.text_hidden,
-        "text_vocab_size": text_ids[""],
-        "codec_language_id": {LANGUAGE: talker["codec_language_id"][LANGUAGE] - sizes.shift},
-        "spk_id": (ids := speaker_ids(vocabulary, speakers)),
+        "codec_language_id": {name: value - shift for name, value in talker["codec_language_id"].items()},
+        "spk_id": ids,
         "spk_is_dialect": dict.fromkeys(ids, False),
         "rope_scaling": talker["rope_scaling"] | {"mrope_section": sections},
     }
-    talker["code_predictor_config"] |= _stack(sizes.predictor) | {
+    talker["code_predictor_config"] |= asdict(sizes.predictor) | {
         "vocab_size": sizes.codebook_size,
-        "layer_types": ["full_attention"] * sizes.predictor.layers,
+        "layer_types": ["full_attention"] * sizes.predictor.num_hidden_layers,
     }
-    files["generation_config.json"] |= {
-        "temperature": TEMPERATURE,
-        "top_k": TOP_K,
-        "subtalker_temperature": PREDICTOR_TEMPERATURE,
-        "subtalker_top_k": PREDICTOR_TOP_K,
-        "repetition_penalty": REPETITION_PENALTY,
-        "max_new_tokens": MAX_NEW_FRAMES,
-        "max_chars_per_segment": MAX_CHARS_PER_SEGMENT,
-        "text_front_end": LANGUAGE,
-    }
-    return files
+    write_json(folder / "config.json", config, sort_keys=False)
+    write_json(folder / "generation_config.json", generation, sort_keys=False)
+    return ModelConfig.load(folder)
 
 
-def _stack(sizes: StackSizes) -> Json:
-    return {
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.feed_forward,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-    }
+def write_checkpoint(
+    folder: Path,
+    prepared: Path,
+    tensors: Mapping[str, Tensor],
+    codec: Codec,
+    sampling: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout.
+
+    prepared: what `prepare` made. tensors: by Hub name. sampling: what is to differ in generation_config.json. Raises
+    CheckpointError where parts do not fit or `folder` has content already.
+    """
+    config = ModelConfig.load(prepared)
+    stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    dtype_name = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
+    found = {name: TensorSpec(tuple(t.shape), (dtype_name,)) for name, t in stored.items()}
+    check(found, expected_tensors(config), "trained tensors")
+    if codec.sizes.codebook_size != config.predictor.vocab_size:
+        raise CheckpointError(
+            f"expected a codec of {config.predictor.vocab_size} entries a book, as the talker has, found "
+            f"{codec.sizes.codebook_size}: train the talker on this codec's codes"
+        )
+    with whole_folder(folder) as work:
+        shutil.copytree(prepared, work, dirs_exist_ok=True)
+        write_codec(work / CODEC_FOLDER, codec, dtype)
+        generation = read_object(prepared / "generation_config.json") | dict(sampling or {})
+        write_json(work / "generation_config.json", generation, sort_keys=False)
+        write_weights(work, stored)
+    return folder

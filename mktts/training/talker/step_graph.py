@@ -40,33 +40,31 @@ class _Step:
 
 
 class StepGraphs:
-    """Runs whole steps (forward, backward, optimizer) on static copies of their inputs; from the fourth step of a kind
-    and shape on as a graph.
+    """Runs whole steps (forward, backward, optimizer); where it records, on static copies of their inputs, from the
+    fourth step of a kind and shape on as a graph.
 
     A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
     reads (a learning rate is a tensor). Random numbers come from the device's default generator, which may be seeded
-    between steps. On the CPU nothing is recorded; the rest is the same.
+    between steps.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, graphs: bool) -> None:
+        """graphs: whether to record; on the CPU nothing is."""
         self._steps: dict[Hashable, _Step] = {}
-        self._cuda = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self._cuda else None
-        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None  # shared: steps do not overlap
+        self.recording = graphs and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self.recording else None
+        self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
 
     def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
-        """What `work(*inputs)` returns; its tensors hold until the next step of the same kind and shapes."""
+        """What `work(*inputs)` returns; its tensors hold until the next step."""
+        if not self.recording:
+            return work(*inputs)
         key = (kind, *(tuple(tensor.shape) for tensor in inputs))
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = _Step(tuple(tensor.clone() for tensor in inputs))
+        if key not in self._steps:
+            self._steps[key] = _Step(tuple(torch.empty_like(tensor) for tensor in inputs))
+        step = self._steps[key]
         for static, given in zip(step.inputs, inputs, strict=True):
             static.copy_(given)
-        if step.recorded is not None:
-            step.recorded.replay()
-            return step.recorded.result
-        if not self._cuda:
-            return work(*step.inputs)
         step.runs += 1
         if step.runs <= _ORDINARY_RUNS:
             self._side.wait_stream(torch.cuda.current_stream())
@@ -74,6 +72,7 @@ class StepGraphs:
                 found = work(*step.inputs)
             torch.cuda.current_stream().wait_stream(self._side)
             return found
-        step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
+        if step.recorded is None:
+            step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
         step.recorded.replay()
         return step.recorded.result

