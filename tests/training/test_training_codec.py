@@ -20,7 +20,7 @@ from mktts.training.codec.train import CodecRecipe, CodecTrainer, onset
 from mktts.training.data.audio import Crops, read_shard, trimmed, write_shard
 
 RECIPE = CodecRecipe(
-    batch=2, crop_frames=8, judged_frames=2, steps=100, block=2, warmup_steps=2, adversarial_from=2, joint_steps=4,
+    batch=2, crop_frames=7, judged_frames=1, steps=100, block=2, warmup_steps=2, adversarial_from=2, joint_steps=4,
     onsets=0.5, rate=2e-3,
 )  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_entries_follow_their_rows_and_those_that_none_chooses_begin_anew():
     quantizer.usage[0, 5] = 0.0
     everything, some = torch.full((4,), NUM_CODEBOOKS), torch.tensor([1, 16, 16, 16])
     missed = []
-    for _ in range(300):
+    for _ in range(150):
         given = rows.clone().requires_grad_()
         stands_for, distance = quantizer.learn(given, everything)
         missed.append(float(distance.detach()))
@@ -189,8 +189,8 @@ def test_it_learns_resumes_exactly_and_then_codes_stand_still(crops, tmp_path):
     assert later == found[4:] and all(torch.equal(again[name], packed[name]) for name in packed)
     assert torch.equal(resumed.codec.encode(crops.batch(1, 2)), before)
     plain = replace(RECIPE, adversarial_from=100, joint_steps=100, dropped=0.0)
-    mels = [line["mel"] for line in steps(CodecTrainer(plain, TINY, crops), 30)[0]]
-    assert sum(mels[-4:]) < 0.85 * sum(mels[:4])
+    mels = [line["mel"] for line in steps(CodecTrainer(plain, TINY, crops), 16)[0]]
+    assert sum(mels[-4:]) < 0.9 * sum(mels[:4])
     with pytest.raises(CheckpointError, match="seed"):
         CodecTrainer(replace(RECIPE, seed=1), TINY, crops).load(tmp_path)
 

@@ -15,7 +15,7 @@ from mktts.synth import Synthesizer
 from mktts.training import voice_report
 
 CODEC = (
-    "--size tiny --block 2 --batch 2 --crop-frames 8 --judged-frames 2 --adversarial-from 1 --joint-steps 3 "
+    "--size tiny --block 2 --batch 2 --crop-frames 7 --judged-frames 1 --adversarial-from 1 --joint-steps 3 "
     "--onsets 0.5 --device cpu --resume --minutes 5"
 ).split()
 TALKER = "--size tiny --block 2 --batch-rows 400 --fresh --device cpu --resume --minutes 5".split()
@@ -53,7 +53,7 @@ def test_the_whole_training_in_small(tmp_path, monkeypatch, capsys):
         assert run(*words) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    assert last("train texts", "--count", 12, "--out", "texts.xz")["sentences"] == 12
+    assert last("train texts", "--count", 8, "--out", "texts.xz")["sentences"] == 8
     say = f"{sys.executable} say.py {{text}} {{wav}}"
     given = ["--program", say, "--texts", "texts.xz", "--speakers", "anna:-3,bob", "--out", "AUDIO", "--workers", 2]
     assert last("train teacher", *given) == {"shards": 1}

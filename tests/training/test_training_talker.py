@@ -33,7 +33,7 @@ TEXTS = [
     "Anna likes the old boat.", "A cat watches the green window.", "Nobody paints the broken, heavy piano.",
     "The river carries the small garden.", "My brother found the heavy letter.", "Rain covers the quiet road.",
 ]  # fmt: skip
-RECIPE = TalkerRecipe(steps=60, warmup_steps=5, block=5, learning_rate=3e-3, batch_rows=200, dropout=0.1)
+RECIPE = TalkerRecipe(steps=45, warmup_steps=5, block=5, learning_rate=3e-3, batch_rows=200, dropout=0.1)
 
 
 def synthetic_clips(texts=TEXTS, codebook=TINY.codebook_size) -> Clips:
