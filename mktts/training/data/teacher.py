@@ -173,6 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fetch", action="store_true", help="only download KOKORO: 160 MB, of which 56 stay")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="of `train texts`, or metadata.csv")
     parser.add_argument("--clips", type=int, help="sentences from the first on (default: all)")
+    parser.add_argument("--per-shard", type=int, default=CLIPS_PER_SHARD, help="clips of a file (default: %(default)s)")
     parser.add_argument("--speakers", default="", help="NAME=VOICE:DB by turns: a voice of Kokoro's, and dB to add")
     parser.add_argument("--out", type=Path, metavar="AUDIO", help="folder for audio shards")
     parser.add_argument("--device", default="auto", help="Kokoro's (default: %(default)s)")
@@ -194,5 +195,5 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         speak = program(arguments.program, arguments.workers)
     gains_db = {name: float(db or 0) for name, _, db in given}
-    print(json.dumps({"shards": make_shards(arguments.out, items, speak, gains_db)}))
+    print(json.dumps({"shards": make_shards(arguments.out, items, speak, gains_db, arguments.per_shard)}))
     return 0
