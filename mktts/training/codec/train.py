@@ -112,7 +112,6 @@ class CodecTrainer(Trainer):
             set_rate(optimizer, rate * self.schedule())
         self._share.fill_(max(1 / (1 + self.step), 1 / r.averaged_steps))
         joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
-        self.codec.encoder.requires_grad_(joint)
         judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME
         start = torch.randint(judged + 1, (1,)).to(self.device)
         books = torch.randint(1, NUM_CODEBOOKS + 1, (r.batch,))
@@ -125,7 +124,8 @@ class CodecTrainer(Trainer):
     def _step(self, pcm: Tensor, start: Tensor, books: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
         r, quantizer = self.recipe, self.codec.quantizer
         losses: dict[str, Tensor] = {}
-        rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
+        with torch.set_grad_enabled(joint):
+            rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
         if joint:
             rows, losses["commitment"] = quantizer.learn(rows, books)
         else:
