@@ -21,7 +21,7 @@ from pipecat.frames.frames import (
     VADUserStartedSpeakingFrame,
     VADUserStoppedSpeakingFrame,
 )
-from pipecat.observers.base_observer import BaseObserver, FramePushed
+from pipecat.observers.base_observer import BaseObserver, FrameProcessed, FramePushed
 from pipecat.processors.aggregators.llm_response_universal import AssistantTurnStoppedMessage
 from pipecat.processors.frame_processor import FrameDirection
 
@@ -122,6 +122,7 @@ class LatencyObserver(BaseObserver):
         self._turn: _OpenTurn | None = None
         self._spoken: set[str | None] = set()  # audio contexts since the last interruption
         self._cut: set[str | None] = set()
+        self._at_voice: InterruptionFrame | None = None
         self._changed = asyncio.Event()
 
     @property
@@ -151,6 +152,17 @@ class LatencyObserver(BaseObserver):
         self.started = True
         self._changed.set()
 
+    async def on_process_frame(self, data: FrameProcessed) -> None:
+        """What leaves the voice after an interruption has come through it is stale; before that it is on its way."""
+        if not isinstance(data.frame, InterruptionFrame) or data.direction != FrameDirection.DOWNSTREAM:
+            return
+        if isinstance(data.processor, MkttsTTSService):
+            self._at_voice = data.frame
+        elif data.frame is self._at_voice:  # the processor behind the voice has it
+            self._cut |= self._spoken
+            self._spoken.clear()
+            self._at_voice = None
+
     async def on_push_frame(self, data: FramePushed) -> None:
         frame, now_s = data.frame, time.time()
         if isinstance(frame, ErrorFrame):
@@ -159,10 +171,6 @@ class LatencyObserver(BaseObserver):
             return
         elif isinstance(frame, VADUserStartedSpeakingFrame):
             self._begin(frame.timestamp - frame.start_secs)
-        elif isinstance(frame, InterruptionFrame):
-            # Pushed on its way to the voice: what is on its way from there already is not stale.
-            self._cut |= self._spoken
-            self._spoken.clear()
         elif isinstance(frame, BotStartedSpeakingFrame):
             self.speaking = True
             self.begun += 1

@@ -24,7 +24,7 @@ from pipecat.frames.frames import (
     VADUserStartedSpeakingFrame,
     VADUserStoppedSpeakingFrame,
 )
-from pipecat.observers.base_observer import FramePushed
+from pipecat.observers.base_observer import FrameProcessed, FramePushed
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.deepgram.stt import DeepgramSTTService
@@ -39,6 +39,7 @@ from mktts.agent.llm import ScriptedLLMService, create_llm
 from mktts.agent.settings import AgentSettings, from_environment
 from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, make_decoder
 from mktts.errors import AgentError
+from mktts.pipecat import MkttsTTSService
 
 NOON = datetime(2026, 1, 1, 12, 0)
 OFFLINE_STT = needs("pocketsphinx")
@@ -188,6 +189,18 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
     assert (turn.turn, turn.user, turn.reply) == (1, "hello", "Hi there.")
     times = [getattr(turn, name) for name in latency.TIMES]
     assert times == pytest.approx([400, 500, 700, 800, 400])  # from 101.7, the last from 100.7
+
+
+async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
+    observer, interruption = latency.LatencyObserver(), InterruptionFrame()
+    before, voice, behind = object(), object.__new__(MkttsTTSService), object()
+    audio = TTSAudioRawFrame(b"\0\0", 24_000, 1, context_id="a reply")
+    for processor in (before, voice, behind):
+        await observer.on_push_frame(FramePushed(voice, behind, audio, FrameDirection.DOWNSTREAM, 0))
+        assert observer.stale_frames == 0
+        await observer.on_process_frame(FrameProcessed(processor, interruption, FrameDirection.DOWNSTREAM, 0))
+    await observer.on_push_frame(FramePushed(voice, behind, audio, FrameDirection.DOWNSTREAM, 0))
+    assert observer.stale_frames == 1
 
 
 @pytest.mark.parametrize(
