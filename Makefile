@@ -27,7 +27,7 @@ NOTEBOOKS := notebooks/*.ipynb
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab site lint format docs bench load clean-nb reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
@@ -74,6 +74,9 @@ size: ## lines, Python tokens and files by folder, into outputs/reference/size.j
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab notebooks
+
+site: $(STAMP) ## executed notebooks as one static site, with sound and search: outputs/site/index.html
+	$(BIN)/python -m mktts site --out outputs/site
 
 load: $(STAMP) ## real-time listeners of the voice in the box on this CPU, into outputs/reference/load_cpu.json
 	$(BIN)/python -m mktts bench --load --checkpoint small --device cpu --into outputs/reference/load_cpu.json $(LOAD_ARGS)

@@ -39,6 +39,7 @@ GROUPS: dict[str, Group] = {
         "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
         "trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
+        "site": ("mktts.notebook.site", "make a static site of executed notebooks"),
     },
     "train the voice in the box": {
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),

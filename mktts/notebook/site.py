@@ -1,0 +1,226 @@
+"""`python -m mktts site`: executed notebooks as one static site, with sound, search and a table of all verdicts.
+
+The pages ask for nothing from elsewhere: pictures are in them, sounds and the search's index beside them, formulas are
+MathML. What they look like stands in `page/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from latex2mathml.converter import convert
+from nbconvert.exporters import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+from mktts.common import read_object, write_json, write_whole
+from mktts.errors import BatchError
+from mktts.notebook.plots import short
+from mktts.notebook.records import VERDICT, provenance
+from mktts.notebook.runs import PAGE, VERDICTS, publish
+
+RUNS = (Path("outputs/runs"), Path("outputs/reference"))
+OUT = Path("outputs/site")
+TEMPLATE = Path(__file__).parent / "page"
+INDEX = "search.js"  # a script and not JSON: a page that was opened from a disk may not fetch
+NAMESPACE = "http://www.w3.org/1998/Math/MathML"
+AGENT_PICTURE = "agent_page.png"
+EXAMPLES = """examples:
+  python -m mktts run notebooks/*.ipynb && python -m mktts site
+  python -m mktts site outputs/reference --out site
+
+Of a notebook that several RUNS have, the first one's is taken. Runs with values that were set are left out.
+Exit status: 0, or 2 where there is no executed notebook, or --out holds something else."""
+_NAME = re.compile(r"\d\d_[A-Za-z0-9_]+")
+_TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_SOUND = re.compile(r'<a href="([^"/]+\.mp3)">[^<]*</a>')
+_LINK = re.compile(r'<a href="(?![a-z]+:|#)([^"]*)">(.*?)</a>', re.DOTALL)
+_TARGET = re.compile(r"(?:.*/)?(\d\d_\w+)(?:\.ipynb|/executed\.ipynb)")
+
+
+@dataclass
+class Page:
+    """An executed notebook. machine: the folder between RUNS and the notebook's own, as h200; mostly empty."""
+
+    folder: Path
+    machine: str = ""
+    notebook: Any = None
+    verdict: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return f"{'_'.join(filter(None, (self.folder.name, self.machine)))}.html"
+
+    @property
+    def label(self) -> str:
+        return self.folder.name + (f" on {self.machine.upper()}" if self.machine else "")
+
+    @property
+    def title(self) -> str:
+        """The first heading, as "04 · Can it be heard while it is being made?"."""
+        prose = (cell.source for cell in self.notebook.cells if cell.cell_type == "markdown")
+        return next((found[1] for text in prose if (found := _TITLE.search(text))), self.folder.name)
+
+    @property
+    def question(self) -> str:
+        return str(self.verdict.get("question") or self.title.partition(" · ")[2] or self.title)
+
+
+class Prose(IPythonRenderer):
+    """Markdown to HTML. sections: what it found, for contents and search: level, id, heading and text."""
+
+    def __init__(self) -> None:
+        super().__init__(escape=False)
+        self.sections: list[dict[str, Any]] = []
+
+    def heading(self, text: str, level: int, **attributes: Any) -> str:
+        plain = _plain(text)
+        again = sum(one["heading"] == plain for one in self.sections)
+        name = re.sub(r"\W+", "-", plain.lower()).strip("-") + (f"-{again + 1}" if again else "")
+        self.sections.append({"level": level, "id": name, "heading": plain, "text": ""})
+        anchor = f'<a class="anchor-link" href="#{name}" aria-label="Link to this section">¶</a>'
+        return f'<h{level} id="{name}">{text}{anchor}</h{level}>\n'
+
+    def paragraph(self, text: str) -> str:
+        return super().paragraph(self._kept(text))
+
+    def block_text(self, text: str) -> str:
+        return super().block_text(self._kept(text))
+
+    def block_math(self, body: str) -> str:
+        return f'<div class="formula">{_mathml(body, "block")}</div>'
+
+    def inline_math(self, body: str) -> str:
+        return _mathml(body, "inline")
+
+    def _kept(self, text: str) -> str:
+        if self.sections:
+            self.sections[-1]["text"] = f"{self.sections[-1]['text']} {_plain(text)}".strip()
+        return text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = f"folders of run folders (default: {' '.join(map(str, RUNS))})"
+    parser.add_argument("runs", nargs="*", type=Path, default=RUNS, metavar="RUNS", help=default)
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="to write (default: %(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    pages = build(arguments.runs, arguments.out)
+    print(f"{len(pages)} notebooks: {arguments.out / 'index.html'}")
+    return 0
+
+
+def build(runs: Sequence[Path], out: Path) -> list[Page]:
+    """Writes the site of all executed notebooks in the folders `runs` to `out`, replacing an older site; returns pages.
+
+    Raises BatchError where there is none, and where `out` holds something else.
+    """
+    pages = found(runs)
+    if not pages:
+        raise BatchError(f"expected executed notebooks in {', '.join(map(str, runs))}, found none: make run")
+    if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise BatchError(f"{out}: expected a folder that is empty or holds a site, found something else")
+    shutil.rmtree(out, ignore_errors=True)
+    for name in ("site.css", "site.js"):
+        write_whole(out / name, (TEMPLATE / name).read_bytes())
+    index: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, page in enumerate(pages):
+            copy = publish(page.folder, Path(scratch) / page.address / page.folder.name)
+            page.notebook = nbformat.read(copy / "executed.ipynb", as_version=4)
+            if (page.folder / VERDICT).is_file():
+                page.verdict = read_object(page.folder / VERDICT, BatchError)
+            before, after = pages[number - 1] if number else None, (pages[number + 1 :] or [None])[0]
+            markup = _exported(page, index, before=before, after=after)
+            write_whole(out / page.address, _placed(markup, page, pages, [copy, page.folder, *runs], out).encode())
+    for name, shows in (("index", "notebooks"), ("figures", "figures")):
+        cell = nbformat.v4.new_markdown_cell(f"# {shows.capitalize()}")
+        page = Page(Path(name), notebook=nbformat.v4.new_notebook(cells=[cell]))
+        write_whole(out / page.address, _exported(page, [], **{shows: pages}).encode())
+    write_json(out / VERDICTS, [{"notebook": page.label, **page.verdict} for page in pages if page.verdict])
+    write_whole(out / INDEX, f"const SEARCH = {json.dumps(index, ensure_ascii=False)};\n".encode())
+    return pages
+
+
+def found(runs: Sequence[Path]) -> list[Page]:
+    """The executed notebooks of `runs`, in their order; of equal ones the first. A machine's are one folder deeper."""
+    pages: dict[str, Page] = {}
+    for folder in runs:
+        for path in [*folder.glob("*/executed.ipynb"), *folder.glob("*/*/executed.ipynb")]:
+            page = Page(path.parent, "".join(path.relative_to(folder).parts[:-2]))
+            if _NAME.fullmatch(page.folder.name):
+                pages.setdefault(page.address, page)
+    return [pages[address] for address in sorted(pages)]
+
+
+def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
+    """The page's HTML; its sections are added to `index`. known: what else the template shows."""
+    prose, section = Prose(), page.title
+    page.notebook.cells = [c for c in page.notebook.cells if "injected-parameters" not in c.metadata.get("tags", [])]
+    for cell in page.notebook.cells:
+        if cell.cell_type == "markdown" and (headings := _HEADING.findall(cell.source)):
+            section = headings[-1]
+        for output in (one for one in cell.get("outputs", []) if "image/png" in one.get("data", {})):
+            output.metadata["image/png"] = {**output.metadata.get("image/png", {}), "alt": f"Picture: {section}"}
+    exporter = HTMLExporter(template_name=TEMPLATE.name, extra_template_basedirs=[str(TEMPLATE.parent)])
+    exporter.register_filter("markdown2html", MarkdownWithMath(renderer=prose).render)
+    exporter.register_filter("short", short)
+    machine = page.folder / "environment.json"
+    about = provenance({"environment": read_object(machine, BatchError)}) if machine.is_file() else ""
+    exporter.environment.globals["site"] = {"page": page, "sections": prose.sections, "about": about, **known}
+    markup, _ = exporter.from_notebook_node(page.notebook)
+    for one in prose.sections:
+        where = f"{page.address}#{one['id']}"
+        index.append({"address": where, "page": page.label, "heading": one["heading"], "text": one["text"]})
+    return markup
+
+
+def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Path], out: Path) -> str:
+    """`markup` with links to sounds as players, to notebooks as links to their pages, and the agent's page as picture.
+
+    Files come from the first of `folders` that has them. A link to what is not in the site becomes its text.
+    """
+
+    def taken(name: str) -> str | None:
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is None:
+            return None
+        place = Path("files") / page.address.removesuffix(".html") / name
+        write_whole(out / place, path.read_bytes())
+        return html.escape(place.as_posix())
+
+    def sound(link: re.Match[str]) -> str:
+        source = taken(html.unescape(link[1]))
+        return f'<audio controls preload="none" title="{link[1]}" src="{source}"></audio>' if source else link[0]
+
+    def linked(link: re.Match[str]) -> str:
+        target = _TARGET.fullmatch(link[1])
+        named = [one for one in pages if target and one.folder.name == target[1]]
+        nearest = next((one for one in named if one.machine == page.machine), next(iter(named), None))
+        own = link[1] in {"index.html", "figures.html", *(one.address for one in pages)}
+        return link[0] if own else f'<a href="{nearest.address}">{link[2]}</a>' if nearest else link[2]
+
+    if PAGE in markup and (picture := taken(AGENT_PICTURE)):
+        markup = markup.replace(PAGE, f'<img src="{picture}" alt="The agent\'s page, as it looks while it runs">')
+    return _LINK.sub(linked, _SOUND.sub(sound, markup))
+
+
+def _mathml(tex: str, display: str) -> str:
+    """TeX as MathML, without the namespace, which HTML does not need. The converter does not know \\arg."""
+    known = tex.strip().replace(r"\arg", r"\operatorname{arg}")
+    return convert(known, display=display).replace(f' xmlns="{NAMESPACE}"', "")
+
+
+def _plain(markup: str) -> str:
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", markup)).split())
