@@ -35,11 +35,12 @@ INDEX = "search.js"  # a script and not JSON: a page that was opened from a disk
 NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 AGENT_PICTURE = "agent_page.png"
 EXAMPLES = """examples:
-  python -m mktts run notebooks/*.ipynb && python -m mktts site
+  python -m mktts site
   python -m mktts site outputs/reference --out site
 
-Of a notebook that several RUNS have, the first one's is taken. Runs with values that were set are left out.
-Exit status: 0, or 2 where there is no executed notebook, or --out holds something else."""
+What `python -m mktts run` has executed, and what is published where there is no run: of a notebook that several RUNS
+have, the first one's. Runs that failed or had values set are left out. Exit status: 0, or 2 where there is no executed
+notebook, or --out holds something else."""
 _NAME = re.compile(r"\d\d_[A-Za-z0-9_]+")
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -139,8 +140,7 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
         for number, page in enumerate(pages):
             copy = publish(page.folder, Path(scratch) / page.address / page.folder.name)
             page.notebook = nbformat.read(copy / "executed.ipynb", as_version=4)
-            if (page.folder / VERDICT).is_file():
-                page.verdict = read_object(page.folder / VERDICT, BatchError)
+            page.verdict = _document(page.folder / VERDICT) or {}
             before, after = pages[number - 1] if number else None, (pages[number + 1 :] or [None])[0]
             markup = _exported(page, index, before=before, after=after)
             write_whole(out / page.address, _placed(markup, page, pages, [copy, page.folder, *runs], out).encode())
@@ -154,12 +154,13 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
 
 
 def found(runs: Sequence[Path]) -> list[Page]:
-    """The executed notebooks of `runs`, in their order; of equal ones the first. A machine's are one folder deeper."""
+    """The notebooks that ran well, in their order; of equal ones the first. A machine's are one folder deeper."""
     pages: dict[str, Page] = {}
     for folder in runs:
         for path in [*folder.glob("*/executed.ipynb"), *folder.glob("*/*/executed.ipynb")]:
             page = Page(path.parent, "".join(path.relative_to(folder).parts[:-2]))
-            if _NAME.fullmatch(page.folder.name):
+            metrics = _document(page.folder / "metrics.json")
+            if _NAME.fullmatch(page.folder.name) and (metrics is None or metrics.get("status") == "ok"):
                 pages.setdefault(page.address, page)
     return [pages[address] for address in sorted(pages)]
 
@@ -176,8 +177,7 @@ def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
     exporter = HTMLExporter(template_name=TEMPLATE.name, extra_template_basedirs=[str(TEMPLATE.parent)])
     exporter.register_filter("markdown2html", MarkdownWithMath(renderer=prose).render)
     exporter.register_filter("short", short)
-    machine = page.folder / "environment.json"
-    about = provenance({"environment": read_object(machine, BatchError)}) if machine.is_file() else ""
+    about = provenance(_document(page.folder / "environment.json"))
     exporter.environment.globals["site"] = {"page": page, "sections": prose.sections, "about": about, **known}
     markup, _ = exporter.from_notebook_node(page.notebook)
     for one in prose.sections:
@@ -193,8 +193,7 @@ def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Pa
     """
 
     def taken(name: str) -> str | None:
-        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if path is None:
+        if not (path := next((folder / name for folder in folders if (folder / name).is_file()), None)):
             return None
         place = Path("files") / page.address.removesuffix(".html") / name
         write_whole(out / place, path.read_bytes())
@@ -220,6 +219,10 @@ def _mathml(tex: str, display: str) -> str:
     """TeX as MathML, without the namespace, which HTML does not need. The converter does not know \\arg."""
     known = tex.strip().replace(r"\arg", r"\operatorname{arg}")
     return convert(known, display=display).replace(f' xmlns="{NAMESPACE}"', "")
+
+
+def _document(path: Path) -> dict[str, Any] | None:
+    return read_object(path, BatchError) if path.is_file() else None
 
 
 def _plain(markup: str) -> str:

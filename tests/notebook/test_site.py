@@ -47,6 +47,8 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
     write_audio(runs / "04_first" / "said.wav", np.zeros(2_400, np.float32))
     (runs / "04_first-SEED=1").mkdir()
     (runs / "04_first-SEED=1" / "executed.ipynb").write_text("not read")
+    write_run(runs / "05_next", "How did it fail?", "", "")
+    write_json(runs / "05_next" / "metrics.json", {"status": "error"})
     link = '<a href="spoken.mp3">spoken.mp3</a>'
     write_run(reference / "05_next", "How fast?", link, "See [first](../04_first/executed.ipynb).\n\n$$y = x^2$$")
     (reference / "05_next" / "spoken.mp3").write_bytes(b"sound")
