@@ -78,8 +78,8 @@ sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA
 size: ## lines, Python tokens and files by folder, into outputs/reference/size.json
 	$(PYTHON) tests/size.py
 
-lab: $(STAMP) ## JupyterLab on the notebooks
-	$(BIN)/python -m jupyterlab notebooks
+lab: setup ## JupyterLab on the notebooks
+	$(BIN)/python -m jupyterlab --LabApp.app_settings_dir=notebooks/.lab notebooks/README.md
 
 load: $(STAMP) ## real-time listeners of the voice in the box on this CPU, into outputs/reference/load_cpu.json
 	$(BIN)/python -m mktts bench --load --checkpoint small --device cpu --into outputs/reference/load_cpu.json $(LOAD_ARGS)
