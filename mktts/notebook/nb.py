@@ -234,6 +234,10 @@ class Controls:
         self.stop_button.on_click(lambda _: self._loop.call_soon_threadsafe(self._cancel))
         display(ipywidgets.VBox([self.panel, *below]))
 
+    def say(self, words: str) -> None:
+        """Shows `words`, of how far a run is, beside the buttons."""
+        self.message.value = html.escape(words)
+
     def draws(self, draw: Callable[[], Any]) -> None:
         """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
 
@@ -267,7 +271,7 @@ class Controls:
         try:
             await self._start()
         finally:
-            self._running = None
+            self._running, self.message.value = None, ""
             self.start_button.disabled, self.stop_button.disabled = False, True
 
     async def _pressed(self) -> None:
