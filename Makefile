@@ -24,6 +24,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 NOTEBOOKS := notebooks/*.ipynb
+LANGUAGE_INFO := codemirror_mode file_extension mimetype nbconvert_exporter pygments_lexer version
+STRIP := -m nbstripout --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill \
+  cell.metadata.execution $(LANGUAGE_INFO:%=metadata.language_info.%)"
+CLEAN = p="$(abspath $(BIN))/python"; if [ -x "$$p" ]; then "$$p" $(STRIP); else cat; fi
 REFERENCE_RUNS := outputs/reference-runs
 
 .DEFAULT_GOAL := help
@@ -32,7 +36,9 @@ REFERENCE_RUNS := outputs/reference-runs
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
 
+# In a checkout, git is told what it keeps of a notebook that JupyterLab has saved: its source (.gitattributes).
 setup: $(STAMP) ## the virtual environment with the pinned requirements
+	@[ ! -e .git ] || git config filter.notebook.clean '$(CLEAN)' 2>/dev/null || true
 
 # The stamp is written last, so an interrupted installation is taken up again instead of being taken as done.
 # A PyTorch index is asked for PyTorch only: what PyTorch needs comes with the rest.
@@ -72,8 +78,8 @@ sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA
 size: ## lines, Python tokens and files by folder, into outputs/reference/size.json
 	$(PYTHON) tests/size.py
 
-lab: $(STAMP) ## JupyterLab on the notebooks
-	$(BIN)/python -m jupyterlab notebooks
+lab: setup ## JupyterLab on the notebooks
+	$(BIN)/python -m jupyterlab --LabApp.app_settings_dir=notebooks/.lab notebooks/README.md
 
 site: $(STAMP) ## executed notebooks as one static site, with sound and search: outputs/site/index.html
 	$(BIN)/python -m mktts site --out outputs/site
@@ -99,8 +105,7 @@ format: $(STAMP) ## ruff, changing files
 	$(BIN)/python -m ruff format .
 
 clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
-	$(BIN)/python -m nbstripout --extra-keys \
-	  "metadata.papermill metadata.widgets metadata.language_info cell.metadata.papermill cell.metadata.execution" $(NOTEBOOKS)
+	$(BIN)/python $(STRIP) $(NOTEBOOKS)
 
 # The grid runs first, so that 10_report has it to report on.
 reference: $(STAMP) ## replace the notebooks' reference results, the agent's picture and the README's figures by new ones

@@ -34,6 +34,7 @@ from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import from_pcm16, to_pcm16
 from mktts.common import write_whole
+from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
 
 RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
@@ -118,8 +119,10 @@ async def converse(
     try:
         await _talk(conversation, transport, script, speech)
         await conversation.end()
-    except BaseException:
+    except BaseException as error:
         await conversation.worker.cancel()
+        if isinstance(error, AgentError) and settings.elsewhere():
+            raise AgentError(f"{error}{settings.elsewhere()}") from None
         raise
     finally:
         await running

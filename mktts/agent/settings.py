@@ -75,9 +75,15 @@ class AgentSettings:
     def __post_init__(self) -> None:
         """Raises AgentError."""
         if self.stt == "deepgram" and not self.deepgram_key:
-            raise AgentError("speech to text is to be Deepgram's and there is no key: set DEEPGRAM_API_KEY")
+            raise AgentError(
+                "speech to text is to be Deepgram's and there is no key: set DEEPGRAM_API_KEY, or take "
+                'stt "pocketsphinx"'
+            )
         if self.llm == "openai" and not (self.openai_key or self.openai_url):
-            raise AgentError("the model is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server")
+            raise AgentError(
+                "the model is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server, or take "
+                'llm "scripted"'
+            )
         for name, value, known in (
             ("stt", self.stt, get_args(SttName)),
             ("llm", self.llm, get_args(LlmName)),
@@ -106,6 +112,16 @@ class AgentSettings:
             "llm": llm,
             "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
         }
+
+    def elsewhere(self) -> str:
+        """Of the services that run elsewhere: their key and the way without them, as the end of a sentence; or ""."""
+        found = []
+        if self.stt == "deepgram":
+            found.append('Deepgram needs a valid DEEPGRAM_API_KEY and a network; stt "pocketsphinx" needs neither')
+        if self.llm == "openai":
+            where = self.openai_url or "OpenAI"
+            found.append(f'{self.openai_model} at {where} needs a valid OPENAI_API_KEY; llm "scripted" needs none')
+        return "".join(f"; {words}" for words in found)
 
     def describe(self) -> list[str]:
         """`parts`, one line each."""

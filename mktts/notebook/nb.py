@@ -11,6 +11,9 @@ import html
 import io
 import itertools
 import re
+import signal
+import threading
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,16 @@ EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
 MOST_ROWS = 8  # of a table that is seen without unfolding it
 LINE_CHARS = 40  # a longer text gets a box of several lines
+INTERRUPT_STEP_S = 0.1  # between two looks at the handler of the kernel's interrupt
+LABELS = {  # of parameters whose names do not say it
+    "TOP_K": "Among likeliest",
+    "GREEDY": "Likeliest code only",
+    "MAX_FRAMES": "Frames at most",
+    "SCHEDULE": "Frames per chunk",
+    "INSTRUCT": "Style",
+    "VOICE": "Saved voice's file",
+    "SECONDS": "Seconds a load",
+}
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
 
@@ -168,20 +181,20 @@ def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: 
 Choices = Sequence[str] | tuple[float, float]
 
 
-def controls(choices: Mapping[str, Choices] | None = None, **parameters: Any) -> Controls:
-    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start.
+def controls(choices: Mapping[str, Choices] | None = None, more: Sequence[str] = (), **parameters: Any) -> Controls:
+    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop.
 
     A widget changes only what the parameter already defines, so a headless run, where nobody turns the knobs,
     computes exactly what the parameters say. `choices` turns a string parameter into a drop-down, and a number into a
-    slider from the first to the second of two numbers.
+    slider from the first to the second of two numbers. The parameters named in `more` are folded away.
     """
-    return Controls(choices or {}, parameters)
+    return Controls(choices or {}, parameters, more)
 
 
 class Controls:
     """The panel of `controls`. `values` are the present settings, under the parameters' names."""
 
-    def __init__(self, choices: Mapping[str, Choices], parameters: Mapping[str, Any]) -> None:
+    def __init__(self, choices: Mapping[str, Choices], parameters: Mapping[str, Any], more: Sequence[str] = ()) -> None:
         import ipywidgets
 
         unknown = sorted(set(choices) - set(parameters))
@@ -189,10 +202,17 @@ class Controls:
             raise MkttsError(f"controls: choices for {unknown}, which are no parameters of the panel")
         self._widgets = {name: _widget(name, value, choices.get(name)) for name, value in parameters.items()}
         self.start_button = ipywidgets.Button(description="Start", icon="play")
+        self.stop_button = ipywidgets.Button(description="Stop", icon="stop", disabled=True)
         self.message = ipywidgets.HTML()
-        self.panel = ipywidgets.VBox([*self._widgets.values(), ipywidgets.HBox([self.start_button, self.message])])
+        lines = [widget for name, widget in self._widgets.items() if name not in more]
+        if folded := [widget for name, widget in self._widgets.items() if name in more]:
+            lines.append(ipywidgets.Accordion([ipywidgets.VBox(folded)], titles=["more"], selected_index=None))
+        line = ipywidgets.HBox([self.start_button, self.stop_button, self.message])
+        self.panel = ipywidgets.VBox([*lines, line])
         self._start: Callable[[], Awaitable[Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._drawings: dict[str, tuple[Callable[[], Any], list[str]]] = {}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -204,30 +224,88 @@ class Controls:
 
         Call it from a cell: the cell's loop is the one that Start uses, for as long as the kernel lives. (Since
         ipykernel 7 a button's callback may arrive on another thread, that of the front end's subshell.) One run at a
-        time: Start is disabled during it.
+        time: Start is disabled during it. Stop, or an interrupt of the kernel, cancels it.
         """
         import ipywidgets
         from IPython.display import display
 
         self._start, self._loop = start, asyncio.get_running_loop()
         self.start_button.on_click(lambda _: asyncio.run_coroutine_threadsafe(self._pressed(), self._loop))
+        self.stop_button.on_click(lambda _: self._loop.call_soon_threadsafe(self._cancel))
         display(ipywidgets.VBox([self.panel, *below]))
+
+    def say(self, words: str) -> None:
+        """Shows `words`, of how far a run is, beside the buttons."""
+        self.message.value = html.escape(words)
+
+    def draws(self, draw: Callable[[], Any]) -> None:
+        """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
+
+        A cell that is run again replaces what it drew before.
+        """
+        ids: list[str] = []
+        self._drawings[draw.__name__] = (draw, ids)
+        self._draw(draw, ids)
+
+    @staticmethod
+    def _draw(draw: Callable[[], Any], ids: list[str]) -> None:
+        from IPython.display import display, update_display
+        from IPython.utils.capture import capture_output
+
+        with capture_output(stdout=False, stderr=False) as captured:
+            if (shown := draw()) is not None:
+                display(shown)
+        for index, output in enumerate(captured.outputs):
+            if index < len(ids):
+                update_display(output.data, display_id=ids[index], metadata=output.metadata, raw=True)
+            else:
+                ids.append(uuid.uuid4().hex)
+                display(output.data, display_id=ids[-1], metadata=output.metadata, raw=True)
 
     async def run(self) -> None:
         """What Start does, awaited by a cell: an error ends the cell instead of standing in the panel."""
         if self._start is None:
             raise MkttsError("expected show(start) before run()")
-        self.start_button.disabled, self.message.value = True, ""
+        self.start_button.disabled, self.stop_button.disabled, self.message.value = True, False, ""
+        self._running = asyncio.current_task()
         try:
             await self._start()
         finally:
-            self.start_button.disabled = False
+            self._running, self.message.value = None, ""
+            self.start_button.disabled, self.stop_button.disabled = False, True
 
     async def _pressed(self) -> None:
         try:
-            await self.run()
+            await self._until_interrupted(asyncio.create_task(self.run()))
+            for draw, ids in list(self._drawings.values()):
+                self._draw(draw, ids)
+        except asyncio.CancelledError:
+            self.message.value = "stopped"
         except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
             self.message.value = html.escape(f"{type(error).__name__}: {error}")
+
+    async def _until_interrupted(self, task: asyncio.Task[None]) -> None:
+        """Awaits `task`, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs,
+        and sets its own handlers around every message, so ours is set again and again."""
+        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+        def interrupt(*_: Any) -> None:
+            loop.call_soon_threadsafe(self._cancel)
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        try:
+            while not task.done():
+                if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                    signal.signal(signal.SIGINT, interrupt)
+                await asyncio.wait([task], timeout=INTERRUPT_STEP_S)
+        finally:
+            if in_main_thread and signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, before)
+        task.result()
+
+    def _cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
 
 
 def button(label: str, press: Callable[[], Any], icon: str = "") -> Any:
@@ -248,7 +326,8 @@ def button(label: str, press: Callable[[], Any], icon: str = "") -> Any:
 def _widget(name: str, value: Any, choices: Choices | None) -> Any:
     import ipywidgets
 
-    common = {"description": name, "layout": ipywidgets.Layout(width="46em"), "style": {"description_width": "11em"}}
+    label = LABELS.get(name, name.replace("_", " ").capitalize())
+    common = {"description": label, "layout": ipywidgets.Layout(width="46em"), "style": {"description_width": "11em"}}
     if choices is not None and isinstance(value, (int, float)):
         low, high = choices
         if not low <= value <= high:

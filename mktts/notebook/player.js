@@ -1,16 +1,37 @@
 // Plays PCM while it is made: one audio clock per widget model, any number of views (a view is only a button and a line).
 // The kernel sends s16le mono chunks as binary custom messages; each becomes one AudioBufferSourceNode started where
 // the one before it ends. No AudioWorklet: it does not exist on a plain-http remote host.
+const COUNT_MS = 200; // between two changes of the line beside Stop
 const LEAD_S = 0.005; // scheduled this far ahead after a gap, so that start() is never in the past
 
 function initialize({ model }) {
   const rate = model.get("sample_rate_hz");
   const clock = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
   let playing = new Set(), end_s = 0, gaps = 0, chunks = 0, muted = false, complete = true, first_sound_ms = null;
+  let made_s = 0, counting = null;
 
-  const report = (event) =>
+  const count = (state) => { // in the page, so that it goes on while the kernel is busy
+    const number = (n, one) => `${n} ${one}${n === 1 ? "" : "s"}`;
+    const heard_s = made_s - Math.max(0, end_s - clock.currentTime);
+    const sound = first_sound_ms === null ? "queued behind earlier audio"
+      : `first sound ${first_sound_ms.toFixed(0)} ms after arrival`;
+    const held = clock.state === "suspended" ? "; press any key to let the page play sound" : "";
+    const seconds = `${Math.max(0, heard_s).toFixed(1)} of ${made_s.toFixed(1)} s heard`;
+    model.set("status", `${state}: ${number(chunks, "chunk")}, ${seconds}, ${number(gaps, "gap")}, ${sound}${held}`);
+  };
+  const uncount = () => { clearInterval(counting); counting = null; };
+  const report = (event) => {
     model.send({ kind: event, chunks, gaps, first_sound_ms, context: clock.state, rate_hz: clock.sampleRate });
-  const flush = () => { playing.forEach((node) => node.stop()); playing.clear(); end_s = 0; };
+    if (["played", "stopped"].includes(event)) uncount();
+    if (chunks) count({ first: "playing", made: "all made, still playing" }[event] || event);
+    model.save_changes();
+  };
+  const flush = () => { // what was queued will not be heard
+    made_s -= Math.max(0, Math.min(made_s, end_s - clock.currentTime));
+    playing.forEach((node) => node.stop());
+    playing.clear();
+    end_s = 0;
+  };
   const resume = () => { if (clock.state === "suspended") clock.resume(); }; // browsers want a user gesture first
 
   function play(bytes) {
@@ -33,11 +54,13 @@ function initialize({ model }) {
     if (chunks === 0 && playing.size === 1) first_sound_ms = 1000 * (end_s - clock.currentTime + (clock.outputLatency || 0));
     end_s += buffer.duration;
     chunks += 1;
+    made_s += buffer.duration;
     if (chunks === 1) report("first");
+    counting ??= setInterval(() => count(complete ? "all made, still playing" : "playing"), COUNT_MS);
   }
 
   model.on("msg:custom", (message, buffers) => {
-    if (message.kind === "begin") { resume(); chunks = gaps = 0; first_sound_ms = null; muted = complete = false; }
+    if (message.kind === "begin") { resume(); chunks = gaps = made_s = 0; first_sound_ms = null; muted = complete = false; }
     else if (message.kind === "pcm" && !muted && buffers[0].byteLength) play(buffers[0]);
     else if (message.kind === "end") {
       complete = true;
@@ -52,6 +75,7 @@ function initialize({ model }) {
   return () => {
     document.removeEventListener("pointerdown", resume);
     document.removeEventListener("keydown", resume);
+    uncount();
     flush();
     clock.close();
   };

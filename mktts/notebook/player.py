@@ -61,7 +61,10 @@ def _widget_class() -> type:
                 self.send({"kind": "pcm"}, buffers=[data])
 
         async def play(self, stream: Any) -> AsyncIterator[Any]:
-            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream."""
+            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream.
+
+            So does an interrupt of the kernel, or a loop that is left early: the page falls silent, too.
+            """
             self.begin()
             try:
                 async for chunk in stream:
@@ -70,6 +73,10 @@ def _widget_class() -> type:
                     await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
                     if self.stop_requested:
                         stream.cancel()
+            except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+                self.stop()
+                stream.cancel()
+                raise
             finally:
                 self.end()
 
@@ -83,16 +90,5 @@ def _widget_class() -> type:
 
         def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
             self.report = dict(message)
-            self.status = _worded(message)
 
     return LivePlayer
-
-
-def _worded(report: dict[str, Any]) -> str:
-    """The line beside the Stop button."""
-    states = {"first": "playing", "made": "all made, still playing"}
-    first_ms = report.get("first_sound_ms")
-    sound = "queued behind earlier audio" if first_ms is None else f"first sound {first_ms:.0f} ms after arrival"
-    held = "; press any key to let the page play sound" if report.get("context") == "suspended" else ""
-    state = states.get(report.get("kind", ""), report.get("kind"))
-    return f"{state}: {report.get('chunks')} chunks, {report.get('gaps')} gaps heard, {sound}{held}"

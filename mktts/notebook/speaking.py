@@ -98,6 +98,18 @@ def choices(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def more(checkpoint: Checkpoint) -> list[str]:
+    """The parameters that a panel of controls folds away: what this checkpoint does not take, and fine settings."""
+    config = checkpoint.config
+    takes = {
+        "SPEAKER": bool(config.speakers),
+        "LANGUAGE": len(config.spoken_languages) > 2,  # "auto" and more than one
+        "INSTRUCT": config.takes_instruct,
+        "VOICE": config.type.clones,
+    }
+    return [*(name for name, does in takes.items() if not does), "TOP_K", "GREEDY", "MAX_FRAMES", "SCHEDULE"]
+
+
 def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
     """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
 

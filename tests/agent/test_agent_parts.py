@@ -152,6 +152,21 @@ def test_the_environment_chooses_the_services_where_no_argument_does(environment
     assert "secret" not in repr(settings) + "".join(settings.describe())
 
 
+def test_a_failure_of_services_elsewhere_names_them_their_keys_and_the_way_without():
+    assert from_environment({}).elsewhere() == ""
+    both = from_environment({"OPENAI_API_KEY": "secret", "DEEPGRAM_API_KEY": "secret"}).elsewhere()
+    for words in (
+        "Deepgram",
+        "DEEPGRAM_API_KEY",
+        '"pocketsphinx"',
+        "gpt-4.1 at OpenAI",
+        "OPENAI_API_KEY",
+        '"scripted"',
+    ):
+        assert words in both
+    assert "secret" not in both
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -26,10 +26,15 @@ globalThis.AudioBufferSourceNode = class {
 const listeners = new Set();
 globalThis.document = { addEventListener: (kind) => listeners.add(kind), removeEventListener: (kind) => listeners.delete(kind) };
 
+let tick = null;
+globalThis.setInterval = (call) => { tick = call; return 1; };
+globalThis.clearInterval = () => { tick = null; };
 const values = { sample_rate_hz: RATE, stop_requested: false }, handlers = {}, reports = [];
 const model = {
   get: (name) => values[name],
   on: (name, handler) => { handlers[name] = handler; },
+  set: (name, value) => { values[name] = value; },
+  save_changes: () => {},
   send: (message) => reports.push(message),
 };
 const source = readFileSync(process.argv[2], "utf8");
@@ -48,6 +53,7 @@ const close = (a, b) => assert.ok(Math.abs(a - b) < 1e-9, `${a} is not ${b}`);
 message("begin");
 clock.currentTime = 1;
 message("pcm", pcm(new Array(100).fill(16384)));
+assert.match(values.status, /^playing: 1 chunk, 0\.0 of 0\.1 s heard, 0 gaps, first sound \d+ ms after arrival$/);
 message("pcm", pcm(new Array(100).fill(-32768)));
 clock.currentTime = 1.1;
 message("pcm", pcm(new Array(50).fill(0)));
@@ -58,6 +64,13 @@ assert.equal(started[0].node.buffer.data[0], 0.5);
 assert.equal(started[1].node.buffer.data[0], -1);
 assert.deepEqual([reports[0].kind, reports[0].chunks], ["first", 1]);
 assert.ok(reports[0].first_sound_ms < 20);
+
+// the line counts chunks and seconds up while it plays, and stops when all was heard
+tick();
+assert.match(values.status, /^playing: 3 chunks, 0\.1 of 0\.3 s heard/);
+clock.currentTime = 1.2;
+tick();
+assert.match(values.status, /^playing: 3 chunks, 0\.2 of 0\.3 s heard/);
 
 // a chunk that arrives after playback ran dry is one gap and plays at once
 clock.currentTime = 2;
@@ -71,7 +84,8 @@ const told = reports.length;
 started.slice(0, 3).forEach(({ node }) => node.finish());
 assert.equal(reports.length, told);
 started[3].node.finish();
-assert.deepEqual([reports.length, reports.at(-1).kind], [told + 1, "played"]);
+assert.deepEqual([reports.length, reports.at(-1).kind, tick], [told + 1, "played", null]);
+assert.match(values.status, /^played: 4 chunks, .* 1 gap, /);
 
 // Stop silences what is queued and ignores what still arrives
 message("begin");

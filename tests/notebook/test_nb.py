@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -189,6 +190,63 @@ async def test_a_cell_runs_what_start_runs_and_gets_its_error_which_else_is_show
     panel.start_button.click()
     await asyncio.sleep(0.05)
     assert panel.message.value == "MkttsError: no such &lt;speaker&gt;"
+
+
+@pytest.mark.parametrize("how", ["interrupt", "stop"])
+async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began(how, shown):
+    panel, begun = nb.controls(TEXT="Hi"), asyncio.Event()
+    ended = []
+
+    async def start():
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as ipykernel has it while no cell runs
+    try:
+        panel.show(start)
+        for _ in range(2):
+            begun.clear()
+            panel.start_button.click()
+            await asyncio.wait_for(begun.wait(), 30)
+            await asyncio.sleep(0.05)
+            assert panel.start_button.disabled and not panel.stop_button.disabled
+            signal.raise_signal(signal.SIGINT) if how == "interrupt" else panel.stop_button.click()
+            await asyncio.sleep(0.3)
+            assert panel.message.value == "stopped" and panel.stop_button.disabled and not panel.start_button.disabled
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [True] * 2
+
+
+async def test_after_start_what_a_cell_drew_is_drawn_anew_in_its_place(shown):
+    panel, runs = nb.controls(TEXT="Hi"), []
+
+    async def start():
+        runs.append(len(runs))
+
+    def drawing():
+        nb.table([{"runs": len(runs)}])
+
+    panel.show(start)
+    await panel.run()
+    panel.draws(drawing)
+    panel.start_button.click()
+    await asyncio.sleep(0.3)
+    first, second = shown.outputs[-2:]
+    assert [one.data["text/plain"] for one in (first, second)] == ["runs\n1", "runs\n2"]
+    assert first.transient == second.transient and not first.update and second.update
+
+
+def test_what_a_panel_folds_away_and_how_its_widgets_are_named(tiny):
+    panel = nb.controls({}, ["TOP_K"], TEXT="Hi", TOP_K=3, PIECE_DELAY_S=0.5)
+    text, delay, folded, _ = panel.panel.children
+    assert (text.description, delay.description) == ("Text", "Piece delay s")
+    assert folded.titles == ("more",) and folded.children[0].children[0].description == "Among likeliest"
+    assert panel.values == {"TEXT": "Hi", "TOP_K": 3, "PIECE_DELAY_S": 0.5}
 
 
 def test_a_button_acts_once():

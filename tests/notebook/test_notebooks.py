@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -39,7 +40,11 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def code_cells(path):
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    return code_cells_of(nbformat.read(path, as_version=4))
+
+
+def code_cells_of(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def nodes(path, kind):
@@ -112,6 +117,61 @@ def test_cells_are_short_streams_read_asynchronously_and_widgets_named_as_parame
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("controls", "filled_in"):
             for keyword in (keyword for keyword in call.keywords if keyword.arg):
                 assert keyword.arg in parameters(path) and keyword.value.id == keyword.arg
+
+
+@pytest.mark.skipif(sys.platform == "win32" or shutil.which("git") is None, reason="no make, or no git")
+def test_outputs_that_jupyterlab_saves_are_no_change_to_git_after_make_setup(tmp_path):
+    def done(*words: str) -> str:
+        ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=bare)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout + ran.stderr
+
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    setup = ("make", "-o", f"{sys.prefix}/.installed", "setup", f"VENV={sys.prefix}")
+    (tmp_path / "notebooks").mkdir()
+    for name in (
+        "Makefile",
+        ".gitattributes",
+        "requirements.txt",
+        "pyproject.toml",
+        *(f"notebooks/{p.name}" for p in NOTEBOOKS[:2]),
+    ):
+        shutil.copyfile(FOLDER.parent / name, tmp_path / name)
+    assert "git" not in done(*setup), "outside a checkout there is nothing to set up, and nothing fails"
+    done("git", "init", "-q")
+    done(*setup)
+    done("git", "add", ".")
+    for path in NOTEBOOKS[:2]:
+        assert done("git", "show", f":notebooks/{path.name}") == path.read_text(encoding="utf-8"), (
+            "the filter changes it"
+        )
+    saved = nbformat.read(NOTEBOOKS[0], as_version=4)
+    saved.metadata.language_info |= {"version": "3.12.1", "mimetype": "text/x-python", "pygments_lexer": "ipython3"}
+    saved.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+    for number, cell in enumerate(code_cells_of(saved), 1):
+        cell.execution_count, cell.outputs = number, [nbformat.v4.new_output("stream", text="seen")]
+        cell.metadata |= {"execution": {"iopub.execute_input": "now"}, "collapsed": False}
+    nbformat.write(saved, tmp_path / "notebooks" / NOTEBOOKS[0].name)
+    assert done("git", "diff") == ""
+    saved.cells[0].source += " More."
+    nbformat.write(saved, tmp_path / "notebooks" / NOTEBOOKS[0].name)
+    assert done("git", "diff", "--numstat") == f"1\t1\tnotebooks/{NOTEBOOKS[0].name}\n"
+
+
+def test_the_page_that_make_lab_opens_lists_every_notebook_with_its_question():
+    rows = re.findall(
+        r"^\| \[(\w+)\]\((\w+\.ipynb)\) \| (.+\?) \| .+\. \|$", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
+    questions = [
+        code.cells[0].source.partition("\n")[0] for code in (nbformat.read(p, as_version=4) for p in NOTEBOOKS)
+    ]
+    assert [(name, file, f"# {name[:2]} · {question}") for name, file, question in rows] == [
+        (path.stem, path.name, question) for path, question in zip(NOTEBOOKS, questions, strict=True)
+    ]
+    overrides = json.loads((FOLDER / ".lab" / "overrides.json").read_text())
+    assert overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false", (
+        "it asks at every first start"
+    )
 
 
 # ---- execution, small

@@ -56,6 +56,13 @@ def test_a_panel_shows_the_checkpoints_own_values_by_name_and_number(small):
     assert "sampling" not in speaking.stream_arguments(small, TEXT="Hi")
 
 
+def test_a_panel_folds_away_what_the_checkpoint_does_not_take(small):
+    assert {"INSTRUCT", "VOICE", "TOP_K"} <= set(speaking.more(small))
+    assert not {"TEXT", "SPEAKER", "SEED", "TEMPERATURE"} & set(speaking.more(small))
+    base = speaking.more(open_checkpoint("random:tiny:base"))
+    assert "SPEAKER" in base and "VOICE" not in base
+
+
 NO_SCHEDULE = ("a", "", "1,,2", "1,0", "-1", "1.5")
 NO_LOADS = ("4,", "0", "-1,2", "a", "1.5")
 NO_TURNS = ("", "hello;", "soon: stop", "-1: stop", "nan: stop", "inf: stop", "2:")

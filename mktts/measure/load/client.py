@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -120,12 +121,15 @@ class LoadRun:
     hung: int = 0
 
 
-def hold(source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int) -> LoadRun:
+def hold(
+    source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int, stopped: threading.Event | None = None
+) -> LoadRun:
     """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
+    Raises MetricsError once another thread has set `stopped`.
 
     source: its `stream(text, **settings)` gives an asynchronous iterator of chunks: a Synthesizer, or an HttpSource.
     """
-    client = _Client(source, texts, settings, settings.arrivals(listeners))
+    client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
     with many_streams():
         asyncio.run(client.run())
     return client.seen
@@ -133,9 +137,15 @@ def hold(source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int) 
 
 class _Client:
     def __init__(
-        self, source: Any, texts: LoadTexts, settings: LoadSettings, arrivals: Sequence[tuple[float, int]]
+        self,
+        source: Any,
+        texts: LoadTexts,
+        settings: LoadSettings,
+        arrivals: Sequence[tuple[float, int]],
+        stopped: threading.Event,
     ) -> None:
         self.seen = LoadRun()
+        self._stopped = stopped
         self._source, self._texts, self._settings, self._arrivals = source, texts, settings, arrivals
         self._streams: dict[asyncio.Task[None], Any] = {}  # those that are open
         self._frames = 0
@@ -196,6 +206,8 @@ class _Client:
         while True:
             wanted_s = time.perf_counter() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
+            if self._stopped.is_set():
+                raise MetricsError("the load was stopped")
             self.seen.loop_late_s.append(time.perf_counter() - wanted_s)
 
     async def _hold(self, begin_s: float) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import sys
+import threading
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
@@ -131,6 +132,7 @@ class Subject:
 
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
+        self.stopped = threading.Event()  # ends the load that is held
         self.checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
         self.random_weights = self.checkpoint.is_random
 
@@ -153,8 +155,9 @@ class Subject:
 
     def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
-        none."""
-        seen = hold(self.source, self.texts, self.settings, listeners)
+        none. Raises MetricsError once another thread has set `stopped`."""
+        self.stopped.clear()
+        seen = hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = measured(seen, self.settings)
         ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         conditions = {
@@ -198,6 +201,7 @@ class Server(Subject):
         is_here = host in ("localhost", "127.0.0.1", "::1")
         self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
         self.random_weights = bool(model.get("random_weights"))
+        self.stopped = threading.Event()
         self.settings = LoadSettings(
             checkpoint=model.get("checkpoint") or name,
             device=device,

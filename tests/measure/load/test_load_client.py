@@ -209,6 +209,15 @@ def test_what_fails_in_the_client_itself_ends_its_streams_and_is_raised(monkeypa
     assert script.cancelled == 1
 
 
+def test_another_thread_can_stop_a_load(monkeypatch):
+    monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: [(0.0, 40)])
+    script, stopped = Script((0, NEVER)), threading.Event()
+    threading.Timer(0.3, stopped.set).start()
+    with pytest.raises(MetricsError, match="stopped"):
+        hold(script, SAID, LoadSettings("x", warm_s=0.01, seconds=50.0, tail_s=0.2), 1, stopped)
+    assert script.cancelled == 1
+
+
 # ---- what is asked for
 
 
