@@ -22,10 +22,10 @@ from latex2mathml.converter import convert
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from mktts.common import read_object, write_json, write_whole
+from mktts.common import write_json, write_whole
 from mktts.errors import BatchError
 from mktts.notebook.plots import short
-from mktts.notebook.records import VERDICT, provenance
+from mktts.notebook.records import VERDICT, provenance, stored
 from mktts.notebook.runs import PAGE, VERDICTS, publish
 
 RUNS = (Path("outputs/runs"), Path("outputs/reference"))
@@ -140,7 +140,7 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
         for number, page in enumerate(pages):
             copy = publish(page.folder, Path(scratch) / page.address / page.folder.name)
             page.notebook = nbformat.read(copy / "executed.ipynb", as_version=4)
-            page.verdict = _document(page.folder / VERDICT) or {}
+            page.verdict = stored(Path(VERDICT).stem, page.folder) or {}
             before, after = pages[number - 1] if number else None, (pages[number + 1 :] or [None])[0]
             markup = _exported(page, index, before=before, after=after)
             write_whole(out / page.address, _placed(markup, page, pages, [copy, page.folder, *runs], out).encode())
@@ -159,7 +159,7 @@ def found(runs: Sequence[Path]) -> list[Page]:
     for folder in runs:
         for path in [*folder.glob("*/executed.ipynb"), *folder.glob("*/*/executed.ipynb")]:
             page = Page(path.parent, "".join(path.relative_to(folder).parts[:-2]))
-            metrics = _document(page.folder / "metrics.json")
+            metrics = stored("metrics", page.folder)
             if _NAME.fullmatch(page.folder.name) and (metrics is None or metrics.get("status") == "ok"):
                 pages.setdefault(page.address, page)
     return [pages[address] for address in sorted(pages)]
@@ -177,7 +177,7 @@ def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
     exporter = HTMLExporter(template_name=TEMPLATE.name, extra_template_basedirs=[str(TEMPLATE.parent)])
     exporter.register_filter("markdown2html", MarkdownWithMath(renderer=prose).render)
     exporter.register_filter("short", short)
-    about = provenance(_document(page.folder / "environment.json"))
+    about = provenance(stored("environment", page.folder))
     exporter.environment.globals["site"] = {"page": page, "sections": prose.sections, "about": about, **known}
     markup, _ = exporter.from_notebook_node(page.notebook)
     for one in prose.sections:
@@ -219,10 +219,6 @@ def _mathml(tex: str, display: str) -> str:
     """TeX as MathML, without the namespace, which HTML does not need. The converter does not know \\arg."""
     known = tex.strip().replace(r"\arg", r"\operatorname{arg}")
     return convert(known, display=display).replace(f' xmlns="{NAMESPACE}"', "")
-
-
-def _document(path: Path) -> dict[str, Any] | None:
-    return read_object(path, BatchError) if path.is_file() else None
 
 
 def _plain(markup: str) -> str:

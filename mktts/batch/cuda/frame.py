@@ -22,12 +22,9 @@ from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
 from mktts.batch.pages import PAGE_ROWS
 from mktts.kernel.rows import add_norm
+from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
-
-EMBEDDINGS = ("talker.model.codec_embedding.weight",) + tuple(
-    f"talker.code_predictor.model.codec_embedding.{g}.weight" for g in range(NUM_CODEBOOKS - 1)
-)  # the codebooks' tables by Hub name
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class FrameWeights:
             ),
             heads=[get("talker.codec_head.weight")]
             + [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups],
-            embeddings=[get(name) for name in EMBEDDINGS],
+            embeddings=[get(name) for name in CODE_EMBEDDINGS],
             projection=(get(projection + "weight"), get(projection + "bias")) if projected else None,
             eos=config.codec_ids.eos,
         )

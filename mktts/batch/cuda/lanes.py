@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.block import SETTINGS, BlockLayout, packed
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import EMBEDDINGS, BatchFrame, FrameWeights
+from mktts.batch.cuda.frame import BatchFrame, FrameWeights
 from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
@@ -32,6 +32,7 @@ from mktts.codec.decoder import PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
 from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
 from mktts.model.sampling import Sampling, checked_seed
@@ -92,7 +93,7 @@ class CudaLanes:
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
         self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
-        self.embeddings = dict(zip(EMBEDDINGS, weights.embeddings, strict=True))
+        self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
         state, workspace = Slots.make(config, slots + 1, device), Workspace(device)

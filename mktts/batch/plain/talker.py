@@ -22,7 +22,7 @@ from torch import Tensor
 from mktts.batch.plain.stack import KeysValues, LanePredictor, LaneStack, advance
 from mktts.codec.layers import LEAST_ROWS, filled_up
 from mktts.errors import PromptError, SamplingError
-from mktts.model.backend import check_start
+from mktts.model.backend import CODE_EMBEDDINGS, check_start
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import (
     KEY_STEPS,
@@ -132,13 +132,11 @@ class TorchTalker:
         self._talker = stack("talker")
         groups = range(NUM_CODEBOOKS - 1)
         predictor = _PREFIXES["predictor"]
-        names = ["talker.model.codec_embedding.weight"]
-        names += [f"{predictor}model.codec_embedding.{g}.weight" for g in groups]
-        tables = [tensors[name] for name in names]
+        tables = [tensors[name] for name in CODE_EMBEDDINGS]
         sizes = [len(table) for table in tables]
         # one table, so that a frame's sixteen rows are one look-up
         self._table = torch.cat([table.to(dtype) for table in tables])
-        self.embeddings = dict(zip(names, self._table.split(sizes), strict=True))
+        self.embeddings = dict(zip(CODE_EMBEDDINGS, self._table.split(sizes), strict=True))
         self._first_row = torch.tensor([0, *sizes[:-1]]).cumsum(0)
         self._codec_head = get("talker.codec_head.weight").t().contiguous()
         projection = predictor + "small_to_mtp_projection."
