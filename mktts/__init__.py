@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mktts.audio import read_audio, write_audio
     from mktts.batch.settings import BatchSettings
+    from mktts.commands.cloning import clone_voice
+    from mktts.engine.guard import Guard
+    from mktts.engine.options import Chunk, StreamOptions
+    from mktts.engine.stream import Session, Stream
     from mktts.errors import (
         AudioError,
         BackendUnavailable,
@@ -33,11 +37,7 @@ if TYPE_CHECKING:
     from mktts.model.sampling import Choice, Sampling
     from mktts.model.voice import Voice
     from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-    from mktts.speech.guard import Guard
-    from mktts.speech.options import Chunk, StreamOptions
-    from mktts.speech.stream import Session, Stream
-    from mktts.synth.cloning import clone_voice
-    from mktts.synth.synthesizer import Synthesizer
+    from mktts.synthesizer import Synthesizer
 
 __version__ = "0.1.0"
 
@@ -51,11 +51,11 @@ _ROOMS = {
     "mktts.model.sampling": ("Choice", "Sampling"),
     "mktts.model.voice": ("Voice",),
     "mktts.spec": ("FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ"),
-    "mktts.speech.guard": ("Guard",),
-    "mktts.speech.options": ("Chunk", "StreamOptions"),
-    "mktts.speech.stream": ("Session", "Stream"),
-    "mktts.synth.cloning": ("clone_voice",),
-    "mktts.synth.synthesizer": ("Synthesizer",),
+    "mktts.engine.guard": ("Guard",),
+    "mktts.engine.options": ("Chunk", "StreamOptions"),
+    "mktts.engine.stream": ("Session", "Stream"),
+    "mktts.commands.cloning": ("clone_voice",),
+    "mktts.synthesizer": ("Synthesizer",),
 }  # fmt: skip
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [

@@ -47,10 +47,10 @@ class CapacityError(MkttsError):
 class BusyError(CapacityError):
     """Every place is taken for now, of a server or of the engine in this process: ask again later.
 
-    carries: listeners that it carries at once, where it knows."""
+    capacity: listeners that it serves at once, where it knows."""
 
     exit_status = 1
-    carries: int | None = None
+    capacity: int | None = None
 
 
 class BackendUnavailable(MkttsError):

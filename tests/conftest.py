@@ -7,16 +7,17 @@ import inspect
 import os
 import ssl
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from mktts.batch.admission import AdmissionSettings
+from mktts import loading
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.engine import capacity
+from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
-from mktts.synth import loading
 
 pytest_plugins = ["time_limits"]
 
@@ -78,17 +79,12 @@ def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_admission() -> Iterator[None]:
-    """Streams on the batch engine of this CPU wait for their place for a minute: how many it carries at the moment
-    depends on what else runs here. A test of admission brings its own settings."""
-    waits = AdmissionSettings(margin=1.0, lead_s=0.0, first_pcm_s=60.0, max_wait_s=60.0)
-
-    class Patient(AdmissionSettings):
-        @classmethod
-        def cpu(cls) -> AdmissionSettings:
-            return waits
-
+    """Streams on the batch engine of this CPU wait for admission for a minute, and nothing is measured: how many this
+    machine serves at the moment depends on what else runs here. A test of admission brings its own settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "AdmissionSettings", Patient)
+        patch.setattr(loading, "AdmissionLimits", partial(AdmissionLimits, max_wait_s=60.0))
+        patch.setattr(capacity, "measure", lambda runner, speak: Capacity(1_000, "of a test"))
+        patch.setattr(capacity, "keep", lambda key, runner, capacity: None)
         yield
 
 

@@ -15,24 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.admission import AdmissionSettings
-from mktts.batch.executor import Together
-from mktts.batch.lanes import Made
-from mktts.batch.model import LaneModel
-from mktts.batch.pages import NOBODY, Copy, Pages
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick, TickModel
+from mktts.batch.pages import NOBODY, Pages
 from mktts.codec.decoder import PendingPcm, PrimedStates
+from mktts.engine.admission import Admission, AdmissionLimits
+from mktts.engine.engine import Engine
+from mktts.engine.guard import Guard
+from mktts.engine.lanes import Copy, Made
+from mktts.engine.options import SCHEDULE, StreamOptions
+from mktts.engine.runner import Runner, Voices
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.single import SingleLanes
+from mktts.engine.stream import Segment, Stream
+from mktts.engine.tick import Tick, TickModel
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, PromptRows
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, MODEL_TYPES, NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.speech.guard import Guard
-from mktts.speech.options import SCHEDULE, StreamOptions
-from mktts.speech.stream import Stream
-from mktts.synth import Synthesizer
-from mktts.synth.one_by_one import StepModel
+from mktts.synthesizer import Synthesizer
 
 WAIT_S = 60.0  # before a test that hangs fails
 _OF_BOOKS = 17 * torch.arange(NUM_CODEBOOKS)
@@ -255,7 +256,7 @@ class _Launched:
 
 
 class FakeLanes:
-    """See `mktts.batch.lanes.Lanes`. A launched tick runs at once; with `overlaps` it waits with all that is asked for
+    """See `mktts.engine.lanes.Lanes`. A launched tick runs at once; with `overlaps` it waits with all that is asked for
     behind it, as on a device, until it is collected.
 
     Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
@@ -265,6 +266,8 @@ class FakeLanes:
     """
 
     name = "fake lanes"
+    alone = decodes_beside = False
+    submit = None
 
     def __init__(
         self,
@@ -300,11 +303,13 @@ class FakeLanes:
         assert 0 <= slot < self.slots
         self._do(partial(self._enter, slot, reference))
 
-    def forget(self, reference: Tensor) -> None:
-        self._primed.forget(reference)
+    def forget(self, voice: Voice) -> None:
+        if voice.codes is not None:
+            self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
-        self._do(partial(self.segments.__setitem__, slot, _Segment(prompt, sampling, seed)))
+    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+        here = _Segment(segment.prompt.embeds, segment.sampling, segment.seed)
+        self._do(partial(self.segments.__setitem__, slot, here))
         self.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -429,28 +434,25 @@ class FakeLanes:
 # ---- and what is made of them
 
 
-def fake_model(
-    backend: FakeBackend | None = None, codec: FakeCodec | None = None, positions: int = 10_000, prefix: str = ""
-) -> StepModel:
-    return StepModel(
-        prompts=FakePrompts(prefix),
-        positions=positions,
-        fed_prompt=FakePrompts.open,
-        backend=backend or FakeBackend(),
-        codec=codec or FakeCodec(),
-    )
+# Fake ticks take next to no time, and a listener who falls behind because the machine is busy keeps no stream out.
+PATIENT = AdmissionLimits(max_wait_s=60.0, max_waiting=1_000)
 
 
-# Fake ticks take next to no time, and a listener who falls behind because the machine is busy keeps nobody out.
-ROOMY = AdmissionSettings(margin=1.0, lead_s=0.0, first_pcm_s=60.0)
+def fake_single(
+    backend: FakeBackend | None = None,
+    codec: FakeCodec | None = None,
+    positions: int = 10_000,
+    prefix: str = "",
+    admission: Admission | None = None,
+) -> Runner:
+    """What makes a frame of one stream a tick. prefix: see FakePrompts."""
+    lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions)
+    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
 
 
-def fake_together(lanes: FakeLanes, admission: AdmissionSettings | None = None, prefix: str = "") -> Together:
-    """prefix: see FakePrompts."""
-    model = LaneModel(
-        prompts=FakePrompts(prefix), positions=lanes.pages.rows_per_slot, fed_prompt=FakePrompts.open, lanes=lanes
-    )
-    return Together(model, admission or ROOMY)
+def fake_batch(lanes: FakeLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
+    """What makes many streams together. prefix: see FakePrompts."""
+    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
 
 
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
@@ -464,18 +466,21 @@ def fake_synthesizer(
     **of_the_lanes: Any,
 ) -> Synthesizer:
     """engine: one of FAKE_ENGINES, or "auto" for single and batch. prefix: see FakePrompts."""
-    backend, codec = backend or FakeBackend(), codec or FakeCodec()
-    single = fake_model(backend, codec, prefix=prefix) if engine in ("single", "auto") else None
-    if engine == "single":
-        return Synthesizer(single)
-    lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
-    return Synthesizer(single, together=fake_together(lanes, prefix=prefix))
+    backend, codec, admission = backend or FakeBackend(), codec or FakeCodec(), Admission(PATIENT)
+    single = batch = None
+    if engine in ("single", "auto"):
+        single = fake_single(backend, codec, prefix=prefix, admission=admission)
+    if engine != "single":
+        lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
+        batch = fake_batch(lanes, admission, prefix)
+    first = single or batch
+    made = Engine(single, batch, admission=admission)
+    return Synthesizer(made, first.voices.prompts, backend_name=first.lanes.name)
 
 
 def launched_ahead(synth: Synthesizer) -> int:
     """Frames of a stream that may be on their way while an earlier one is being made."""
-    lanes = getattr(synth._models.any(), "lanes", None)
-    return int(lanes is not None and lanes.overlaps)
+    return int(synth.lanes is not None and synth.lanes.overlaps)
 
 
 OFF = StreamOptions(guard=Guard.off(), schedule=SCHEDULE)
@@ -490,7 +495,7 @@ def settle(synth: Synthesizer) -> None:
     """Returns once the worker has dealt with everything before, and sleeps."""
     stream = synth.stream("Settle.", seed=999, max_frames=1, options=ONE)
     assert len(list(stream)) == 1
-    engine, until_s = synth._engine, time.monotonic() + WAIT_S
+    engine, until_s = synth.engine, time.monotonic() + WAIT_S
     while not (engine._worker.sleeps and engine._inbox.empty()):
         assert time.monotonic() < until_s, "the worker found no rest"
         time.sleep(1e-4)

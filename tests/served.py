@@ -13,15 +13,15 @@ from typing import Any
 import uvicorn
 
 from mktts.checkpoint import Checkpoint
+from mktts.engine.guard import Guard
+from mktts.engine.options import StreamOptions
+from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
 from mktts.server import Limits, listen, url_of
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
 from mktts.server.uploads import VoiceFolder
-from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
-from mktts.speech.stream import Stream
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
 WAIT_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.synth.upstream import load_upstream
+from mktts.engine.upstream import load_upstream
 
 
 def loaded(source: str, dtype: torch.dtype = torch.bfloat16, tokenizer: str = "hub") -> tuple[Checkpoint, Any]:

@@ -38,11 +38,11 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.checkpoint import open_checkpoint
+from mktts.engine.guard import Guard
+from mktts.engine.options import StreamOptions
 from mktts.pipecat import LocalSource, MkttsTTSService, Style, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 # Of silence that ends a turn which the turn model takes for unfinished. Pipecat's own 3 s are long where the model is
 # wrong: of our recorded questions it gives "what time is it" 0.69 to 0.81, where below 0.5 counts as unfinished.

@@ -14,22 +14,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from mktts.engine.lanes import Copy
 from mktts.errors import CapacityError, EngineError, PromptError
 
-PAGE_ROWS = 64
+PAGE_ROWS = 64  # as many as mktts.engine.runner.KEPT_ROWS: a shorter prefix has no whole page
 NOBODY = 0
-
-
-class Copy(NamedTuple):
-    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
-
-    source: int
-    target: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -232,8 +224,3 @@ class Pages:
         self.table[slot] = NOBODY
         self.table[slot, : len(pages)] = pages
         self._changed.add(slot)
-
-
-def kept_under(prompt: Any) -> Hashable | None:
-    """What a prompt's prefix is kept under; None where that saves less than it costs: less than a page."""
-    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

@@ -31,7 +31,7 @@ DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens whe
 SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
-FRONT_ENDS = ("english",)  # what reads text for checkpoints that ask for it: mktts.speech.front
+FRONT_ENDS = ("english",)  # what reads text for checkpoints that ask for it: mktts.text
 MIN_TEXT_CHARS = 50  # below, a text would be cut in the middle of its sentences
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # commit of each released checkpoint whose files the shape contract and the tests were written against

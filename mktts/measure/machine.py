@@ -120,7 +120,7 @@ def _kernel_row() -> dict[str, str]:
 
 
 def _upstream_row() -> dict[str, str]:
-    from mktts.synth.upstream import import_upstream, install_shim
+    from mktts.engine.upstream import import_upstream, install_shim
 
     try:
         replaced = install_shim()

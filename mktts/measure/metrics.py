@@ -1,4 +1,4 @@
-"""Figures of many streams and frames, and the file they are recorded in. Those of one stream: `mktts.speech.metrics`.
+"""Figures of many streams and frames, and the file they are recorded in. Those of one stream: `mktts.engine.metrics`.
 
 Names in a document of `python -m mktts bench`; all in host wall time, on a warm model, one stream:
 
@@ -10,7 +10,7 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 * **Frame with codec** (`frame_with_codec_ms`): between two chunks of 8 frames that follow each other, from PCM on the
   host to PCM on the host, divided by the frames: what a frame takes once a stream runs, codec and Python included.
 * **Codec** (`codec_N_ms`): N frames, codes on the host to PCM on the host, by the decoder that the synthesizer uses.
-* **First PCM**: TTFC of mktts.speech.metrics, of a few words in the streaming layout (`ttfc_ms`), and of a sentence of
+* **First PCM**: TTFC of mktts.engine.metrics, of a few words in the streaming layout (`ttfc_ms`), and of a sentence of
   15 words in the checkpoint's own layout (`ttfc_sentence_ms`). **RTF** (`rtf`): as there.
 * **Text** (`text_tok_s`, `text_tok_s_ten_a_step`): tokens a second of the text model, one and ten a launch.
 * **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams

@@ -26,7 +26,7 @@ def live_player() -> Any:
     `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
     `report` holds what the page said last: kind ("first", "made" once all is there, "played" once all was heard,
     "stopped"), chunks, gaps (how often the page fell silent inside the utterance; an *underrun* is the calculation of
-    `mktts.speech.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that
+    `mktts.engine.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that
     still plays; never part of TTFC), the audio context's state and rate. It is empty without a front end.
     """
     return _widget_class()()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mktts.common import write_whole
+from mktts.engine.metrics import play
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
-from mktts.speech.metrics import play
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,7 +191,7 @@ def bars(
 def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timeline", title: str = "") -> Figure:
     """Audio generated against audio needed, over the time since the call; one step is one of the stream's chunks.
 
-    The player is that of `mktts.speech.metrics.play`. Above: the staircase of generated audio and the line that
+    The player is that of `mktts.engine.metrics.play`. Above: the staircase of generated audio and the line that
     real-time playback follows, on the grid of single codec frames where the utterance is short enough. Below: audio
     still to be played when each chunk arrived.
     """

@@ -117,8 +117,8 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K, TOP_P, GREEDY, which hold for all sixteen codes of a
     frame. Raises MkttsError for another name, or what the value is refused with.
     """
+    from mktts.engine.options import StreamOptions
     from mktts.model.voice import Voice
-    from mktts.speech.options import StreamOptions
 
     convert: dict[str, Callable[[Any], Any]] = {
         "TEXT": str,

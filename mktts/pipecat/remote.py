@@ -20,6 +20,7 @@ from websockets.frames import CloseCode
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import one_of
+from mktts.engine.guard import FinishReason
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -34,8 +35,7 @@ from mktts.errors import (
 )
 from mktts.pipecat.source import Style
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.guard import FinishReason
-from mktts.speech.text import clean_piece
+from mktts.text.split import clean_piece
 
 PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
 KEPT_PIECES = 8  # read ahead of the consumer, 5 s of audio at most; the rest waits in the socket, then in the server

@@ -33,6 +33,7 @@ from pipecat.utils.tracing.service_decorators import traced_tts
 from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
+from mktts.engine.options import StreamOptions
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -50,8 +51,7 @@ from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
 from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
 from mktts.spec import LANGUAGE_CODES
-from mktts.speech.options import StreamOptions
-from mktts.synth.synthesizer import BackendName
+from mktts.synthesizer import BackendName
 
 AUTO = "auto"  # the model infers the language from the text
 _SAMPLE_BYTES = 2

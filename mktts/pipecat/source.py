@@ -12,16 +12,15 @@ from typing import Protocol, Self
 import torch
 
 from mktts.checkpoint import Checkpoint
+from mktts.engine.guard import FinishReason
+from mktts.engine.options import StreamOptions
+from mktts.engine.stream import Session, Stream
 from mktts.errors import EngineError, TextError
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.guard import FinishReason
-from mktts.speech.options import StreamOptions
-from mktts.speech.stream import Session, Stream
-from mktts.synth import Synthesizer
-from mktts.synth.synthesizer import BackendName, StreamSettings
+from mktts.synthesizer import BackendName, StreamSettings, Synthesizer
 
 _KEPT_VOICES = 8
 

@@ -92,7 +92,7 @@ def from_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
-        return ApiError(429, "busy", str(error), streams_max=error.carries)
+        return ApiError(429, "busy", str(error), streams_max=error.capacity)
     for kind, (code, param) in _BY_ERROR.items():
         if isinstance(error, kind):
             return ApiError(422, code, str(error), param)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import signal
 import sys
@@ -111,23 +110,20 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.ray_address is not None:
         raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
-        from mktts.speech.serving import many_streams
-
         synthesizer, service = open_service(arguments, limits)
         with synthesizer:
             server = SpeechServer(service, **access)
-            synthesizer.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
+            synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
             bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
             log = logging.getLogger(__name__)
             if service.model.random_weights:
                 log.info(RANDOM_WEIGHTS)
             log.info(
-                "%s with the %s backend on %s, for about %s at once, at %s",
+                "%s with the %s backend on %s, for %s at once (%s), at %s",
                 service.model.checkpoint, synthesizer.backend_name, synthesizer.device,
-                counted(service.carries, "listener"), url_of(bound),
+                counted(service.streams_max, "listener"), service.capacity.basis, url_of(bound),
             )  # fmt: skip
-            with many_streams() if synthesizer.serves_many else contextlib.nullcontext():
-                server.run([bound])
+            server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
-    return 1 if synthesizer.gone else 0
+    return 1 if synthesizer.engine.gone else 0

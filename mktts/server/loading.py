@@ -13,18 +13,17 @@ from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
     from mktts.server.service import SpeechService
-    from mktts.synth import Synthesizer
-    from mktts.synth.apart import ApartSynthesizer
+    from mktts.synthesizer import Synthesizer
 
 
-def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer | ApartSynthesizer, SpeechService]:
+def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, SpeechService]:
     """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
     synthesizer. Raises what loading raises."""
     from mktts.checkpoint import open_checkpoint
     from mktts.model.voice import Voice
     from mktts.server.service import SpeechService
     from mktts.server.uploads import VoiceFolder
-    from mktts.synth.synthesizer import BatchSettings, Synthesizer
+    from mktts.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
@@ -37,15 +36,13 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     batch = BatchSettings(codec=arguments.codec_precision)
     settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
     if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
-        from mktts.synth.apart import ApartSynthesizer
-
-        synthesizer = ApartSynthesizer(checkpoint, arguments.checkpoint, arguments.revision, settings)
+        synthesizer = Synthesizer.load_apart(checkpoint, arguments.checkpoint, arguments.revision, settings)
     else:
         synthesizer = Synthesizer.load(checkpoint, **settings)
     try:
         service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
         synthesizer.warm_up()
-        synthesizer.calibrate()
+        synthesizer.measure_capacity()
     except BaseException:
         synthesizer.close()
         raise

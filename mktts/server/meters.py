@@ -13,17 +13,16 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from mktts.speech.executor import TICK_BOUNDS_S, Standing
+from mktts.engine.runner import TICK_BOUNDS_S, EngineStats
 
 _FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _OF_ENGINES = {
-    "mktts_streams_carried": ("Streams that are listened to in real time at once, about, by engine.", "carries"),
-    "mktts_streams_listened": ("Streams that somebody listens to, by engine.", "listeners"),
-    "mktts_streams_waiting": ("Streams in line for a place, by engine.", "waiting"),
-    "mktts_lanes": ("Places for streams, by engine.", "lanes"),
-    "mktts_lanes_used": ("Places that a stream has, by engine.", "lanes_used"),
+    "mktts_streams_listened": ("Streams that need frames in time, by engine.", "listeners"),
+    "mktts_streams_waiting": ("Streams that wait for admission, by engine.", "waiting"),
+    "mktts_lanes": ("Slots for streams, by engine.", "lanes"),
+    "mktts_lanes_used": ("Slots that a stream has, by engine.", "lanes_used"),
     "mktts_pages": ("Pages of keys and values, by engine.", "pages"),
-    "mktts_pages_free": ("Pages that nobody holds, by engine.", "pages_free"),
+    "mktts_pages_free": ("Pages that are free, by engine.", "pages_free"),
 }
 
 
@@ -65,30 +64,36 @@ class Meters:
         )
         self.late_s = Counter("mktts_late_seconds", "By which those writes were late.", registry=self.registry)
 
-    def watch(self, standing: Callable[[], Mapping[str, Standing]], behind: Callable[[], int]) -> None:
-        """Adds what is asked for when somebody looks: how the engines stand, and how many streams are behind."""
-        self.registry.register(_Engines(standing, behind))
+    def watch(
+        self, stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float], behind: Callable[[], int]
+    ) -> None:
+        """Adds what is asked for at every scrape: the state of the engines, how many listeners are admitted at once,
+        and how many streams are behind."""
+        self.registry.register(_Engines(stats, capacity, behind))
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _Engines(Collector):
-    def __init__(self, standing: Callable[[], Mapping[str, Standing]], behind: Callable[[], int]) -> None:
-        self._standing, self._behind = standing, behind
+    def __init__(
+        self, stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float], behind: Callable[[], int]
+    ) -> None:
+        self._stats, self._capacity, self._behind = stats, capacity, behind
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "mktts_streams_behind", "Streams whose listeners have played all that went out.", self._behind()
         )
-        standing = self._standing()
+        yield GaugeMetricFamily("mktts_capacity", "Listeners that are admitted at once.", self._capacity())
+        stats = self._stats()
         for name, (text, field) in _OF_ENGINES.items():
             family = GaugeMetricFamily(name, text, labels=("engine",))
-            for engine, one in standing.items():
+            for engine, one in stats.items():
                 family.add_metric((engine,), getattr(one, field))
             yield family
         ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
-        for engine, one in standing.items():
+        for engine, one in stats.items():
             counts = list(accumulate(list(one.ticks.counts)))
             bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
             ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)

@@ -32,7 +32,6 @@ class Replica:
     async def __init__(self, arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any]) -> None:
         from mktts.server.app import make_app
         from mktts.server.loading import open_service
-        from mktts.speech.serving import many_streams
 
         logging.getLogger("mktts").setLevel(logging.INFO)
         if arguments.ray_address is None:
@@ -42,8 +41,6 @@ class Replica:
         self._app = make_app(self._service, **access)
         self._open = contextlib.ExitStack()
         self._open.enter_context(synthesizer)
-        if synthesizer.serves_many:
-            self._open.enter_context(many_streams())
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Any, receive: Any, send: Any) -> None:  # to a FastAPI, Ray Serve would add error handlers

@@ -13,11 +13,11 @@ from typing import Any
 from fastapi.responses import Response
 
 from mktts.audio.encoding import UNCODED, Samples, StreamFormat, encoder_of
+from mktts.engine.options import Chunk
 from mktts.errors import MkttsError
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError
 from mktts.server.served_stream import ServedStream
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.speech.options import Chunk
 
 MEDIA_TYPES: dict[StreamFormat, str] = {
     "mp3": "audio/mpeg",

@@ -267,7 +267,8 @@ class ModelInfo(StrictModel):
 
 class Health(StrictModel):
     """status: failing after several streams in a row ended by an error; stopping after the signal to stop.
-    streams_max: that are listened to in real time at once, about; streams_open: whether anybody listens or not."""
+    streams_max: listeners that are admitted at once; capacity: how that is known; streams_open: with or without a
+    listener."""
 
     status: Literal["ok", "failing", "stopping"]
     model: ModelInfo
@@ -280,6 +281,7 @@ class Health(StrictModel):
     takes_instructions: bool
     streams_open: int
     streams_max: int
+    capacity: str
 
 
 class Ready(StrictModel):
@@ -383,7 +385,7 @@ class Started(StrictModel):
 
 
 class ChunkTimings(StrictModel):
-    """Milliseconds, as mktts.speech.options.Timings."""
+    """Milliseconds, as mktts.engine.options.Timings."""
 
     ready_ms: float
     prefill_ms: float

@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from typing import TYPE_CHECKING
 
 from mktts import audio
+from mktts.engine.metrics import Player
+from mktts.engine.options import Chunk, Timings
 from mktts.errors import MkttsError
 from mktts.server.api_errors import ApiError, current_id, from_error, new_id
 from mktts.server.meters import Meters
 from mktts.server.schemas import Route, StreamState
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.speech.metrics import Player
-from mktts.speech.options import Chunk, Timings
 
 if TYPE_CHECKING:
-    from mktts.speech.stream import Session, Stream
+    from mktts.engine.stream import Session, Stream
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
@@ -89,7 +89,7 @@ class ServedStream:
     @property
     def is_behind(self) -> bool:
         """Whether its listener has played all that was sent, and waits for more to be made."""
-        return not self.closed and not self._stream.rests and self._lead_s() < 0
+        return not self.closed and not self._stream.idle and self._lead_s() < 0
 
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
@@ -142,7 +142,7 @@ class ServedStream:
 
     def _forgive_lateness(self) -> None:
         """Where the stream waited for text, nothing is late until a frame's time after it."""
-        if self._stream.rests:
+        if self._stream.idle:
             self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
 
     def fail(self, error: ApiError) -> None:

@@ -8,6 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mktts.engine.admission import AdmissionLimits, Capacity
+from mktts.engine.options import StreamOptions
+from mktts.engine.runner import EngineStats
 from mktts.server.api_errors import ApiError, from_error
 from mktts.server.gate import NOBODY
 from mktts.server.limits import Limits
@@ -16,16 +19,13 @@ from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState,
 from mktts.server.served_stream import ServedStream
 from mktts.server.voices import voice_aliases
 from mktts.spec import SAMPLE_RATE_HZ, language_named
-from mktts.speech.executor import Standing, Wishes
-from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
     from mktts.model.prompt import Layout
     from mktts.model.tokenizer import TextTokenizer
     from mktts.model.voice import Voice
     from mktts.server.uploads import VoiceFolder
-    from mktts.synth import Synthesizer
-    from mktts.synth.apart import ApartSynthesizer
+    from mktts.synthesizer import Synthesizer
 
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 _POLL_S = 0.02
@@ -43,7 +43,7 @@ class SpeechService:
 
     def __init__(
         self,
-        synthesizer: Synthesizer | ApartSynthesizer,
+        synthesizer: Synthesizer,
         limits: Limits | None = None,
         voices: Mapping[str, Voice] | None = None,
         name: str | None = None,
@@ -56,7 +56,10 @@ class SpeechService:
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self._synthesizer = synthesizer
-        synthesizer.admit(Wishes(self.limits.max_streams, self.limits.max_waiting, self.limits.wait_s))
+        limits = self.limits
+        synthesizer.set_limits(
+            AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
+        )
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         config = checkpoint.config
@@ -77,7 +80,11 @@ class SpeechService:
         self.meters = Meters(
             self.model.checkpoint, synthesizer.backend_name, str(synthesizer.device), self.model.random_weights
         )
-        self.meters.watch(lambda: self.standing, lambda: sum(one.is_behind for one in self._open.values()))
+        self.meters.watch(
+            lambda: self.stats,
+            lambda: self.streams_max,
+            lambda: sum(one.is_behind for one in self._open.values()),
+        )
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
@@ -216,19 +223,25 @@ class SpeechService:
         return len(self._open)
 
     @property
-    def standing(self) -> dict[str, Standing]:
+    def stats(self) -> dict[str, EngineStats]:
         """The state of the engines at the moment, by their names."""
-        return self._synthesizer.standing
+        return self._synthesizer.stats
 
     @property
-    def carries(self) -> int:
-        """As `Synthesizer.carries`."""
-        return self._synthesizer.carries
+    def capacity(self) -> Capacity:
+        """As `Synthesizer.capacity`."""
+        return self._synthesizer.capacity
+
+    @property
+    def streams_max(self) -> int:
+        """Listeners at once, as far as capacity and slots go."""
+        slots = max((one.lanes for one in self.stats.values()), default=1)
+        return int(min(self.capacity.streams, slots))
 
     @property
     def health(self) -> Health:
         synthesizer = self._synthesizer
-        failing = self._failures >= _FAILING_AFTER or synthesizer.gone
+        failing = self._failures >= _FAILING_AFTER or synthesizer.engine.gone
         return Health(
             status="stopping" if self.stopping else "failing" if failing else "ok",
             model=self.model,
@@ -240,7 +253,8 @@ class SpeechService:
             languages=self.languages,
             takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
-            streams_max=self.carries,
+            streams_max=self.streams_max,
+            capacity=self.capacity.basis,
         )
 
     def _has_ended(self, stream: ServedStream) -> None:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from fakes import OFF, FakeBackend, FakeCodec, FakeLanes, fake_model, fake_together
 
-from mktts.batch import executor
-from mktts.batch.admission import AdmissionSettings
+from mktts.engine import one_by_one
+from mktts.engine.admission import AdmissionSettings
+from mktts.engine.job import Job
+from mktts.engine.options import Chunk, Plan, StreamOptions
+from mktts.engine.script import FedScript
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.speech.job import Job
-from mktts.speech.options import Chunk, Plan, StreamOptions
-from mktts.speech.script import FedScript
-from mktts.synth import one_by_one
 
 PATIENT = AdmissionSettings()
 

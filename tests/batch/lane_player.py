@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.lanes import Lanes
-from mktts.batch.tick import Tick
+from mktts.engine.lanes import Lanes
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Tick
 from mktts.measure.parity.batch import RandomTicks
 from mktts.measure.parity.ratio import RowStream
 from mktts.measure.parity.upstream import our_codes
@@ -132,7 +133,7 @@ class Player(RandomTicks):
         segment = self._streams[state.index]
         state.entered, copies = self.lanes.pages.open(slot, segment.positions, segment.key)
         self.kept += state.entered > 0
-        self.lanes.begin(slot, segment.embeds, segment.sampling, segment.seed, copies)
+        self.lanes.begin(slot, Segment.of_rows(segment.embeds, segment.sampling, segment.seed), copies)
         state.launched, state.made, state.serial = 0, [], state.serial + 1
         self.made[state.stream].append(state.made)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.admission import AdmissionSettings, Arrival, Door, Verdict
-from mktts.batch.board import Board
 from mktts.batch.pages import Pages
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import TickModel
+from mktts.engine.admission import AdmissionSettings, Arrival, Door, Verdict
+from mktts.engine.board import Board
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.tick import TickModel
 
 MODEL = TickModel.h200()
 

@@ -14,14 +14,14 @@ import torch
 from lane_player import random_segments
 from torch import Tensor
 
-from mktts.batch.lanes import Lanes
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.engine.lanes import Lanes
 from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")

@@ -12,9 +12,9 @@ import torch
 from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
-from mktts.batch.admission import HELD_S, AdmissionSettings
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import TickModel
+from mktts.engine.admission import HELD_S, AdmissionSettings
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError, PromptError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 

@@ -12,13 +12,14 @@ import torch
 from lane_player import CHOICES, Player, differences, random_segments
 from torch import Tensor
 
-from mktts.batch.lanes import Made
 from mktts.batch.plain.lanes import TorchLanes
 from mktts.batch.plain.stack import CHUNK_POSITIONS
 from mktts.batch.plain.talker import LaneNoise, TorchTalker
-from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.lanes import Made
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Piece, Tick
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.oracle import TorchBackend
@@ -82,7 +83,7 @@ def entered(lanes: TorchLanes, tiny: Checkpoint, slots: Sequence[int]) -> Tick:
     prompt = 0.5 * torch.randn(7, tiny.config.talker.hidden_size, generator=torch.Generator().manual_seed(1))
     for slot in slots:
         lanes.enter(slot, None)
-        lanes.begin(slot, prompt, Sampling().greedy(), slot)
+        lanes.begin(slot, Segment.of_rows(prompt, Sampling().greedy(), slot))
     pieces = tuple(Piece(slot, 0, len(prompt), True) for slot in slots)
     return Tick((len(slots), 7 * len(slots)), np.array(slots, np.int32), len(slots), pieces)
 
@@ -133,7 +134,8 @@ def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
 
 def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
     with pytest.raises(EngineError, match="gave no number"):
-        lanes_of(tiny, True).begin(6, torch.full((3, tiny.config.talker.hidden_size), torch.nan), Sampling(), 1)
+        rows = torch.full((3, tiny.config.talker.hidden_size), torch.nan)
+        lanes_of(tiny, True).begin(6, Segment.of_rows(rows, Sampling(), 1))
 
 
 # ---- the talker by itself

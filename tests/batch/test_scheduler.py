@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.admission import AdmissionSettings
-from mktts.batch.board import FRAME_S, Board
 from mktts.batch.pages import Pages
-from mktts.batch.scheduler import TickSettings, lone_tick, next_tick
-from mktts.batch.tick import TickFit, TickModel
+from mktts.engine.admission import AdmissionSettings
+from mktts.engine.board import FRAME_S, Board
+from mktts.engine.scheduler import TickSettings, lone_tick, next_tick
+from mktts.engine.tick import TickFit, TickModel
 from mktts.errors import CapacityError, EngineError, OptionsError
 
 NOW_S = 100.0

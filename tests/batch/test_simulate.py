@@ -20,13 +20,12 @@ from fakes import OFF, ROOMY, FakeBackend, FakeCodec, FakeLanes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.batch import executor
-from mktts.batch.admission import AdmissionSettings, Arrival, Door
-from mktts.batch.board import FRAME_S, Board
-from mktts.batch.lanes import Made
 from mktts.batch.pages import Pages
-from mktts.batch.scheduler import TickSettings, next_tick
-from mktts.batch.tick import Tick, TickFit, TickModel
+from mktts.engine.admission import AdmissionSettings, Arrival, Door
+from mktts.engine.board import FRAME_S, Board
+from mktts.engine.lanes import Made
+from mktts.engine.scheduler import TickSettings, next_tick
+from mktts.engine.tick import Tick, TickFit, TickModel
 
 H200 = TickModel.h200()
 FRAMES = (25, 150)

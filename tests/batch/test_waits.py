@@ -18,12 +18,12 @@ from fakes import OFF, ROOMY, SETTINGS, FakeBackend, fake_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import TickModel
+from mktts.engine.executor import Wishes
+from mktts.engine.job import Job
+from mktts.engine.one_by_one import OneByOne
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError
-from mktts.speech.executor import Wishes
-from mktts.speech.job import Job
-from mktts.synth.one_by_one import OneByOne
 
 BUFFER_FRAMES = 8
 # With a place free: until an engine that does nothing lets the next one in. Without: until that one is refused.

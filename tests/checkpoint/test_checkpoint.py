@@ -20,11 +20,11 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpecs, expected_codec_tensors, expected_tensors
+from mktts.engine import upstream
 from mktts.errors import CheckpointError
 from mktts.llm import checkpoint as text
 from mktts.spec import ModelConfig
-from mktts.speech.text import SEGMENT_CHARS, segment_chars
-from mktts.synth import upstream
+from mktts.text.split import SEGMENT_CHARS, segment_chars
 
 CODEC_PARAMS = 170_557_441
 

@@ -15,10 +15,10 @@ from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.tokenizer import SPECIAL_START, WORDS, vocabulary
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import TensorSpec
+from mktts.engine import upstream
 from mktts.errors import CheckpointError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.synth import upstream
 
 _SMALL = ("config.json", "configuration.json", "preprocessor_config.json", "model.safetensors")
 HUB_FILES = {"generation_config.json", "merges.txt", "tokenizer_config.json", "vocab.json", *_SMALL}

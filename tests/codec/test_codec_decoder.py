@@ -14,10 +14,10 @@ from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.upstream import import_upstream
 from mktts.errors import CodecError
 from mktts.measure.parity.codec import decode_streamed, random_codes
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
-from mktts.synth.upstream import import_upstream
 
 TOLERANCE = 1e-5  # of full scale, fp32
 

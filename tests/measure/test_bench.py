@@ -134,9 +134,11 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
             on_frame(None)
         return torch.zeros(max_frames, NUM_CODEBOOKS)
 
-    monkeypatch.setattr("mktts.synth.upstream.load_upstream", lambda *checkpoint: "upstream")
-    monkeypatch.setattr("mktts.synth.upstream.generate_codes", frame_by_frame)
-    monkeypatch.setattr("mktts.synth.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0])
+    monkeypatch.setattr("mktts.engine.upstream.load_upstream", lambda *checkpoint: "upstream")
+    monkeypatch.setattr("mktts.engine.upstream.generate_codes", frame_by_frame)
+    monkeypatch.setattr(
+        "mktts.engine.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0]
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**22))
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mktts.engine.metrics import play, summarise
 from mktts.errors import MetricsError
 from mktts.measure import metrics
 from mktts.measure.environment import environment, head, provided_by, versions
 from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.speech.metrics import play, summarise
 
 LOUD = 2 * 10 ** (AUDIBLE_DBFS / 20)
 QUIET = 0.5 * 10 ** (AUDIBLE_DBFS / 20)

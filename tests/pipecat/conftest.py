@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mktts.checkpoint import Checkpoint
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 
 @pytest.fixture(scope="module")

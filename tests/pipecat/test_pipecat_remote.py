@@ -22,14 +22,14 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 from mktts import errors
-from mktts.batch import board
+from mktts.engine import board
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import KEPT_PIECES, PATIENCE_S
 from mktts.server import Limits, listen
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 KEY = "a-key-of-the-tests"
 MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold

@@ -28,6 +28,8 @@ from served import Served, Watched, served
 
 import mktts.pipecat
 from mktts.audio import to_pcm16
+from mktts.engine.guard import Guard
+from mktts.engine.options import StreamOptions
 from mktts.errors import EngineError, PromptError, TextError
 from mktts.model.voice import Voice
 from mktts.pipecat import (
@@ -40,10 +42,8 @@ from mktts.pipecat import (
     close_shared_synthesizers,
     shared_synthesizer,
 )
-from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
-from mktts.speech.text import MAX_TEXT_CHARS
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
+from mktts.text.split import MAX_TEXT_CHARS
 
 SHORT = Guard(frames_per_text_token=0.5, slack_frames=6)  # random weights never end by themselves
 OPTIONS = StreamOptions(guard=SHORT)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from mktts.checkpoint import Checkpoint
+from mktts.engine.executor import Standing, TickTimes
+from mktts.engine.options import Chunk, Timings
 from mktts.errors import TextError
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLES_PER_FRAME
-from mktts.speech.executor import Standing, TickTimes
-from mktts.speech.options import Chunk, Timings
 
 
 class FakeStream:

@@ -24,11 +24,11 @@ from served import TEXT, until
 
 import mktts.server
 from mktts.cli import main, parse
+from mktts.engine.serving import SWITCH_S
 from mktts.errors import ServerError
 from mktts.server import Limits
 from mktts.server.loading import runs_apart
 from mktts.server.replicas import Replica, _resources
-from mktts.speech.serving import SWITCH_S
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
 SHORT = {"text": "Hello there.", "max_frames": 9, "seed": 4}

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mktts.engine.options import Chunk, Timings
 from mktts.errors import EngineError
 from mktts.server import served_stream
 from mktts.server.api_errors import ApiError
 from mktts.server.meters import Meters
 from mktts.server.served_stream import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream, coalesced
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.speech.options import Chunk, Timings
 
 FRAME_S = 1 / FRAME_RATE_HZ
 

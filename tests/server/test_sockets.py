@@ -22,9 +22,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from mktts.audio import to_pcm16
-from mktts.batch import board
+from mktts.engine import board
+from mktts.engine.options import StreamOptions
 from mktts.server import Limits
-from mktts.speech.options import StreamOptions
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mktts.audio import first_audible_sample
+from mktts.engine.options import StreamOptions
+from mktts.engine.utterance import Chunker
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
-from mktts.speech.options import StreamOptions
-from mktts.speech.utterance import Chunker
 
 
 @pytest.mark.parametrize("size", [1, 100, 239, 240, 241, 1_000, 1_920, 5_000])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mktts.checkpoint.open import FRONT_ENDS as NAMED
 from mktts.errors import OptionsError, TextError
-from mktts.speech.front import FRONT_ENDS, FrontEnd, spoken
-from mktts.speech.front.numbers import bare, cardinal, in_pairs, ordinal, year
+from mktts.text import FRONT_ENDS, FrontEnd, spoken
+from mktts.text.numbers import bare, cardinal, in_pairs, ordinal, year
 
 SEEN = files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8")
 UNSEEN = Path(__file__).with_name("written_unseen.tsv").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mktts.speech import job as jobs
-from mktts.speech.job import Bell, Job
-from mktts.speech.options import Chunk, Timings
+from mktts.engine import job as jobs
+from mktts.engine.job import Bell, Job
+from mktts.engine.options import Chunk, Timings
 
 
 class Work(SimpleNamespace):

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mktts.errors import TextError
-from mktts.speech.text import MAX_TEXT_CHARS, Cut, FeedSplitter, boundary, clean_piece, clean_text, split_text
+from mktts.text.split import MAX_TEXT_CHARS, Cut, FeedSplitter, boundary, clean_piece, clean_text, split_text
 
 PROSE = st.text(alphabet="ab C.!?,;:…。！，\"' \n1é\u0301😀\u200d", max_size=400)
 

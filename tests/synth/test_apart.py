@@ -21,14 +21,14 @@ from served import WAIT_S, until
 from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import python_path
+from mktts.engine.apart import ApartSynthesizer
+from mktts.engine.apart_engine import Over, Wire
+from mktts.engine.executor import Wishes
+from mktts.engine.guard import Guard
+from mktts.engine.options import StreamOptions
 from mktts.errors import BackendUnavailable, BusyError, EngineError, PromptError, TextError
 from mktts.model.voice import Voice
-from mktts.speech.executor import Wishes
-from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
-from mktts.synth import Synthesizer
-from mktts.synth.apart import ApartSynthesizer
-from mktts.synth.apart_engine import Over, Wire
+from mktts.synthesizer import Synthesizer
 
 BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
@@ -164,7 +164,7 @@ def test_it_ends_with_the_process_that_it_speaks_for():
     program = (
         "import os, time\n"
         "from mktts.checkpoint import open_checkpoint\n"
-        "from mktts.synth.apart import ApartSynthesizer\n"
+        "from mktts.engine.apart import ApartSynthesizer\n"
         "far = ApartSynthesizer(open_checkpoint('random:tiny'), 'random:tiny', None, {'device': 'cpu'})\n"
         "print(far._process.pid, flush=True)\n"
         "time.sleep(60)\n"

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
 
+from mktts.engine import job
 from mktts.errors import EngineError, TextError
-from mktts.speech import job
 
 # ---- turns
 

@@ -15,12 +15,12 @@ import pytest
 from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 from served import until
 
-from mktts.batch.executor import Together
+from mktts.engine.engine import Engine
+from mktts.engine.runner import Together
+from mktts.engine.serving import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
+from mktts.engine.stream import Stream
 from mktts.errors import EngineError
-from mktts.speech.serving import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
-from mktts.speech.stream import Stream
-from mktts.synth import Synthesizer
-from mktts.synth.engine import Engine
+from mktts.synthesizer import Synthesizer
 
 FAILURE = (RuntimeError, EngineError)  # of the backend's step, or of a lane that gave no number
 

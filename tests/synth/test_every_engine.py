@@ -13,12 +13,12 @@ from fakes import OFF, ONE, FakeBackend, FakeCodec, fake_synthesizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mktts.engine.guard import Guard
+from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, StreamOptions
+from mktts.engine.stream import Stream
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.speech.guard import Guard
-from mktts.speech.options import SCHEDULE, TOGETHER_SCHEDULE, StreamOptions
-from mktts.speech.stream import Stream
-from mktts.synth import Synthesizer
+from mktts.synthesizer import Synthesizer
 
 THREE = "The first sentence. And a second one here. The third ends it."
 SEGMENTS = replace(OFF, max_chars_per_segment=25)

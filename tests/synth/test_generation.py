@@ -11,15 +11,15 @@ import pytest
 import torch
 from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_model
 
+from mktts.engine.guard import Guard
+from mktts.engine.one_by_one import Generation, StepModel
+from mktts.engine.options import Chunk, Plan, StreamOptions
+from mktts.engine.utterance import MAX_SEGMENT_FRAMES
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
-from mktts.speech.guard import Guard
-from mktts.speech.options import Chunk, Plan, StreamOptions
-from mktts.speech.text import SEGMENT_CHARS
-from mktts.speech.utterance import MAX_SEGMENT_FRAMES
-from mktts.synth.one_by_one import Generation, StepModel
+from mktts.text.split import SEGMENT_CHARS
 
 HELLO = "Hello."
 NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
 
+from mktts.engine.many import Asked
 from mktts.errors import EngineError, OptionsError, TextError
-from mktts.synth.many import Asked
 
 TEXTS = [f"Text number {number}." for number in range(12)]
 

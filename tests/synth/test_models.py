@@ -13,14 +13,13 @@ import torch
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
+from mktts.engine.executor import TICK_BOUNDS_S, TickTimes, Wishes
+from mktts.engine.job import Job
+from mktts.engine.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
+from mktts.engine.one_by_one import MAX_FRAMES_AHEAD, OneByOne
 from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
-from mktts.speech.executor import TICK_BOUNDS_S, TickTimes, Wishes
-from mktts.speech.job import Job
-from mktts.synth import Synthesizer, one_by_one
-from mktts.synth.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
-from mktts.synth.one_by_one import MAX_FRAMES_AHEAD, OneByOne
-from mktts.synth.synthesizer import BatchSettings
+from mktts.synthesizer import BatchSettings, Synthesizer, one_by_one
 
 SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))
 TOGETHER = SimpleNamespace(model=BATCH)

@@ -16,14 +16,14 @@ from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import parse
+from mktts.engine.upstream import load_upstream
 from mktts.errors import CheckpointError
 from mktts.kernel.grid import choose_shape
 from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes, compare_prompts
 from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synth import Synthesizer
-from mktts.synth.upstream import load_upstream
+from mktts.synthesizer import Synthesizer
 
 MAX_BYTES = 32 * 10**6
 SPEAKERS = ("rms", "awb", "slt")  # programs take the first where none is named

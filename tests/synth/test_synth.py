@@ -21,18 +21,18 @@ from served import until
 import mktts
 from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.guard import Guard
+from mktts.engine.loading import step_backend
+from mktts.engine.options import SCHEDULE, StreamOptions
+from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.speech.front import FrontEnd
-from mktts.speech.guard import Guard
-from mktts.speech.options import SCHEDULE, StreamOptions
-from mktts.speech.stream import Stream
-from mktts.speech.text import MAX_TEXT_CHARS
-from mktts.synth import Synthesizer
-from mktts.synth.loading import step_backend
+from mktts.synthesizer import Synthesizer
+from mktts.text import FrontEnd
+from mktts.text.split import MAX_TEXT_CHARS
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30)  # so that several tests share a device
@@ -193,7 +193,7 @@ def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_s
 
     monkeypatch.setattr("mktts.kernel.backend.MegakernelBackend", refuse)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("mktts.synth.loading.TorchBackend", lambda *a: a[2])
+    monkeypatch.setattr("mktts.engine.loading.TorchBackend", lambda *a: a[2])
     assert step_backend("auto", tiny, cuda, torch.bfloat16) == cuda
     assert "no compiler today" in caplog.text
     caplog.clear()

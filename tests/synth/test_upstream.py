@@ -13,15 +13,15 @@ import torch
 from fakes import OFF, WAIT_S
 
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.guard import Guard
+from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.speech.guard import Guard
-from mktts.speech.stream import Stream
-from mktts.synth import Synthesizer, upstream
+from mktts.synthesizer import Synthesizer, upstream
 
 REQUEST = Request("Hello there.", "english", "ryan")
 

@@ -11,9 +11,9 @@ from training_sounds import vowels
 
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.upstream import import_upstream
 from mktts.errors import AudioError, CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.synth.upstream import import_upstream
 from mktts.training.codec import losses, model
 from mktts.training.codec.model import TINY, VOICE, Codec, config_json, decoder_config, encoded, hub_tensors
 from mktts.training.codec.train import CodecRecipe, CodecTrainer, onset

@@ -12,6 +12,7 @@ from training_sounds import vowels
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL
+from mktts.engine.upstream import generate_codes, load_upstream
 from mktts.errors import CheckpointError
 from mktts.kernel.grid import choose_shape
 from mktts.model.oracle import TorchBackend
@@ -19,7 +20,6 @@ from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
-from mktts.synth.upstream import generate_codes, load_upstream
 from mktts.training import state
 from mktts.training.codec import model as codec_model
 from mktts.training.data.audio import write_shard

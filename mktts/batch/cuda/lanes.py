@@ -1,6 +1,6 @@
 """Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into.
 
-Implements `mktts.batch.lanes.Lanes`. All work is queued on one CUDA stream of its own, in the order of the calls, so a
+Implements `mktts.engine.lanes.Lanes`. All work is queued on one CUDA stream of its own, in the order of the calls, so a
 slot or a page that changes hands while ticks still run does so behind them.
 """
 
@@ -24,18 +24,20 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
-from mktts.batch.lanes import Made
-from mktts.batch.pages import Copy, Pages
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick, TickModel
+from mktts.batch.pages import Pages
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
+from mktts.engine.lanes import Copy, Made
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Tick, TickModel
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
-from mktts.model.sampling import Sampling, checked_seed
+from mktts.model.sampling import checked_seed
+from mktts.model.voice import Voice
 from mktts.spec import ModelConfig
 
 _MOST_WAITING = 2  # launched ticks
@@ -59,6 +61,8 @@ class CudaLanes:
     """
 
     name = "batch"
+    alone = decodes_beside = False
+    submit = None
     overlaps = True
 
     def __init__(
@@ -174,20 +178,19 @@ class CudaLanes:
             self._codec.enter(slot, state)
         self._kept += [reference, state]
 
-    def forget(self, reference: Tensor) -> None:
-        if self._primed is not None:
-            self._primed.forget(reference)
+    def forget(self, voice: Voice) -> None:
+        if self._primed is not None and voice.codes is not None:
+            self._primed.forget(voice.codes)
 
-    def begin(
-        self, slot: int, prompt: Tensor | AddressedRows, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()
-    ) -> None:
+    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
+        prompt, sampling = segment.prompt.embeds, segment.sampling
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         if sampling.rng != "philox":
             raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
-        self._settings[slot] = packed(sampling, checked_seed(seed))
+        self._settings[slot] = packed(sampling, checked_seed(segment.seed))
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
         self._prompts[slot] = prompt

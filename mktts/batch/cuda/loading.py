@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.memory import LaneMemory
-from mktts.batch.scheduler import TickSettings
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
+from mktts.engine.scheduler import TickSettings
 from mktts.errors import BackendUnavailable, CapacityError
 
 if TYPE_CHECKING:

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.lanes import Made
-from mktts.batch.pages import PAGE_ROWS, Copy, Pages
+from mktts.batch.pages import PAGE_ROWS, Pages
 from mktts.batch.plain.codec import CodecLanes
 from mktts.batch.plain.talker import TorchTalker
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Tick, TickModel
 from mktts.codec.decoder import CodecDecoder, PrimedStates
+from mktts.engine.lanes import Copy, Made
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Tick, TickModel
 from mktts.model.backend import no_number
-from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
 
 
@@ -75,12 +76,14 @@ def _over(errand: Future[Future]) -> bool:
 
 
 class TorchLanes:
-    """See `mktts.batch.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `TorchTalker`.
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `TorchTalker`.
 
     Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
     """
 
     name = "batch"
+    alone = decodes_beside = False
+    submit = None
     deterministic = True  # in fp32; see `stack` for how long sums may be
     precision = "full"
     settings = TickSettings.cpu()
@@ -120,14 +123,16 @@ class TorchLanes:
         primed = None if reference is None else self._primed.of(reference)
         self._errands.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
 
-    def forget(self, reference: Tensor) -> None:
-        self._primed.forget(reference)
+    def forget(self, voice: Voice) -> None:
+        if voice.codes is not None:
+            self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling, seed: int, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
+        prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
-        self._talking.do(self._talker.begin, slot, prompt, sampling, seed).result()
+        self._talking.do(self._talker.begin, slot, prompt, segment.sampling, segment.seed).result()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See Lanes."""

@@ -22,16 +22,16 @@ import torch
 
 from mktts.arguments import option
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.engine.metrics import summarise
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import peak_rss_bytes, provided_by
 from mktts.model.backend import Backend, Frame, default_dtype
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
-from mktts.speech.metrics import summarise
 
 if TYPE_CHECKING:
-    from mktts.synth.one_by_one import StepModel
+    from mktts.engine.single import SingleLanes
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
@@ -129,7 +129,7 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 def load(settings: BenchSettings) -> Measured:
     """Seconds to load (files in the page cache), and peak resident bytes of this process: of its imports, after
     loading, and after a first utterance, which reads all of the memory-mapped weights."""
-    from mktts.synth import Synthesizer
+    from mktts.synthesizer import Synthesizer
 
     checkpoint, loading = settings.open(), settings.loading()
     imported_bytes, begun_s = peak_rss_bytes(), time.perf_counter()
@@ -143,9 +143,9 @@ def load(settings: BenchSettings) -> Measured:
 
 def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
-    from mktts.speech.guard import Guard
-    from mktts.speech.options import Chunk, StreamOptions
-    from mktts.synth import Synthesizer
+    from mktts.engine.guard import Guard
+    from mktts.engine.options import Chunk, StreamOptions
+    from mktts.synthesizer import Synthesizer
 
     checkpoint = settings.open()
     short, sentence = request_of(checkpoint, settings), sentence_of(checkpoint)
@@ -266,12 +266,13 @@ def text(settings: BenchSettings) -> Measured:
 # ---- single frames
 
 
-def _model(settings: BenchSettings) -> tuple[Checkpoint, StepModel, Prompt]:
-    from mktts.synth.loading import step_model
+def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
+    from mktts.engine.admission import Admission
+    from mktts.loading import single_runner
 
-    checkpoint = settings.open()
-    model = step_model(settings.backend, checkpoint, torch.device(settings.device), settings.torch_dtype)
-    return checkpoint, model, model.prompts.build(request_of(checkpoint, settings))
+    checkpoint, device = settings.open(), torch.device(settings.device)
+    runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())
+    return checkpoint, runner.lanes, runner.voices.prompts.build(request_of(checkpoint, settings))
 
 
 def _rows(prompt: Prompt, first: int, count: int) -> list[torch.Tensor | None]:
@@ -361,7 +362,7 @@ def faster(settings: BenchSettings) -> Measured:
 
     Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec.
     """
-    from mktts.synth.upstream import install_shim
+    from mktts.engine.upstream import install_shim
 
     install_shim()
     try:
@@ -376,7 +377,7 @@ def faster(settings: BenchSettings) -> Measured:
     with _quiet():
         peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
         processor = peer.model.processor
-        # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.synth.upstream).
+        # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.engine.upstream).
         processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
@@ -418,7 +419,7 @@ def faster(settings: BenchSettings) -> Measured:
 
 def upstream(settings: BenchSettings) -> Measured:
     """A frame at the context, and whole utterances: it does not stream, so its first PCM is its last."""
-    from mktts.synth.upstream import decode_codes, generate_codes, load_upstream
+    from mktts.engine.upstream import decode_codes, generate_codes, load_upstream
 
     checkpoint = settings.open()
     request, sampling = request_of(checkpoint, settings), checkpoint.sampling()

@@ -23,12 +23,12 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from mktts.audio import first_audible_sample, from_pcm16
+from mktts.engine.metrics import Player
+from mktts.engine.options import Chunk, Timings
+from mktts.engine.process_settings import many_streams
 from mktts.errors import BusyError, CapacityError, EngineError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.speech.metrics import Player
-from mktts.speech.options import Chunk, Timings
-from mktts.speech.serving import many_streams
 
 PATH = "/v1/audio/speech"
 _CONNECT_S = 10.0
@@ -289,7 +289,7 @@ def clean(point: dict[str, Any]) -> bool:
 
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """Those of `ticks` (dtype mktts.batch.tick.TICKS) that ended in the held time, and what the batch engine did in
+    """Those of `ticks` (dtype mktts.engine.tick.TICKS) that ended in the held time, and what the batch engine did in
     them; nothing of another engine.
 
     device_busy_percent: of the time, in ticks. lanes_mean: of a tick.

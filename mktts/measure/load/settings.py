@@ -11,16 +11,16 @@ import torch
 
 from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
+from mktts.engine.guard import Guard
+from mktts.engine.options import StreamOptions
 from mktts.errors import MetricsError, OptionsError
 from mktts.measure.bench.sections import WORDS, text_of
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
-from mktts.speech.guard import Guard
-from mktts.speech.options import StreamOptions
 
 if TYPE_CHECKING:
-    from mktts.synth.synthesizer import StreamSettings
+    from mktts.synthesizer import StreamSettings
 
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
 SHORT_ROWS = 32

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.lanes import Lanes
 from mktts.batch.pages import PAGE_ROWS
-from mktts.batch.scheduler import TickSettings
-from mktts.batch.tick import Piece, Tick
 from mktts.checkpoint import Checkpoint
+from mktts.engine.lanes import Lanes
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Piece, Tick
 from mktts.measure.parity.ratio import GREEDY, Observed, RowStream, random_rows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
@@ -92,7 +93,7 @@ class RandomTicks:
         kept_rows, copies = self._lanes.pages.open(slot, stream.positions, stream.key)
         self.kept += kept_rows > 0
         self._lanes.enter(slot, None)
-        self._lanes.begin(slot, stream.embeds, stream.sampling, stream.seed, copies)
+        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed), copies)
         self._open[slot] = _Playing(index, kept_rows)
 
     def _tick(self) -> Tick:

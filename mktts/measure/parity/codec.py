@@ -20,12 +20,12 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.common import write_json
+from mktts.engine.options import SCHEDULE
+from mktts.engine.upstream import decode_codes
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.environment import head
 from mktts.measure.parity.ratio import UNLIMITED, Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.speech.options import SCHEDULE
-from mktts.synth.upstream import decode_codes
 
 COMMAND = "python -c \"from mktts.measure.parity.codec import write; write('outputs/reference/h200/codec.json')\""
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1

@@ -33,6 +33,7 @@ from mktts.arguments import add_options, given, option
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import write_json
+from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import head, provided_by, versions
 from mktts.measure.machine import batch_missing, kernel_missing
@@ -49,7 +50,6 @@ from mktts.measure.parity.upstream import (
     upstream_codes,
 )
 from mktts.model.backend import device_named
-from mktts.synth.upstream import load_upstream
 
 OUTPUT = Path("mktts-parity.json")
 PARTS = ("prompt", "codes", "codec", "kernel", "batch", "text")

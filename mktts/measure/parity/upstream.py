@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
+from mktts.engine.upstream import generate_codes, prompt_embeds
 from mktts.measure.parity.ratio import UNLIMITED, Budget, RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
-from mktts.synth.upstream import generate_codes, prompt_embeds
 
 Row = dict[str, Any]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

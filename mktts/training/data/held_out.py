@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 
 from mktts.errors import TextError
-from mktts.speech.front import spoken
+from mktts.text import spoken
 from mktts.training.talker.sizes import LANGUAGE
 
 RUN_WORDS = 6  # as many words in a row of a natural sentence no text to learn from may have

@@ -7,9 +7,9 @@ import torch
 from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
+from mktts.engine.upstream import prompt_embeds
 from mktts.measure.parity.upstream import DTYPES, compare_prompts, made_up_voice, standard_requests
 from mktts.model.prompt import PromptBuilder, Request
-from mktts.synth.upstream import prompt_embeds
 
 SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
 

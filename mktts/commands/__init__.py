@@ -1,0 +1,1 @@
+"""Commands that speak: say, speak-all, and voices from recordings."""

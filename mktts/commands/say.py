@@ -1,0 +1,197 @@
+"""`python -m mktts say`: text to a file, a pipe or the loudspeaker."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mktts.audio import format_of, require_format, to_pcm16, write_audio
+from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
+from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.commands.cloning import recorded_voice
+from mktts.common import require_writable
+from mktts.engine.metrics import StreamMetrics, summarise
+from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
+from mktts.spec import SAMPLE_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+    from mktts.model.voice import Voice
+
+
+class Loudspeaker:
+    """Plays PCM as it is made. Leaving its block waits until all of it was heard; an error or Ctrl-C ends it at once.
+
+    Raises BackendUnavailable where the package, its library or a sound device is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import sounddevice
+        except ImportError:
+            raise BackendUnavailable(
+                "playing needs the package sounddevice: pip install sounddevice; or write a file"
+            ) from None
+        except OSError as error:  # the package is there, its library is not
+            raise BackendUnavailable(
+                f"playing needs the library PortAudio ({error}): install it (Debian: apt install libportaudio2), or "
+                "write a file"
+            ) from None
+        try:
+            self._stream: Any = sounddevice.OutputStream(SAMPLE_RATE_HZ, channels=1, dtype="float32")
+        except (sounddevice.PortAudioError, ValueError) as error:
+            raise BackendUnavailable(
+                f"expected a sound device that plays {SAMPLE_RATE_HZ} Hz, found none ({error}): write a file instead"
+            ) from None
+
+    def __enter__(self) -> Loudspeaker:
+        return self
+
+    def play(self, pcm: np.ndarray) -> None:
+        """Hands over `pcm` (S,) float32; returns once what is left of it fits the device's buffer."""
+        if not self._stream.active:
+            self._stream.start()  # not earlier: it would run dry before the first sound
+        self._stream.write(pcm[:, None])
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._stream.abort()
+            elif self._stream.active:
+                self._stream.stop()  # waits for what was handed over
+        finally:
+            self._stream.close()
+
+
+EXAMPLES = f"""examples:
+  python -m mktts say "Good morning." --play
+  python -m mktts say "Good morning." -o morning.wav
+  python -m mktts say "Good morning." -o morning.mp3 --checkpoint path/to/checkpoint --speaker vivian
+  python -m mktts say "Good morning." -o - | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
+  cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
+  python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
+
+The end of FILE's name is its format: .wav, .flac, .ogg, .opus, .mp3, .aac; a device or FIFO gets WAV. With `-o -` raw
+PCM goes to standard output while it is made: 16 bits, little endian, one channel, {SAMPLE_RATE_HZ} Hz. --play needs the
+package sounddevice, .aac and --speed the package av. Ctrl-C or closing the pipe ends the generation."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", metavar="TEXT", help="what to say; - reads it from standard input")
+    where = parser.add_argument_group("where to, one of these or both")
+    where.add_argument("-o", "--output", metavar="FILE", help="an audio file, or - for raw PCM on standard output")
+    where.add_argument("--play", action="store_true", help="through the loudspeaker, while it is made")
+    who = parser.add_argument_group("voice and manner")
+    add_voice_arguments(who)
+    who.add_argument("--ref-audio", type=Path, metavar="FILE", help="clone this recording, for a base checkpoint")
+    who.add_argument("--ref-text", metavar="TEXT", help="what is said in it")
+    how = parser.add_argument_group("generation")
+    how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
+    how.add_argument("--greedy", action="store_true", help="no draw at all")
+    how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
+    how.add_argument(
+        "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"
+    )
+    add_model_arguments(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.synthesizer import Synthesizer
+
+    _check(arguments)
+    tempo = None if arguments.speed == 1 else Tempo(arguments.speed)
+    file = None if arguments.output in (None, PIPE) else Path(arguments.output)
+    text = text_of(arguments.text)
+    if not text.strip():
+        raise TextError("expected a text to say, found nothing but blanks")
+    with ExitStack() as until_heard:
+        loudspeaker = until_heard.enter_context(Loudspeaker()) if arguments.play else None
+        checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+        request = _request(arguments, checkpoint)
+        chunks, spoken = [], []
+
+        def put(pcm: np.ndarray) -> None:
+            spoken.append(pcm)
+            if not len(pcm):  # a filter may hold back what it got
+                return
+            if arguments.output == PIPE:
+                sys.stdout.buffer.write(to_pcm16(pcm))
+                sys.stdout.buffer.flush()
+            if loudspeaker:
+                loudspeaker.play(pcm)
+
+        with (
+            Synthesizer.load(checkpoint, **loading(arguments)) as synthesizer,
+            synthesizer.stream(text, **request) as stream,
+        ):
+            for chunk in stream:
+                chunks.append(chunk)
+                put(chunk.pcm if tempo is None else tempo.feed(chunk.pcm))
+            if tempo is not None:
+                put(tempo.finish())
+            reason = stream.finish_reason
+        metrics = summarise(chunks)
+        if file is not None:
+            write_audio(file, np.concatenate(spoken))
+    _report(metrics, reason, checkpoint)
+    asked_for = reason == "max_frames" and arguments.max_frames is not None
+    return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses at once what could only fail after the model has loaded or spoken."""
+    if arguments.output is None and not arguments.play:
+        raise MkttsError("nowhere to put the speech: expected -o FILE, -o - (a pipe) or --play")
+    if arguments.output not in (None, PIPE):
+        require_format(format_of(arguments.output))
+        require_writable(arguments.output)
+    if not MIN_SPEED <= arguments.speed <= MAX_SPEED:
+        raise OptionsError(f"--speed must be {MIN_SPEED:g} to {MAX_SPEED:g}, got {arguments.speed:g}")
+    if arguments.voice and arguments.ref_audio:
+        raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
+    if arguments.ref_text is not None and not arguments.ref_audio:
+        raise MkttsError("--ref-text is the text of --ref-audio, which is missing")
+
+
+def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The keyword arguments of Synthesizer.stream."""
+    return {
+        "speaker": arguments.speaker or checkpoint.config.default_speaker,
+        "language": arguments.language,
+        "instruct": arguments.instruct,
+        "voice": _voice(arguments, checkpoint),
+        "layout": arguments.layout,
+        "seed": arguments.seed,
+        "sampling": checkpoint.sampling().greedy() if arguments.greedy else None,
+        "max_frames": arguments.max_frames,
+    }
+
+
+def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | None:
+    if arguments.ref_audio:
+        return recorded_voice(checkpoint, arguments.ref_audio, arguments.ref_text)
+    if arguments.voice:
+        from mktts.model.voice import Voice
+
+        return Voice.load(arguments.voice)
+    if checkpoint.config.type.clones:
+        raise MkttsError(
+            "a base checkpoint has no speakers: expected --ref-audio RECORDING, best with --ref-text and what is said "
+            "in it, or --voice FILE, saved by `mktts voice`"
+        )
+    return None
+
+
+def _report(metrics: StreamMetrics, reason: str | None, checkpoint: Checkpoint) -> None:
+    line = f"{metrics.audio_s:.2f} s of audio, first PCM after {metrics.ttfc_ms:.0f} ms (cold), RTF {metrics.rtf:.2f}"
+    print(line if reason == "eos" else f"{line}, ended by {reason}", file=sys.stderr)
+    if checkpoint.is_random:
+        print(RANDOM_WEIGHTS, file=sys.stderr)

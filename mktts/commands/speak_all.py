@@ -1,0 +1,326 @@
+"""`python -m mktts speak-all`: a table of sentences into a folder of audio files.
+
+A file lies in the folder once it is whole. The same command again speaks what is not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mktts.audio import encoded, require_format
+from mktts.batch.settings import BatchSettings
+from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
+from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.commands.sentences import COLUMNS, NEEDED, Sentence, read_table
+from mktts.common import python_path, whole_number
+from mktts.engine.many import Asked, Said
+from mktts.engine.options import StreamOptions
+from mktts.errors import (
+    BackendUnavailable,
+    EngineError,
+    MkttsError,
+    OptionsError,
+    PromptError,
+    SentencesError,
+    VoiceError,
+)
+from mktts.model.sampling import MAX_SEED
+from mktts.model.voice import Voice
+from mktts.spec import SAMPLE_RATE_HZ
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+    from mktts.synthesizer import Synthesizer
+
+OUTPUTS = ("wav", "flac", "opus", "mp3")
+RETRIES = 3
+_UNREAD = StreamOptions(buffer_frames=1 << 40)  # nobody reads before the end; the text and the guard bound it
+_WRITERS = min(8, os.cpu_count() or 1)  # encoders leave the interpreter, and the disk is waited for
+_QUEUED = 4 * _WRITERS  # utterances that wait to be written; with more, the synthesis waits for the disk
+_RAY_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sentences and outcomes, no sound
+_RAY_BATCH = 256  # sentences that an actor is given in one piece
+EXAMPLES = f"""examples:
+  python -m mktts speak-all sentences.txt -o spoken
+  python -m mktts speak-all sentences.jsonl -o spoken --format flac --seed 1
+  python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --speaker vivian
+  python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --ray
+
+A line of .txt is a text. A line of .jsonl is an object, the first line of .tsv names the columns: {", ".join(NEEDED)},
+which must be there, {", ".join(COLUMNS[len(NEEDED) :])}. What a line leaves out is as
+the options say. The audio of a line lies in DIR under its id. The same command again speaks what is not there, whatever
+made the files that are. Lines that could not be spoken are named on standard error and have no file. One line of JSON
+comes last. Exit status 1: not every line has its file."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one sentence. error: why it has no file. audio_s: of its file. attempts: that were not kept."""
+
+    line: int
+    id: str
+    error: str | None = None
+    audio_s: float = 0.0
+    attempts: int = 0
+
+
+def speak_into_folder(
+    synthesizer: Synthesizer, sentences: Iterable[Sentence], folder: Path, kind: str, retries: int, greedy: bool = False
+) -> Iterator[Outcome]:
+    """Speaks sentences, as many together as fit, and writes each as soon as it is over.
+
+    sentences: with their seeds. kind: of the files. retries: with another seed, of what runs away, misses its end or
+    fails inside. Raises OSError where a file cannot be written. Leaving the iterator ends what is open.
+    """
+    sampling = synthesizer.sampling.greedy() if greedy else None
+    waiting: deque[tuple[Sentence, int]] = deque()
+    for sentence in sentences:
+        try:
+            _voice(sentence.voice)
+            waiting.append((sentence, 0))
+        except VoiceError as error:
+            yield Outcome(sentence.line, sentence.id, str(error))
+
+    def ask() -> Asked | None:
+        if not waiting:
+            return None
+        sentence, attempt = waiting.popleft()
+        settings = {
+            "voice": _voice(sentence.voice),
+            "speaker": sentence.speaker,
+            "language": sentence.language or "auto",
+            "instruct": sentence.instruct,
+            "sampling": sampling,
+            "max_frames": sentence.max_frames,
+            "seed": derived_seed(sentence.seed, attempt) if attempt else sentence.seed,
+            "options": _UNREAD,
+        }
+        return Asked(sentence.text, settings, (sentence, attempt))
+
+    writing: deque[Future[Outcome]] = deque()
+    with ThreadPoolExecutor(_WRITERS, "mktts-writer") as pool:
+        for said in synthesizer.say_each(ask):
+            sentence, attempt = said.asked.name
+            fault = _fault(said, sentence)
+            bad_input = isinstance(said.error, MkttsError) and said.error.exit_status == 2
+            if fault is None:
+                path = folder / f"{sentence.id}.{kind}"
+                writing.append(pool.submit(_write, path, said.pcm, sentence, attempt))
+            elif attempt < retries and not bad_input:
+                waiting.appendleft((sentence, attempt + 1))
+            else:
+                yield Outcome(sentence.line, sentence.id, fault, attempts=attempt)
+            while writing and (writing[0].done() or len(writing) >= _QUEUED):
+                yield writing.popleft().result()
+        while writing:
+            yield writing.popleft().result()
+
+
+def derived_seed(*words: Any) -> int:
+    """A seed that depends on `words` alone, not on what was spoken before, or where."""
+    return int.from_bytes(hashlib.sha256(" ".join(map(str, words)).encode()).digest()[:4])
+
+
+def _fault(said: Said, sentence: Sentence) -> str | None:
+    """Why an utterance that is over is not kept; None for a good one."""
+    if said.error is not None:
+        kind = "" if isinstance(said.error, MkttsError) else f"{type(said.error).__name__}: "
+        return kind + " ".join(str(said.error).split())
+    reason = said.stream.finish_reason
+    if reason != "eos" and not (reason == "max_frames" and sentence.max_frames):
+        return f"it did not come to its end: {reason}"
+    return None if len(said.pcm) else "nothing was spoken"
+
+
+def _write(path: Path, pcm: Any, sentence: Sentence, attempt: int) -> Outcome:
+    """Puts the file in its place whole. The part of a killed run is written over by the next one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(encoded(pcm, path.suffix.removeprefix(".")))
+    os.replace(part, path)
+    return Outcome(sentence.line, sentence.id, audio_s=len(pcm) / SAMPLE_RATE_HZ, attempts=attempt)
+
+
+@lru_cache(maxsize=256)
+def _voice(path: str | None) -> Voice | None:
+    return None if path is None else Voice.load(path)
+
+
+# ---- many GPUs
+
+
+class _RayActor:
+    """A synthesizer of its own, which speaks its part of the sentences. how: the last arguments of
+    `speak_into_folder`."""
+
+    def __init__(self, source: str, revision: str | None, model: dict[str, Any], how: tuple[Any, ...]) -> None:
+        from mktts.checkpoint import open_checkpoint
+        from mktts.synthesizer import Synthesizer
+
+        self._how, self._synthesizer = how, Synthesizer.load(open_checkpoint(source, revision), **model)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        sentences = [Sentence(**json.loads(line)) for line in batch["json"]]
+        outcomes = speak_into_folder(self._synthesizer, sentences, *self._how)
+        return {"json": [json.dumps(asdict(outcome)) for outcome in outcomes]}
+
+
+def _speak_by_ray(replicas: int | None, sentences: list[Sentence], actor: tuple[Any, ...]) -> Iterator[Outcome]:
+    """By `replicas` synthesizers, or one for each GPU of the cluster ($RAY_ADDRESS, or this machine). actor: arguments
+    of `_RayActor`.
+
+    Raises BackendUnavailable without Ray or a GPU to begin on, OptionsError for more replicas than GPUs, EngineError
+    for what fails on the cluster.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send what it runs on to its makers
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise BackendUnavailable(f'--ray needs ray[data]: {error}; pip install -e ".[ray]" in the checkout') from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = [{"json": json.dumps(asdict(sentence))} for sentence in sentences]
+    # Actors on CPUs share the cores; one more is for what Ray Data does itself.
+    cores = max((replicas or 0) + 1, os.cpu_count() or 1)
+    alone = {"address": "local", "num_cpus": cores, "include_dashboard": False, "object_store_memory": _RAY_BYTES}
+    here = {} if os.environ.get("RAY_ADDRESS") else alone
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env={"env_vars": python_path()}, **here)
+        gpus = int(ray.cluster_resources().get("GPU", 0)) if actor[2]["device"] != "cpu" else 0
+        if not (actors := replicas or gpus):
+            raise BackendUnavailable("the cluster has no GPU: say how many synthesizers run on CPUs: --replicas N")
+        if gpus and actors > gpus:
+            raise OptionsError(f"--replicas must be at most the cluster's GPUs, {gpus}, got {actors}: Ray would wait")
+        batch = max(1, min(len(rows) // actors, _RAY_BATCH))
+        ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts sentences
+        spoken = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch)).map_batches(
+            _RayActor,
+            fn_constructor_args=actor,
+            batch_size=batch,
+            concurrency=actors,
+            num_gpus=1 if gpus else 0,
+            num_cpus=1,
+        )
+        for row in spoken.iter_rows():
+            yield Outcome(**json.loads(row["json"]))
+    except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the last is what was raised there
+        raise EngineError(f"Ray failed: {lines[-1] if lines else type(error).__name__}") from None
+    finally:
+        ray.shutdown()
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sentences", type=Path, metavar="SENTENCES", help="a file .jsonl, .tsv or .txt")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder that they go to")
+    parser.add_argument("--format", choices=OUTPUTS, default="wav", help="of the files (default: %(default)s)")
+    line = parser.add_argument_group("for lines that do not say")
+    add_voice_arguments(line)
+    how = parser.add_argument_group("generation")
+    how.add_argument("--seed", type=int, default=0, help="that those of lines follow from (default: %(default)s)")
+    how.add_argument("--greedy", action="store_true", help="no draw at all")
+    how.add_argument(
+        "--codec-precision", choices=("full", "fast"), default="full", help="on a GPU: fast decodes in half precision"
+    )
+    many = parser.add_argument_group("many GPUs, by Ray Data ($RAY_ADDRESS, or this machine's); all must see DIR")
+    many.add_argument("--ray", action="store_true", help="a synthesizer on every GPU")
+    many.add_argument("--replicas", type=int, metavar="N", help="synthesizers (default: one a GPU)")
+    add_model_arguments(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Speaks what is not there yet; 0 where every line has its file, else 1."""
+    from tqdm import tqdm
+
+    from mktts.checkpoint import open_checkpoint
+
+    _check(arguments)
+    sentences, bad = read_table(arguments.sentences)
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    if checkpoint.config.type.clones and not any(one.voice or arguments.voice for one in sentences):
+        raise PromptError("a base checkpoint has no speakers: expected a column voice, or --voice FILE")
+    folder = arguments.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    done = {path.name for path in folder.iterdir()}
+    left = [_completed(one, arguments) for one in sentences if f"{one.id}.{arguments.format}" not in done]
+    for number, error in bad.items():
+        print(f"line {number}: {error}", file=sys.stderr)
+    there = len(sentences) - len(left)
+    begun_s, audio_s, spoken, retried = time.monotonic(), 0.0, 0, 0
+    with tqdm(total=len(sentences), initial=there, unit="sentence", dynamic_ncols=True) as bar:
+        for outcome in _outcomes(arguments, checkpoint, folder, left) if left else ():
+            audio_s, retried = audio_s + outcome.audio_s, retried + (outcome.attempts > 0)
+            if outcome.error is None:
+                spoken += 1
+            else:
+                bar.write(f"line {outcome.line}, {outcome.id}: {outcome.error}", file=sys.stderr)
+            bar.update()
+    if checkpoint.is_random:
+        print(RANDOM_WEIGHTS, file=sys.stderr)
+    wall_s, lines = time.monotonic() - begun_s, len(sentences) + len(bad)
+    report = {"lines": lines, "there": there, "spoken": spoken, "failed": lines - there - spoken, "retried": retried}
+    print(json.dumps({**report, "audio_s": round(audio_s, 3), "wall_s": round(wall_s, 3)}))
+    return 1 if report["failed"] else 0
+
+
+def _outcomes(
+    arguments: argparse.Namespace, checkpoint: Checkpoint, folder: Path, left: list[Sentence]
+) -> Iterator[Outcome]:
+    """Many together wherever the backend allows it: nobody listens."""
+    from mktts.synthesizer import Synthesizer
+
+    engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
+    model = {**loading(arguments), "engine": engine, "batch": BatchSettings(codec=arguments.codec_precision)}
+    retries = 0 if checkpoint.is_random or arguments.greedy else RETRIES  # random weights never end
+    how = (folder, arguments.format, retries, arguments.greedy)
+    if arguments.ray:
+        source = str(checkpoint.folder) if checkpoint.revision is None else arguments.checkpoint
+        yield from _speak_by_ray(arguments.replicas, left, (source, checkpoint.revision, model, how))
+        return
+    with Synthesizer.load(checkpoint, **model) as synthesizer:
+        yield from speak_into_folder(synthesizer, left, *how)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses at once what could only fail after the model has loaded."""
+    require_format(arguments.format)
+    whole_number("--seed", arguments.seed, 0, MAX_SEED)
+    for name in ("max_frames", "replicas"):
+        if (value := getattr(arguments, name)) is not None:
+            whole_number(f"--{name.replace('_', '-')}", value, 1)
+    if arguments.voice:
+        _voice(str(arguments.voice.resolve()))  # raises VoiceError
+    if arguments.output.exists() and not arguments.output.is_dir():
+        raise SentencesError(f"{arguments.output}: expected a folder, found a file")
+    if arguments.ray and arguments.device not in ("auto", "cpu", "cuda"):
+        raise OptionsError(f"--ray gives every synthesizer a GPU of its own: leave out --device {arguments.device}")
+    if arguments.replicas and not arguments.ray:
+        raise OptionsError("--replicas is an option of --ray, which is missing")
+
+
+def _completed(sentence: Sentence, arguments: argparse.Namespace) -> Sentence:
+    """With what its line leaves out. Relative names of voice files begin beside the table."""
+    voice = arguments.voice if sentence.voice is None else arguments.sentences.parent / sentence.voice
+    return replace(
+        sentence,
+        voice=None if voice is None else str(voice.resolve()),
+        speaker=sentence.speaker or arguments.speaker,
+        language=sentence.language or arguments.language,
+        instruct=sentence.instruct or arguments.instruct,
+        max_frames=sentence.max_frames or arguments.max_frames,
+        seed=derived_seed(arguments.seed, sentence.id) if sentence.seed is None else sentence.seed,
+    )

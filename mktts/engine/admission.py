@@ -1,0 +1,274 @@
+"""Decides which streams may begin now, which wait, and which are refused, for a named reason.
+
+One rule: as many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each
+stays within a bound. The capacity is measured (`mktts.engine.capacity`). Frames that come late while ticks take longer
+than what was measured lower it; ticks that take no longer raise it again to what was measured, and no further.
+A stream that waits for its text or its reader is no listener. Nothing waits without an end: a listener's stream is
+refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run. Nothing here reads a clock or a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from mktts.common import counted
+from mktts.engine.board import FRAME_S, Board
+from mktts.engine.lanes import Memory
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.tick import TickModel
+from mktts.errors import BusyError, CapacityError, OptionsError
+
+Reason = Literal["", "too_long", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
+
+HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
+_WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
+_LATE_SHARE = 0.005  # of the frames of a window: more say that the machine does not keep up
+_SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
+    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
+    wait for admission, max_wait_s: for how long.
+    Raises OptionsError for values out of range.
+    """
+
+    max_streams: int | None = None
+    min_streams: int = 1
+    max_waiting: int = 64
+    max_wait_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        none_at_all = self.max_streams is not None and self.max_streams < 1
+        if none_at_all or self.min_streams < 1 or self.max_waiting < 0 or not self.max_wait_s >= 0:
+            raise OptionsError(
+                f"expected max_streams and min_streams of at least 1, max_streams or None, the others at least 0, "
+                f"got {self}"
+            )
+
+
+class Capacity(NamedTuple):
+    """Listeners that are served in time at once, and how that is known.
+
+    streams: below 1 where the machine is slower than real time even for one. basis: in words.
+    """
+
+    streams: float
+    basis: str
+
+
+class Arrival(NamedTuple):
+    """A stream that would begin. prompt_rows: to compute. max_rows: prompt and frames together, at most. key: of the
+    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that.
+    """
+
+    arrived_s: float
+    prompt_rows: int
+    max_rows: int
+    paced: bool = True
+    key: Hashable | None = None
+    name: Any = None
+
+
+class Admission:
+    """The limits and the capacity of an engine, common to all of its lanes.
+
+    listeners: counts them, of each set of lanes, at a time in perf_counter seconds.
+    """
+
+    def __init__(self, limits: AdmissionLimits | None = None) -> None:
+        self.limits = limits or AdmissionLimits()
+        self.measured: Capacity | None = None
+        self.slowdown = 1.0  # of ticks, times what was measured; 1 while frames are in time
+        self.listeners: list[Callable[[float], int]] = []
+        self._window: deque[tuple[float, float, float, int, int]] = deque()
+
+    @property
+    def most(self) -> float:
+        """Listeners at once, inf where nothing limits them. Where the machine is slower than real time for one, none is
+        refused for that: streams are made together as fast as it goes, and are late."""
+        most, measured = self.limits.max_streams or math.inf, self.measured
+        if measured is not None and measured.streams >= 1:
+            most = min(most, max(self.limits.min_streams, int(measured.streams / self.slowdown)))
+        return most
+
+    @property
+    def capacity(self) -> Capacity:
+        """What is admitted at once now; inf streams where nothing limits them."""
+        most, limits, measured = self.most, self.limits, self.measured
+        if measured is None:
+            return Capacity(most, "not measured" if math.isinf(most) else "max_streams")
+        if measured.streams < 1:
+            return Capacity(most, f"slower than real time: {measured.streams:.2g} streams; {measured.basis}")
+        if most == limits.max_streams:
+            return Capacity(most, f"max_streams; {measured.basis}")
+        if most == limits.min_streams and int(measured.streams / self.slowdown) < most:
+            return Capacity(most, f"min_streams; {measured.basis}")
+        if self.slowdown > 1:
+            return Capacity(most, f"lowered: ticks take {self.slowdown:.1f} times what was measured; {measured.basis}")
+        return Capacity(most, measured.basis)
+
+    def count(self, now_s: float) -> int:
+        """Listeners now."""
+        return sum(count(now_s) for count in self.listeners)
+
+    def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
+        """A tick of these frames, of which some were late, took so long; expected_s: by the measurement."""
+        window = self._window
+        window.append((ended_s, took_s, expected_s, late, frames))
+        if ended_s - window[0][0] < _WINDOW_S:
+            return
+        slower = sum(one[1] for one in window) / max(sum(one[2] for one in window), 1e-9)
+        late_share = sum(one[3] for one in window) / max(sum(one[4] for one in window), 1)
+        window.clear()  # each window is judged once
+        if late_share > _LATE_SHARE and slower > _SLOWER * self.slowdown:
+            self.slowdown = slower
+        elif slower < self.slowdown / _AGAIN:
+            self.slowdown = max(1.0, slower)
+
+
+class AdmissionQueue:
+    """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
+
+    The caller opens what is admitted (memory, `Board.enter`, `Board.prompt`) before it asks again.
+    first_pcm_s: the longest predicted wait for a first PCM. reserved_pages: that open streams wait for between two
+    segments.
+    """
+
+    def __init__(
+        self, admission: Admission, board: Board, memory: Memory, ticks: TickSettings, first_pcm_s: float
+    ) -> None:
+        self._admission, self._board, self._memory, self._ticks = admission, board, memory, ticks
+        self._first_pcm_s = first_pcm_s
+        self.reserved_pages = 0
+        self._paced: deque[Arrival] = deque()
+        self._unpaced: deque[Arrival] = deque()
+        self._idle_since_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._paced) + len(self._unpaced)
+
+    def set_idle(self, idle: bool, now_s: float) -> None:
+        """Whether no tick runs, and none is due."""
+        self._idle_since_s = min(self._idle_since_s, now_s) if idle else math.inf
+
+    def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
+        """Whether nothing has run for so long, after such an arrival, that what open streams hold stays held."""
+        return now_s >= max(self._idle_since_s, arrived_s) + HELD_S
+
+    def submit(self, arrival: Arrival, model: TickModel) -> Reason:
+        """Of a stream that arrives: "" admits it, "too_long" and "queue" refuse it, for any other reason it waits."""
+        if arrival.max_rows > self._memory.rows_per_slot:
+            return "too_long"
+        first = self._first(arrival.paced)
+        reason = self.obstacle(arrival, model, arrival.arrived_s) if first is None else "queue"
+        if not reason:
+            return ""
+        if arrival.paced and len(self._paced) >= self._admission.limits.max_waiting:
+            return "queue"
+        (self._paced if arrival.paced else self._unpaced).append(arrival)
+        return "waited"
+
+    def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
+        """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""
+        first = self._first(paced=False)
+        if first is not None and not self.obstacle(first, model, now_s):
+            return (self._paced or self._unpaced).popleft(), ""
+        if self._paced and now_s >= self._paced[0].arrived_s + self._admission.limits.max_wait_s:
+            return self._paced.popleft(), "waited"
+        if first is not None and self.held(now_s, first.arrived_s):
+            return (self._paced or self._unpaced).popleft(), "held"
+        return None
+
+    def cancel(self, name: Any) -> None:
+        """A stream that waits was cancelled."""
+        self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
+        self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
+
+    def _first(self, paced: bool) -> Arrival | None:
+        """Whose turn it is before that of a stream that arrives now."""
+        return next(iter(self._paced if paced else self._paced or self._unpaced), None)
+
+    def wake_s(self, now_s: float) -> float:
+        """Until when time alone changes nothing for those that wait, for admission or pages; inf where none does.
+
+        Every time is the sum that is compared with elsewhere: rounded otherwise, it could come and change nothing.
+        """
+        if not len(self) and not self.reserved_pages:
+            return math.inf
+        changes_s = [self._board.changes_s(now_s), self._idle_since_s + HELD_S]
+        if (first := self._first(paced=False)) is not None:
+            changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
+        changes_s = [at_s for at_s in changes_s if at_s > now_s]
+        if self._paced:
+            changes_s.append(self._paced[0].arrived_s + self._admission.limits.max_wait_s)
+        return min(changes_s, default=now_s)
+
+    def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
+        """What keeps a stream from being admitted now; "" for nothing.
+
+        One that would be the only listener is let in however slow the machine is and however long the prompt.
+        """
+        board, admission = self._board, self._admission
+        if board.open.all():
+            return "slots"
+        if not self._memory.fits(arrival.max_rows, arrival.key, self.reserved_pages):
+            return "memory"
+        listeners = admission.count(now_s)
+        if arrival.paced and listeners >= admission.most:
+            return "max_streams" if listeners >= (admission.limits.max_streams or math.inf) else "capacity"
+        rows = int(board.prompt_rows[board.open].sum())
+        if not listeners or not rows:
+            return ""
+        # The tick that runs, and those that the prompts take.
+        ticks = 1 + math.ceil((rows + arrival.prompt_rows) / self._ticks.max_rows)
+        lanes = min(listeners, self._ticks.max_lanes)
+        row_s = model.row_s * (rows + arrival.prompt_rows)
+        taken_s = ticks * model.predict(lanes, 0, lanes * float(board.context_rows[board.open].mean())) + row_s
+        return "first_pcm" if taken_s > self._first_pcm_s else ""
+
+
+_OBSTACLES: dict[Reason, str] = {
+    "queue": "too many streams wait",
+    "waited": "no place came free in time",
+    "held": "the streams that are open keep their places and wait for their text or their readers",
+}
+
+
+def too_long(arrival: Arrival, memory: Memory) -> CapacityError:
+    """Of a stream whose keys and values could never have their place."""
+    return CapacityError(
+        f"a stream of {arrival.max_rows} positions (prompt and frames) was asked for, one may have "
+        f"{memory.rows_per_slot}: shorten the text or lower max_frames"
+    )
+
+
+def refusal(reason: Reason, arrival: Arrival, memory: Memory, open_streams: int, capacity: Capacity) -> CapacityError:
+    """What ends a stream that was refused for `reason`."""
+    if reason == "too_long":
+        return too_long(arrival, memory)
+    served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
+    error = BusyError(
+        f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "
+        "ended, or on another machine"
+    )
+    error.capacity = None if math.isinf(capacity.streams) else int(capacity.streams)
+    return error
+
+
+def measured_streams(lanes: int, tick_s: float, row_s: float) -> float:
+    """Listeners whose frames, and prompts, ticks of so many lanes make in time; row_s: of a prompt's row.
+
+    Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the measurements of docs/.
+    """
+    frame_s = tick_s / lanes
+    return MARGIN / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
+
+
+MARGIN = 0.9  # of the ticks' time: the rest is for what comes unevenly
+_MEAN_ROWS, _MEAN_S = 32.0, 7.0

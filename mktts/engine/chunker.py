@@ -1,0 +1,124 @@
+"""The frames of one stream become chunks of PCM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mktts.audio import first_audible_sample, joined
+from mktts.engine.options import SCHEDULE, Chunk, StreamOptions, Timings
+from mktts.errors import EngineError
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
+
+KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
+
+
+class Chunker:
+    """Collects the frames of one utterance and hands out chunks.
+
+    `decode` begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32 on the
+    host, which its result waits for.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[Tensor]], Any], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
+    ) -> None:
+        """schedule: where the options leave it open."""
+        self._decode = decode
+        self._schedule = options.schedule or schedule
+        self._trimming = options.trim_lead
+        self.undecoded: list[Tensor] = []
+        self._decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
+        self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
+        self._chunks = 0
+        self._samples = 0  # decoded so far, trimmed ones included
+        self._silent_frames = 0  # trimmed away since the last chunk
+        self.pending_frames = 0  # made and not in a chunk yet
+        self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
+
+    @property
+    def waiting_frames(self) -> int:
+        """Frames that `take` with `flush` would turn into PCM."""
+        return len(self.undecoded) + sum(count for _, count in self._decoding)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a chunk was handed out: the listener hears something."""
+        return self._chunks > 0
+
+    @property
+    def missing_frames(self) -> int:
+        """How many more frames make the next chunk whole."""
+        return self._wanted - len(self.undecoded)
+
+    @property
+    def _wanted(self) -> int:
+        return self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
+
+    def close(self) -> None:
+        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody needs it."""
+        self._decode = _closed
+
+    def add(self, codes: Tensor) -> None:
+        """Takes one frame, (16,) int64 on the host."""
+        self.undecoded.append(codes)
+        self.pending_frames += 1
+
+    def take(self, started_s: float, flush: bool = False, ahead: bool = False) -> Chunk | None:
+        """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
+
+        `ahead`: a chunk that has become whole is only begun to be decoded, while the caller makes more frames; the
+        call after this one hands it out.
+        """
+        whole = len(self.undecoded) >= (1 if flush else self._wanted)
+        if not whole and not self._decoding:
+            return None
+        begun_s = time.perf_counter()
+        taken = len(self._decoding)
+        if whole:
+            self._decoding.append((self._decode(self.undecoded), len(self.undecoded)))
+            self.undecoded = []
+            taken += not ahead
+        if not taken:
+            return None
+        frames = sum(count for _, count in self._decoding[:taken])
+        parts = [pending.result() for pending, _ in self._decoding[:taken]]
+        pcm = parts[0] if taken == 1 else joined(parts)  # (S,)
+        pcm16 = self._decoding[0][0].pcm16 if taken == 1 else None
+        del self._decoding[:taken]
+        self._samples += len(pcm)
+        if self._trimming:
+            pcm, pcm16 = self._trimmed(pcm), None
+        ready_s = time.perf_counter()
+        self.codec_ms += 1e3 * (ready_s - begun_s)
+        if not len(pcm):
+            self._silent_frames += frames
+            return None
+        timings = Timings(
+            1e3 * (ready_s - started_s), self.prefill_ms, self.talker_ms, self.predictor_ms, self.codec_ms
+        )
+        frames += self._silent_frames
+        chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings, pcm16)
+        self._chunks += 1
+        self._silent_frames = 0
+        self.pending_frames -= frames
+        self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0
+        return chunk
+
+    def _trimmed(self, pcm: np.ndarray) -> np.ndarray:
+        whole = joined((self._lead, pcm))
+        audible = first_audible_sample(whole)
+        if audible is None:
+            self._lead = whole[-(KEPT_LEAD_SAMPLES + len(whole) % AUDIBLE_WINDOW_SAMPLES) :]  # begins with a window
+            return whole[:0]
+        self._trimming = False
+        self._lead = whole[:0]
+        return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]
+
+
+def _closed(frames: list[Tensor]) -> Any:
+    raise EngineError("the utterance is over: nothing more is decoded for it")

@@ -1,0 +1,375 @@
+"""The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
+
+Nothing here takes a lock that a garbage-collected stream could need: the worker learns of new streams, cancelled ones
+and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
+nothing to do the worker sleeps.
+
+Threads: all of `Engine` may be called from any thread. A stream has one consumer at a time.
+Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
+another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from mktts.engine import capacity as capacities
+from mktts.engine.admission import Admission, AdmissionLimits, Capacity
+from mktts.engine.guard import Guard
+from mktts.engine.options import SCHEDULE, Plan, StreamOptions
+from mktts.engine.process_settings import ManyStreams
+from mktts.engine.runner import EngineStats, Runner
+from mktts.engine.script import Script
+from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, StreamUpdate, Utterance
+from mktts.errors import EngineError, SamplingError
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
+
+_LOG = logging.getLogger(__name__)
+_CLOSE = object()
+_EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
+# Streams that are made singly where both lanes are there: on an H200 two frames of the megakernel take 2.9 ms and
+# three 4.3; one frame of many together takes 4.0 to 4.5.
+SINGLE_STREAMS = 2
+# And those that wait beside them, for text or for a reader: all may go on at once, and take turns then. Half of the
+# listeners whom the megakernel serves on an H200.
+OPEN_SINGLY = 8
+
+
+class Engine:
+    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too.
+
+    With both kinds of lanes, one or two streams at a time are made singly and further ones together; those that wait
+    for text or for their reader do not count. A stream stays on the lanes where it began.
+    """
+
+    gone = False  # as an engine in another process may be
+
+    def __init__(
+        self,
+        single: Runner | None,
+        batch: Runner | None,
+        later: Callable[[], Runner] | None = None,
+        *,
+        admission: Admission,
+        cpu_threads: int | None = None,
+        capacity_key: str = "",
+    ) -> None:
+        """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
+        singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
+        capacity_key: what a measured capacity is kept under.
+        """
+        self._capacity_key = capacity_key
+        self.admission = admission
+        self.on_gone: Callable[[], None] | None = None  # never called
+        self._runners: dict[EngineName, Runner] = {}
+        self._later, self._singly = later, SINGLE_STREAMS
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._notifier = Notifier()
+        self._counters: defaultdict[EngineName, StreamCounters] = defaultdict(StreamCounters)
+        self._lock = threading.Lock()
+        self.closed = False
+        self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
+        self._pid = os.getpid()
+        for runner in (single, batch):
+            if runner is not None:
+                self._runners[runner.name] = runner
+        self._worker = _Worker(self._inbox, self._runners, self._notifier)
+        self._thread = threading.Thread(
+            target=_work, args=(self._worker, cpu_threads), name="mktts-worker", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
+
+    # ---- streams
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        plan: Plan,
+        started_s: float,
+        *,
+        paced: bool = True,
+        engine: EngineName | None = None,
+    ) -> Utterance:
+        """A stream of known text, one checked request a segment. started_s: of the call that timings count from.
+        engine: the lanes; None chooses. paced: see `Utterance`.
+
+        Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
+        """
+        utterance = self.reserve(plan, paced=paced)
+        self.begin_known(utterance, requests, started_s, engine)
+        return utterance
+
+    def reserve(self, plan: Plan, *, paced: bool = True, sink: Sink | None = None) -> Utterance:
+        """A stream whose text is to come; the worker knows of it from `begin_known` or `begin_fed` on. sink: see
+        `Utterance`. Raises as `submit`."""
+        self.check(plan.sampling)
+        self._check_process()
+        utterance = Utterance(plan, self._inbox, self._notifier, paced, sink)
+        with self._lock:
+            self._check_open()
+            self._utterances.add(utterance)
+        return utterance
+
+    def begin_known(
+        self, utterance: Utterance, requests: Sequence[Request], started_s: float, engine: EngineName | None = None
+    ) -> None:
+        """Gives a reserved stream its text. Raises as `submit`."""
+        runner = self._choose(utterance.plan.sampling, engine)
+        self._begin(utterance, runner.voices.whole(requests, started_s), runner.name)
+
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
+        """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
+        `submit`."""
+        self._check_process()
+        runner = self._choose(utterance.plan.sampling)
+        script = runner.voices.later(request, max_chars)
+        for text in texts:
+            script.feed(text)
+        self._begin(utterance, script, runner.name)
+        return script
+
+    def _begin(self, utterance: Utterance, script: Script, engine: EngineName) -> None:
+        with self._lock:
+            self._check_open()
+            counters = self._counters[engine]
+            counters.opened += 1
+            utterance.begin(script, engine, counters)
+            self._inbox.put(utterance)
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises EngineError after `close`, and SamplingError for rng="torch" where there are no single lanes."""
+        if not self._runners:
+            raise EngineError("the synthesizer is closed: load another one")
+        if sampling.rng == "torch" and "single" not in self._runners:
+            raise SamplingError(
+                "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
+            )
+
+    def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
+        """The lanes of a stream that begins."""
+        self.check(sampling)
+        runners = self._runners
+        if engine is not None:
+            return runners[engine]
+        single, batch = runners.get("single"), runners.get("batch")
+        if single is None or batch is None and self._later is None:
+            return single or batch
+        active = sum(counters.active for counters in self._counters.values())
+        few = active < self._singly and self._counters["single"].open < OPEN_SINGLY
+        if few or sampling.rng == "torch":
+            return single
+        if batch is None:  # a program that ends meanwhile waits: compilers that are cut off abort it
+            threading.Thread(target=self.make_batch, name="mktts-batch-loading", daemon=False).start()
+        return batch or single
+
+    def make_batch(self) -> None:
+        """Makes the lanes of many streams now, where they are to come. Takes seconds."""
+        later, self._later = self._later, None
+        if later is None:
+            return
+        try:
+            with torch.inference_mode():
+                runner = later()
+            with self._lock:
+                self._check_open()
+                self._inbox.put(runner)
+        except Exception as reason:
+            _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
+        else:
+            self._runners = {**self._runners, runner.name: runner}
+
+    # ---- all of them
+
+    @property
+    def runners(self) -> dict[EngineName, Runner]:
+        """By name; empty after `close`."""
+        return self._runners
+
+    @property
+    def makes_many(self) -> bool:
+        """Whether many streams are made together, or will be once enough are open."""
+        return "batch" in self._runners or self._later is not None
+
+    @property
+    def open_streams(self) -> int:
+        """Streams that have begun and are not over."""
+        return sum(counters.open for counters in self._counters.values())
+
+    @property
+    def stats(self) -> dict[EngineName, EngineStats]:
+        """The state of each set of lanes at the moment."""
+        return {name: runner.stats for name, runner in list(self._runners.items())}
+
+    @property
+    def capacity(self) -> Capacity:
+        """Listeners that are admitted at once, and how that is known."""
+        return self.admission.capacity
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """For a server: what its operator sets; where the lanes of many streams are to come they are made now. On a CPU
+        all streams are then made together, so that one set of lanes has both cores."""
+        self.make_batch()
+        self.admission.limits = limits
+        single = self._runners.get("single")
+        if "batch" in self._runners and single is not None and not single.lanes.decodes_beside:
+            self._singly = 0
+
+    def after_turn(self, call: Callable[[], None]) -> None:
+        """Has the worker call this behind all that a turn gave."""
+        self._notifier.after = call
+
+    def warm_up(self, request: Request) -> None:
+        """Runs one short stream of this checked request on each set of lanes, so that the first one finds everything
+        allocated and compiled. One chunk of every size of the default schedule is made."""
+        self._check_open()
+        for runner in list(self._runners.values()):
+            self._crowd(runner, request, sum(SCHEDULE), 1)
+
+    def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
+        """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
+        a measurement of some seconds, which is kept. renew: measures anew. only_kept: does not measure."""
+        runner = self._runners.get("batch") or self._runners["single"]
+        key = f"{self._capacity_key}; {runner.name}"
+        found = None if renew else capacities.kept(key, runner)
+        if found is None and not only_kept:
+            self.warm_up(request)
+            found = capacities.measure(runner, partial(self._crowd, runner, request, capacities.FRAMES))
+            capacities.keep(key, runner, found)
+        self.admission.measured = found
+        return self.capacity
+
+    def _crowd(self, runner: Runner, request: Request, frames: int, count: int) -> None:
+        """Makes so many unpaced streams of so many frames on these lanes."""
+        options = StreamOptions(guard=Guard.off())
+        plans = [Plan(Sampling(), seed, frames, options) for seed in range(count)]
+        made = [self.submit([request], plan, 0.0, paced=False, engine=runner.name) for plan in plans]
+        for utterance in made:
+            while utterance.take() is not None:
+                pass
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
+        if not self._runners:
+            raise EngineError("the synthesizer is closed: load another one")
+        for runner in self._runners.values():
+            self._inbox.put(partial(runner.forget, voice))
+
+    def close(self) -> None:
+        """Ends every open stream as cancelled, within one frame, and waits for the worker to finish."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                for utterance in self._utterances:
+                    utterance.cancel()
+                self._inbox.put(_CLOSE)
+        if os.getpid() == self._pid and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._runners, self._later = {}, None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineError("the synthesizer is closed: load another one")
+
+
+class _Worker:
+    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
+    update. runners: by their names, changed by its own thread alone."""
+
+    def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
+        self.sleeps = True
+        self.runners = dict(runners)
+        self._inbox, self._notifier = inbox, notifier
+        self._many = ManyStreams()
+
+    def run(self) -> None:
+        wake_s = math.inf
+        while self._take_in(wake_s):
+            alone = sum(runner.open_streams for runner in self.runners.values()) == 1
+            wake_s = min(_turn(runner, alone) for runner in self.runners.values())
+            self._notifier.flush()
+            # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
+            batch = self.runners.get("batch")
+            self._many.count(0 if batch is None else batch.open_streams)
+            self.sleeps = wake_s == math.inf
+        for runner in self.runners.values():
+            try:
+                runner.close()
+            except BaseException:
+                _LOG.exception("the streams of %r could not be closed", runner.name)
+        self._many.count(0)
+        self.runners.clear()  # the models are free, whoever keeps the closed engine
+        self._notifier.flush()
+
+    def _take_in(self, wake_s: float) -> bool:
+        """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""
+        wait_s = wake_s - time.perf_counter()
+        try:
+            item = self._inbox.get(wait_s > 0, None if math.isinf(wait_s) else max(wait_s, 0.0))
+            self.sleeps = False
+            while True:
+                if item is _CLOSE:
+                    return False
+                if isinstance(item, Utterance):
+                    self.runners[item.engine].take(item)
+                elif isinstance(item, StreamUpdate):
+                    if item.state.engine is not None:  # else it was cancelled before it had begun
+                        self.runners[item.state.engine].update(item.state)
+                elif isinstance(item, Runner):
+                    self.runners[item.name] = item
+                else:
+                    _call(item)
+                item = self._inbox.get_nowait()
+        except Empty:
+            return True
+
+
+def _call(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        _LOG.exception("a call in the worker's thread failed")
+
+
+def _turn(runner: Runner, alone: bool) -> float:
+    """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
+    try:
+        return runner.turn(time.perf_counter(), alone)
+    except BaseException as error:
+        _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+        try:
+            runner.fail_all(error)
+        except BaseException:
+            _LOG.exception("its state could not be cleared")
+        return math.inf
+
+
+def _work(worker: _Worker, cpu_threads: int | None) -> None:
+    if cpu_threads is not None:
+        torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
+    with torch.inference_mode():
+        worker.run()
+
+
+def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
+    inbox.put(_CLOSE)
+    if thread is not threading.current_thread():
+        thread.join(_EXIT_WAIT_S)

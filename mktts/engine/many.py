@@ -1,0 +1,113 @@
+"""Many texts at once: in their order, or each as soon as it is over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mktts.engine.stream import Stream
+
+OpenStream = Callable[[str, Any], Stream]
+_NOTHING = np.zeros(0, np.float32)
+
+
+class Asked(NamedTuple):
+    """A text to say, with settings of its own as of `Synthesizer.stream`. name: whatever the caller knows it by."""
+
+    text: str
+    settings: Any
+    name: Any = None
+
+
+class Said(NamedTuple):
+    """What became of it. stream: None where it could not be opened. pcm: (S,) float32, empty beside an `error`."""
+
+    asked: Asked
+    stream: Stream | None
+    pcm: np.ndarray = _NOTHING
+    error: Exception | None = None
+
+
+def say_many(
+    open_stream: OpenStream,
+    texts: Iterable[str],
+    settings: Any,
+    on_done: Callable[[int], None] | None,
+    at_once: int,
+) -> Iterator[np.ndarray]:
+    """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
+    in its turn, so that what comes does not depend on `at_once`."""
+    opened: deque[Stream] = deque()
+    source, failed, done = iter(texts), None, 0
+
+    def fill() -> None:
+        nonlocal source, failed
+        while source is not None and len(opened) < at_once:
+            try:
+                opened.append(open_stream(next(source), settings))
+            except StopIteration:
+                source = None
+            except Exception as error:
+                source, failed = None, error
+
+    try:
+        fill()
+        while opened:
+            pcm = opened[0].read()
+            opened.popleft()
+            fill()  # before the caller does anything with what it gets
+            done += 1
+            if on_done is not None:
+                on_done(done)
+            yield pcm
+        if failed is not None:
+            raise failed
+    finally:
+        for stream in opened:
+            stream.cancel()
+
+
+def say_each(open_stream: OpenStream, ask: Callable[[], Asked | None], at_once: int) -> Iterator[Said]:
+    """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
+
+    ask: gives the next one; None where there is none for now: it is asked again after each that was handed out, and all
+    is over once it has none and nothing is open. What it raises is raised. Leaving the iterator ends what is open.
+    """
+    over: SimpleQueue[int] = SimpleQueue()
+    waiting: dict[int, Said] = {}  # by number
+    number = 0
+
+    def fill() -> None:
+        nonlocal number
+        while len(waiting) < at_once and (asked := ask()) is not None:
+            number += 1
+            try:
+                waiting[number] = Said(asked, open_stream(asked.text, asked.settings))
+                waiting[number].stream.when_over(partial(over.put, number))
+            except Exception as error:
+                waiting[number] = Said(asked, None, error=error)
+                over.put(number)
+
+    try:
+        fill()
+        while waiting:
+            said = waiting.pop(over.get(), None)
+            if said is None:  # a stream that ended while it was asked may have said so twice
+                continue
+            if said.stream is not None:
+                try:
+                    said = said._replace(pcm=said.stream.read())
+                except Exception as error:
+                    said = said._replace(error=error)
+            fill()  # before the caller does anything with what it gets
+            yield said
+            fill()  # what it asks for again because of that
+    finally:
+        for said in waiting.values():
+            if said.stream is not None:
+                said.stream.cancel()

@@ -1,0 +1,134 @@
+"""What the chunks of one stream say about it. The words mean the same everywhere.
+
+* **TTFC** (time to first chunk): from the `stream()` call to the first PCM in host memory, on a warm model.
+  Loading and warming up are not in it.
+* **Audible TTFC**: from the `stream()` call to the moment a listener, whose player starts with the first chunk and
+  plays at real time, gets the first audible 10 ms (`mktts.audio.first_audible_sample`). Upstream's speakers begin with
+  a silent frame or two, so this is the figure a person can feel. None where nothing is audible.
+* **RTF** (real-time factor): seconds from the `stream()` call to the last PCM in host memory, divided by seconds of
+  audio. Below 1 is faster than speech. It counts everything between the two moments, Python included, so it means
+  something only for a stream that has the machine to itself and a reader that does not hold it back.
+* **Stage times**: the backend's and codec's own clocks per frame. Their sum is at most the time above.
+* **Underrun**: the same player runs dry: a chunk is not yet there when the previous one has been played.
+  **Prebuffer**: how much later that player would have to start to never run dry.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from mktts.audio import first_audible_sample
+from mktts.engine.options import Chunk
+from mktts.errors import MetricsError
+from mktts.spec import SAMPLE_RATE_HZ
+
+
+@dataclass(frozen=True)
+class Playback:
+    """A player that starts with the first chunk and plays at real time; times in ms from the `stream()` call."""
+
+    starts_ms: tuple[float, ...]  # when each chunk begins to sound
+    underruns: int
+    stalled_ms: float
+    prebuffer_ms: float
+
+
+@dataclass(frozen=True)
+class StreamMetrics:
+    """One utterance, in the terms of the module docstring. `audible_ttfc_ms` is None where all of it is silent."""
+
+    ttfc_ms: float
+    audible_ttfc_ms: float | None
+    rtf: float
+    audio_s: float
+    frames: int
+    prefill_ms: float
+    talker_ms_per_frame: float
+    predictor_ms_per_frame: float
+    codec_ms_per_frame: float
+    underruns: int
+    stalled_ms: float
+    prebuffer_ms: float
+
+
+def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
+    """Plays chunks of `samples[i]` samples that were ready at `ready_ms[i]`."""
+    starts_ms: list[float] = []
+    free_ms, audio_ms, stalled_ms, prebuffer_ms, underruns = ready_ms[0], 0.0, 0.0, 0.0, 0
+    for ready, count in zip(ready_ms, samples, strict=True):
+        late_ms = ready - free_ms
+        if late_ms > 0:
+            underruns += 1
+            stalled_ms += late_ms
+        starts_ms.append(max(ready, free_ms))
+        prebuffer_ms = max(prebuffer_ms, ready - ready_ms[0] - audio_ms)
+        length_ms = 1_000 * count / SAMPLE_RATE_HZ
+        audio_ms += length_ms
+        free_ms = starts_ms[-1] + length_ms
+    return Playback(tuple(starts_ms), underruns, stalled_ms, prebuffer_ms)
+
+
+class Player:
+    """A listener's player, which starts with the first PCM and plays in real time. Times are given; there is no clock.
+
+    dry_s: when all PCM so far has been played; None before the first. Seconds of one clock.
+    """
+
+    __slots__ = ("dry_s",)
+
+    def __init__(self) -> None:
+        self.dry_s: float | None = None
+
+    def play(self, now_s: float, duration_s: float) -> tuple[float, float]:
+        """PCM of so many seconds is there at `now_s`. Returns when it begins to sound, and for how many seconds the
+        listener had nothing to hear before; 0 for the first PCM."""
+        dry_s = now_s if self.dry_s is None else self.dry_s
+        starts_s = max(now_s, dry_s)
+        self.dry_s = starts_s + duration_s
+        return starts_s, max(0.0, now_s - dry_s)
+
+    def lead_s(self, now_s: float) -> float:
+        """Seconds until it runs dry, negative since it did; 0 before the first PCM."""
+        return 0.0 if self.dry_s is None else self.dry_s - now_s
+
+    def pause(self, until_s: float) -> None:
+        """What comes by then is not late: the listener, or who writes the text, held it up."""
+        if self.dry_s is not None:
+            self.dry_s = max(self.dry_s, until_s)
+
+
+def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
+    """Metrics of one utterance from its chunks in order. Raises MetricsError where they hold no audio."""
+    chunks = [chunk for chunk in chunks if len(chunk.pcm)]
+    if not chunks:
+        raise MetricsError(
+            "expected at least one chunk with audio, found none: the stream was cancelled or stayed empty"
+        )
+    timings = [chunk.timings for chunk in chunks]
+    playback = play([t.ready_ms for t in timings], [len(chunk.pcm) for chunk in chunks])
+    audible_ms = None
+    if (audible := first_audible_sample(np.concatenate([chunk.pcm for chunk in chunks]))) is not None:
+        firsts = list(accumulate((len(chunk.pcm) for chunk in chunks[:-1]), initial=0))  # sample of each chunk
+        heard = bisect_right(firsts, audible) - 1
+        audible_ms = playback.starts_ms[heard] + 1_000 * (audible - firsts[heard]) / SAMPLE_RATE_HZ
+    audio_s = sum(len(chunk.pcm) for chunk in chunks) / SAMPLE_RATE_HZ
+    frames = sum(chunk.frames for chunk in chunks)
+    return StreamMetrics(
+        ttfc_ms=timings[0].ready_ms,
+        audible_ttfc_ms=audible_ms,
+        rtf=timings[-1].ready_ms / 1_000 / audio_s,
+        audio_s=audio_s,
+        frames=frames,
+        prefill_ms=sum(t.prefill_ms for t in timings),
+        talker_ms_per_frame=sum(t.talker_ms for t in timings) / frames,
+        predictor_ms_per_frame=sum(t.predictor_ms for t in timings) / frames,
+        codec_ms_per_frame=sum(t.codec_ms for t in timings) / frames,
+        underruns=playback.underruns,
+        stalled_ms=playback.stalled_ms,
+        prebuffer_ms=playback.prebuffer_ms,
+    )

@@ -1,0 +1,574 @@
+"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave.
+
+Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
+arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
+a lane of t + 1 useless (the speech had ended): it is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mktts.audio import rows_to_pcm16
+from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal, too_long
+from mktts.engine.board import Board
+from mktts.engine.lanes import Lanes, Made
+from mktts.engine.scheduler import lone_tick, next_tick
+from mktts.engine.script import CollectedScript, FedScript, Script, WholeScript
+from mktts.engine.stream import EngineName, Segment, Utterance
+from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
+from mktts.errors import EngineError
+from mktts.model.backend import no_number
+from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
+from mktts.model.voice import Voice
+
+TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
+_EARLY_S = 2e-3  # until some ran
+# A gap on the device says that a tick was planned too late: the next is planned earlier by this part of the gap. Where
+# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
+_GAP_PART = 0.6
+_RELAX = 0.97
+_MOST_EARLY_S = 0.05
+# A prefix shorter than this many rows, a page's, is computed sooner than it is kept.
+KEPT_ROWS = 64
+
+
+class TickTimes:
+    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum.
+
+    Written by the worker, read from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TICK_BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, took_s: float) -> None:
+        """A tick was made."""
+        self.counts[bisect_left(TICK_BOUNDS_S, took_s)] += 1
+        self.sum_s += took_s
+
+
+class EngineStats(NamedTuple):
+    """The state of one set of lanes at the moment.
+
+    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
+    streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
+    their own.
+    """
+
+    listeners: int
+    waiting: int
+    lanes: int
+    lanes_used: int
+    pages: int
+    pages_free: int
+    ticks: TickTimes
+
+
+@dataclass(frozen=True)
+class Voices:
+    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later; None: its
+    text is collected first. spoken: rows of texts that prompts are made of; None: they are computed."""
+
+    prompts: PromptBuilder
+    fed: Callable[[PromptBuilder, Request], Any] | None = FedPrompt
+    spoken: SpokenRows | None = None
+
+    def whole(self, requests: Sequence[Request], started_s: float) -> WholeScript:
+        """Known text: one checked request a segment."""
+        return WholeScript(requests, self.build, started_s)
+
+    def later(self, request: Request, max_chars: int) -> Script:
+        """Text that is fed. request: checked, without text."""
+        if self.fed is None:
+            return CollectedScript(request, max_chars, self.build)
+        return FedScript(request, partial(self.fed, self.prompts), max_chars)
+
+    def build(self, request: Request) -> Prompt:
+        """The prompt of a checked request."""
+        if self.spoken is None:
+            return self.prompts.of_checked(request)
+        return self.prompts.of_checked(request, self.spoken)
+
+
+class TickPace:
+    """model: what a tick takes on the device. step_model: with the pause before it, where there is one: a host may be
+    slower than its device. early_s: before the tick that runs ends, when the next one is planned."""
+
+    def __init__(self, believed: TickModel, width: int) -> None:
+        """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
+        fit = TickFit if width > 1 else MeanTick
+        self._device, self._steps = fit(believed), fit(believed)
+        self.model = self.step_model = believed
+        self.early_s = _EARLY_S
+
+    def observe(self, tick: Tick, made: Made, follows: bool) -> None:
+        """A tick was read. follows: it was launched while the one before it ran."""
+        paused_s = made.idle_s if follows else 0.0
+        self.model = self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
+        self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        if follows:
+            self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
+
+
+class TickLane(NamedTuple):
+    """A stream that had a lane in a tick, and the number of its segment."""
+
+    slot: int
+    stream: Utterance
+    segment: int
+
+
+@dataclass
+class Running:
+    """A launched tick. streams: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before
+    it still ran."""
+
+    tick: Tick
+    lanes: list[TickLane]
+    streams: list[Utterance]
+    launched: Any
+    ends_s: float
+    follows: bool
+    alone: bool
+
+
+# Streams that arrive while others play are admitted beside the tick that runs. Where many arrive at once the next tick
+# waits for as many as it can take along: those that play are ahead, and one more tick costs the host what several
+# arrivals do.
+_LATE_S = 12e-3
+_STARTING_S = 3e-3  # where no tick runs yet
+
+
+class Runner:
+    """Makes streams on `lanes`, tick by tick. The engine's worker thread owns it; what is said to be read from any
+    thread may be. An error of one stream is that stream's alone."""
+
+    def __init__(self, lanes: Lanes, voices: Voices, admission: Admission) -> None:
+        self.lanes, self.voices, self.log = lanes, voices, TickLog()
+        self.admission = admission
+        self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
+        self._memory, self._settings = lanes.pages, lanes.settings
+        self._ticks = TickTimes()
+        self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
+        self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
+        self._read_s = -math.inf  # when the last tick was
+        self._reset()
+        admission.listeners.append(self.count_listeners)
+
+    def _reset(self) -> None:
+        """Nothing is open."""
+        slots = self.lanes.slots
+        self._board = Board(slots)
+        self._queue = AdmissionQueue(
+            self.admission, self._board, self._memory, self._settings, self._settings.first_pcm_s
+        )
+        self._free = list(range(slots - 1, -1, -1))
+        self._streams: dict[int, Utterance] = {}  # by slot
+        self._arrived: deque[Utterance] = deque()  # not looked at yet
+        self._textless: set[Utterance] = set()  # not admitted: their text has not come
+        self._queued: set[Utterance] = set()
+        self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
+        self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
+        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
+        self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._room = False  # a stream has ended, or is not read any more, since the queue was looked at
+
+    @property
+    def model(self) -> TickModel:
+        """What a tick takes, as far as is known. Any thread."""
+        return self._pace.step_model
+
+    def count_listeners(self, now_s: float) -> int:
+        """Open streams that need frames in time. Any thread."""
+        return int(self._board.listened(now_s).sum())
+
+    @property
+    def open_streams(self) -> int:
+        """Streams that it was given and that are not over."""
+        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queued)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Any thread."""
+        memory, waiting = self._memory, len(self._queue) + len(self._arrived) + len(self._textless)
+        listeners = self.count_listeners(time.perf_counter())
+        slots = self.lanes.slots, len(self._streams)
+        return EngineStats(listeners, waiting, *slots, memory.all, memory.free, self._ticks)
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what is kept for prompts with this voice; streams that are open go on."""
+        self.voices.prompts.forget(voice)
+        for key in self._memory.known(lambda key: is_of_voice(key, voice)):
+            self._memory.forget(key)
+        self.lanes.forget(voice)
+
+    def take(self, stream: Utterance) -> None:
+        """A new stream."""
+        stream.prepare(self._memory.rows_per_slot, self._settings.chunks)
+        self._arrived.append(stream)
+
+    def update(self, stream: Utterance) -> None:
+        """Of a stream that it was given, over perhaps: its text went on, its full buffer was read from, or it was
+        cancelled. One that waits is not looked at before."""
+        if stream in self._textless:
+            self._textless.discard(stream)
+            self._arrived.append(stream)
+        elif (slot := self._asleep.pop(stream, None)) is not None:
+            stream.set_idle(False)
+            self._board.resumed[slot] = True
+            self._awake[slot] = stream
+            self._waiting[slot] = None
+
+    def turn(self, now_s: float, alone: bool) -> float:
+        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes.
+
+        Returns when it wants its next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for
+        never.
+        """
+        running = self._running[0] if self._running else None
+        plan_s = now_s if running is None else running.ends_s - self._pace.early_s
+        self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
+        if now_s < plan_s:
+            return float("-inf") if self._arrived else plan_s
+        self._look_round(now_s)
+        begins_s = now_s if running is None else max(now_s, running.ends_s)
+        tick = self._next_tick(begins_s)
+        if not tick.empty:
+            self._launch(tick, now_s, begins_s, alone)
+        self._queue.set_idle(not self._running, now_s)
+        if running is not None:
+            self._let_in(now_s, running.ends_s)
+            self._read()
+        if self._running and self.lanes.overlaps:
+            return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
+        if self._running:
+            self._read()
+        elif tick.empty and running is None and not self._room and not self._arrived:
+            return self._pause(tick, now_s)
+        return float("-inf")
+
+    def fail_all(self, error: BaseException) -> None:
+        """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
+        self._end_all(lambda stream: stream.fail(failed(error)))
+        for slot in filter(self._memory.is_open, range(self.lanes.slots)):
+            self._memory.close(slot)
+        self._reset()
+
+    def close(self) -> None:
+        """Ends every stream as cancelled."""
+        self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
+        self.admission.listeners.remove(self.count_listeners)  # a cycle would keep the lanes until collection
+
+    def _end_all(self, end: Callable[[Utterance], Any]) -> None:
+        """Ends every stream, whatever the lanes say to it."""
+        while self._running:
+            with contextlib.suppress(Exception):
+                self.lanes.collect(self._running.popleft().launched)
+        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queued):
+            with contextlib.suppress(Exception):
+                end(stream)
+
+    def _next_tick(self, begins_s: float) -> Tick:
+        if self._settings.max_lanes == 1 and len(self._awake) == 1:
+            (slot,) = self._awake
+            if self._board.text_known[slot] and not self._board.full[slot]:
+                return lone_tick(self._board, slot, begins_s)
+        return next_tick(self._board, begins_s, self._pace.model, self._settings)
+
+    def _pause(self, tick: Tick, now_s: float) -> float:
+        """Until when nothing is to be done without an update; -inf where one has come."""
+        for slot in self._board.able().tolist():  # they are ahead, and what their readers take is an update
+            if self._streams[slot].watch() != self._board.frames_taken[slot]:
+                return float("-inf")
+        return min(tick.wake_s, self._queue.wake_s(now_s))
+
+    # ---- admission
+
+    def _admit(self, now_s: float, until_s: float) -> None:
+        """Streams that arrived, as far as there is time, and streams that wait."""
+        self._let_in(now_s, until_s)
+        self._room = False
+        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
+            self._queued.discard(left[0].name)
+            self._decided(*left, now_s)
+
+    def _let_in(self, now_s: float, until_s: float) -> None:
+        """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
+        board, most_rows = self._board, self._settings.max_rows
+        while self._arrived:
+            late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
+            if late_s >= _LATE_S or (late_s >= 0 and board.prompt_rows[board.open].sum() >= most_rows):
+                return
+            stream = self._arrived.popleft()
+            settled = self._settled(stream, now_s)
+            stream.set_idle(not settled)
+            if not settled:
+                self._textless.add(stream)
+
+    def _settled(self, stream: Utterance, now_s: float) -> bool:
+        """Whether a new stream is over, or its text has come and admission has decided."""
+        try:
+            if stream.runnable() and not stream.next_segment():
+                stream.advance(stream.flush)  # it ended without a word
+            if stream.open and stream.segment is not None:
+                arrival = self._arrival(stream, now_s)
+                reason = self._queue.submit(arrival, self._pace.step_model)
+                if reason == "waited":
+                    self._queued.add(stream)
+                else:
+                    self._decided(arrival, reason, now_s)
+                return True
+        except Exception as error:
+            stream.fail(error)
+        return not stream.open
+
+    def _arrival(self, stream: Utterance, now_s: float) -> Arrival:
+        segment = stream.segment
+        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
+        computed = rows - self._memory.find(key)
+        return Arrival(now_s, computed, rows + segment.max_frames, stream.paced, key, stream)
+
+    def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
+        stream: Utterance = arrival.name
+        if not stream.open or stream.cancelled:
+            stream.end(None)
+        elif reason:
+            stream.fail(self._refusal(reason, arrival))
+        else:
+            slot = self._free.pop()
+            self._streams[slot] = self._awake[slot] = stream
+            stream.on_close = partial(self._leave, slot)
+            self._board.enter(slot, arrival.arrived_s, stream.paced)
+            try:
+                self.lanes.enter(slot, stream.reference)
+                if self.lanes.submit is not None:
+                    stream.submit = partial(self.lanes.submit, slot)
+                self._begin(slot, now_s)
+            except Exception as error:
+                stream.fail(error)
+
+    def _refusal(self, reason: Reason, arrival: Arrival) -> Exception:
+        return refusal(reason, arrival, self._memory, len(self._streams), self.admission.capacity)
+
+    def _begin(self, slot: int, now_s: float) -> None:
+        """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
+        segment: Segment = self._streams[slot].segment
+        prompt = segment.prompt
+        rows = len(prompt.embeds)
+        kept, copies = self._memory.open(slot, rows + segment.max_frames, kept_under(prompt))
+        self.lanes.begin(slot, segment, copies)
+        self._board.prompt(slot, rows - kept, kept)
+        self._board.text(slot, True, now_s)
+
+    def _leave(self, slot: int) -> None:
+        """The stream in `slot` is over."""
+        self.lanes.leave(slot)
+        self._asleep.pop(self._streams.pop(slot), None)
+        self._awake.pop(slot, None)
+        self._waiting.pop(slot, None)
+        self._board.leave(slot)
+        if self._memory.is_open(slot):
+            self._memory.close(slot)
+        self._free.append(slot)
+        self._room = True
+
+    # ---- readers and text
+
+    def _look_round(self, now_s: float) -> None:
+        """What consumers and writers did since the last tick."""
+        for stream in [stream for stream in self._queued if stream.cancelled]:
+            self._queued.discard(stream)
+            self._queue.cancel(stream)
+            self._room = True  # those behind it may come in
+            stream.end(None)
+        for stream in [stream for stream in self._awake.values() if stream.cancelled]:
+            stream.end(None)
+        self._look_at_readers(now_s)
+        self._queue.reserved_pages = 0
+        for slot in list(self._waiting):
+            self._resume(slot, now_s)
+
+    def _look_at_readers(self, now_s: float) -> None:
+        """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
+        board, streams = self._board, list(self._awake.values())
+        slots = np.fromiter(self._awake, np.int64, len(streams))
+        taken = np.array([stream.taken_frames for stream in streams], np.int64)
+        watched = np.array([stream.watched for stream in streams], bool)
+        frames = board.frames_made[slots]
+        crowded = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
+        for index in np.flatnonzero(crowded | watched | board.full[slots]).tolist():
+            slot, stream = int(slots[index]), streams[index]
+            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            read = crowded[index] or watched[index]
+            full = bool(
+                (crowded[index] and stream.unread) or (read and stream.full(frames[index] - stream.made_frames))
+            )
+            self._room |= full and not board.full[slot]  # it may be no listener any more
+            board.full[slot] = full
+            stream.set_idle(full)
+        board.read(slots, taken, now_s)
+
+    def _resume(self, slot: int, now_s: float) -> None:
+        """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
+        stream = self._streams[slot]
+        try:
+            if self._memory.is_open(slot):
+                if stream.input_known():
+                    del self._waiting[slot]
+                    self._board.text(slot, True, now_s)
+                    return
+            elif stream.next_segment() and self._goes_on(slot, now_s):
+                return
+            if stream.ready() and not stream.unread:
+                stream.advance(stream.flush)  # nothing comes for now: the listener gets what there is
+                if stream.open:
+                    self._board.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+            if stream.open and not stream.unread and (stream.segment is None or self._memory.is_open(slot)):
+                stream.set_idle(True)  # without a frame on its way, nor memory to wait for
+                self._asleep[stream] = slot
+                del self._awake[slot], self._waiting[slot]
+        except Exception as error:
+            stream.fail(error)
+
+    def _goes_on(self, slot: int, now_s: float) -> bool:
+        """Begins the next segment of the stream in `slot` if its memory is there; it precedes streams that arrive."""
+        queue, memory = self._queue, self._memory
+        arrival = self._arrival(self._streams[slot], now_s)
+        if arrival.max_rows > memory.rows_per_slot:
+            raise too_long(arrival, memory)
+        if not memory.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
+            if queue.held(now_s):
+                raise self._refusal("held", arrival)
+            queue.reserved_pages += memory.count(arrival.max_rows)
+            return False
+        del self._waiting[slot]
+        self._begin(slot, now_s)
+        return True
+
+    # ---- ticks
+
+    def _launch(self, tick: Tick, now_s: float, begins_s: float, alone: bool) -> None:
+        board = self._board
+        lanes, rows = [], []
+        for slot in tick.lanes.tolist():
+            stream = self._streams[slot]
+            lanes.append(TickLane(slot, stream, stream.segment_number))
+            rows.append(stream.row)
+        entering = (self._streams[piece.slot] for piece in tick.pieces if not piece.last)
+        streams = [*(lane.stream for lane in lanes), *entering]
+        self.lanes.alone = alone
+        try:
+            launched = self.lanes.launch(tick, rows)
+        except Exception as error:
+            self._fail_tick(streams, error)
+            return
+        follows = bool(self._running)
+        ends_s = begins_s + tick.predicted_s
+        self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
+        board.begin(tick)
+        for slot, stream, _ in lanes:
+            stream.has_launched()
+            if not stream.may_go_on:
+                board.text_known[slot] = False
+            elif stream.row is None:
+                board.text(slot, False, now_s)
+                self._waiting[slot] = None
+
+    def _fail_tick(self, streams: Sequence[Utterance], error: Exception) -> None:
+        """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
+        for stream in streams:
+            mine = EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}")
+            stream.fail(error if self._settings.max_lanes == 1 else mine)
+
+    def _read(self) -> None:
+        """Waits for the oldest tick, and gives its frames to their streams."""
+        running = self._running.popleft()
+        try:
+            made = self.lanes.collect(running.launched)
+        except Exception as error:
+            self._fail_tick(running.streams, error)
+            return
+        ended_s = time.perf_counter()
+        tick, board = running.tick, self._board
+        self._pace.observe(tick, made, running.follows)
+        late_s = board.finish(tick, ended_s)
+        self._ticks.add(made.took_s)
+        self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
+        self._compare(running, made, ended_s, late_s)
+        self._give(running, made, late_s, ended_s)
+        for lane in running.lanes[: tick.new_lanes]:
+            segment = lane.stream.segment
+            if segment is not None and lane.stream.segment_number == lane.segment:
+                self._keep_prefix(lane.slot, segment.prompt)
+
+    def _compare(self, running: Running, made: Made, ended_s: float, late_s: np.ndarray) -> None:
+        """Tells admission how long the tick took, with the pause before it, beside what the measurement says."""
+        expected = self.reference_model
+        if expected is not None:
+            tick = running.tick
+            took_s = made.took_s + (made.idle_s if running.follows else 0.0)
+            expected_s = expected.predict(*tick.bucket, tick.context_rows)
+            self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
+
+    def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
+        board, pcm16 = self._board, None
+        if made.pcm is not None and any(lane.stream.paced for lane in running.lanes):
+            pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
+        predictor_ms = 1e3 * made.predictor_s
+        talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
+        ahead = running.alone and self.lanes.decodes_beside
+        for index, (slot, stream, segment) in enumerate(running.lanes):
+            if not stream.open:
+                continue
+            ended = bool(made.ended[index])
+            if stream.segment_number != segment or stream.segment is None or ended:
+                board.frames_made[slot] -= 1  # nothing came of it
+            if stream.segment_number != segment or stream.segment is None:
+                continue  # the speech had ended when this was launched
+            if not ended and made.codes[index, 0] < 0:
+                stream.fail(no_number())
+                continue
+            stream.late_s += float(late_s[index])
+            # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
+            codes = None if ended else made.codes[index].copy()
+            if made.pcm is not None and not ended:
+                stream.add_pcm(made.pcm[index], None if pcm16 is None else pcm16[index])
+            before = stream.made_frames
+            stream.advance(partial(stream.add_frame, codes, talker_ms, predictor_ms, ahead and stream.chunker.begun))
+            if not stream.open:
+                continue
+            if stream.made_frames != before or not before:
+                board.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+            if ended:
+                self._memory.close(slot)
+                board.text_known[slot] = False
+                self._waiting[slot] = None
+                self._resume(slot, ended_s)
+
+    def _keep_prefix(self, slot: int, prompt: Any) -> None:
+        """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
+        key = kept_under(prompt)
+        if key is not None and not self._memory.find(key):
+            self.lanes.copy(self._memory.keep(slot, key, prompt.prefix_rows) or ())
+
+
+def kept_under(prompt: Any) -> Hashable | None:
+    """What a prompt's prefix is kept under; None where that saves less than it costs."""
+    return prompt.prefix_key if prompt.prefix_rows >= KEPT_ROWS else None
+
+
+def failed(error: BaseException) -> EngineError:
+    """What ends a stream because a turn raised `error`. Each gets its own: raising writes into it."""
+    return EngineError(f"the engine failed while this stream was open: {type(error).__name__}: {error}")

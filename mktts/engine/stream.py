@@ -1,0 +1,751 @@
+"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
+
+Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
+state goes on: the waveform is continuous over a join, because the decoder never restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import traceback
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.audio import joined
+from mktts.engine.chunker import Chunker
+from mktts.engine.guard import FinishReason, GuardState
+from mktts.engine.options import SCHEDULE, Chunk, Plan
+from mktts.engine.script import Script
+from mktts.errors import EngineError, TextError
+from mktts.model.backend import PromptRows
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
+from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS
+from mktts.text.split import check_length, clean_piece
+
+if TYPE_CHECKING:
+    from mktts.text import FrontEndFeed
+
+_END = object()
+EngineName = Literal["single", "batch"]
+MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
+# After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
+# the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
+_YIELD_S = 20e-6
+
+
+class Notifier:
+    """Wakes event loops: consumers that were notified since the last `flush` are woken together, one call a loop.
+
+    after: called at the end of every `flush`.
+    """
+
+    after: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        self._waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
+
+    def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+        """Worker: `waiter` is done at the next `flush`."""
+        self._waiters[loop].append(waiter)
+
+    def flush_and_yield(self) -> None:
+        """Worker, in the middle of a turn: consumers take what they were given now."""
+        self.flush()
+        time.sleep(_YIELD_S)
+
+    def flush(self) -> None:
+        """Worker."""
+        if self._waiters:
+            waiters, self._waiters = self._waiters, defaultdict(list)
+            for loop, of_loop in waiters.items():
+                _wake(loop, of_loop)
+        if self.after is not None:
+            self.after()
+
+
+class StreamCounters:
+    """Streams of an engine, as counted by those that open them (under their lock) and by the worker.
+
+    idle: open, and waiting for their text or for their reader.
+    """
+
+    def __init__(self) -> None:
+        self.opened = self.ended = self.idle = 0
+
+    @property
+    def open(self) -> int:
+        return self.opened - self.ended
+
+    @property
+    def active(self) -> int:
+        """Open streams that frames are made for."""
+        return self.open - self.idle
+
+
+class StreamUpdate(NamedTuple):
+    """To the worker: a stream's text went on, its full buffer was read from, or it was cancelled."""
+
+    state: Utterance
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What the frames of one segment are made from.
+
+    prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at most. stream: that it is of.
+    """
+
+    prompt: Any
+    sampling: Sampling
+    seed: int
+    max_frames: int
+    stream: Utterance | None
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, sampling: Sampling, seed: int) -> Segment:
+        """Of rows (L, H) as a prompt, without a stream: for measurements and tests of lanes."""
+        return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES, None)
+
+
+class Sink(Protocol):
+    """Takes what is made instead of a consumer's queue: of a stream whose consumer is in another process."""
+
+    def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
+        """A chunk, None at the end; `at_once` from another thread than the worker's."""
+
+    def idle(self, state: Utterance) -> None:
+        """`state.idle` has changed."""
+
+
+class Utterance:
+    """One stream between the worker, which makes it, and its consumer, which takes its chunks.
+
+    paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: the lanes that
+    make it, None before it has text. codes: one (16,) int64 tensor or array a frame so far, of all segments.
+    idle: it waits for its text, or for its consumer. late_s: by which chunks came behind the place of a listener who
+    plays from the first one on.
+    The worker's: segment: that is being made, None before the first and between two; segment_number: from 0; launched:
+    frames of it in ticks that were launched; row: the text row (H,) of the frame after those, None where it is not
+    known; submit: decodes frames to a pending result where lanes give no PCM; on_close: called once, at the end.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inbox: SimpleQueue[Any],
+        notifier: Notifier | None = None,
+        paced: bool = True,
+        sink: Sink | None = None,
+    ) -> None:
+        """notifier: None wakes an event loop at once. sink: gets the chunks instead of `take`."""
+        self.plan, self.paced, self.sink = plan, paced, sink
+        self.codes: list[Tensor | np.ndarray] = []
+        self.cancelled = False
+        self.idle = False
+        self.late_s = 0.0
+        self.error: BaseException | None = None
+        self.engine: EngineName | None = None
+        self.buffer_frames = plan.options.buffer_frames
+        self.made_frames = 0  # in chunks; written by the worker
+        self.taken_frames = 0  # written by the consumer
+        self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
+        self._inbox, self._notifier = inbox, notifier
+        self._counters = StreamCounters()
+        self._begun = False
+        self._script: Script | None = None  # None before `begin`, and once it is over: its caches are free then
+        self._chunks: SimpleQueue[Any] = SimpleQueue()
+        self._reason: FinishReason | None = None
+        self._read = False  # the consumer has seen the end
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._when_over: Callable[[], None] | None = None
+        self.segment: Segment | None = None
+        self.segment_number = -1
+        self.launched = 0
+        self.row: Tensor | None = None
+        self.submit: Callable[[list[Any]], Any] | None = None
+        self.on_close: Callable[[], None] | None = None
+        self.chunker: Chunker | None = None
+        self._guard: GuardState | None = None  # of the segment
+        self._positions = 0
+        self._pcm: deque[tuple[bytearray, bytes | None]] = deque()  # of frames, and the same in 16 bits
+        self._over: FinishReason | None = None  # why it ends with the chunk that is being made
+
+    def begin(self, script: Script, engine: EngineName, counters: StreamCounters | None = None) -> None:
+        """Before the worker is given it, once: what it says, and the lanes that make it."""
+        self.engine, self._counters = engine, counters or StreamCounters()
+        self._script = script
+        self._begun = True
+
+    # ---- consumer, any thread
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return "cancelled" if self.cancelled else self._reason
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be made."""
+        return self.cancelled or (self._begun and self._script is None)
+
+    def cancel(self) -> None:
+        """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
+        if self.cancelled or (self._begun and self._script is None and self.taken_frames == self.made_frames):
+            return
+        self.cancelled = True
+        self._put(_END, at_once=True)
+        self.update()
+
+    def update(self) -> None:
+        """Lets the worker look at it again. Any thread."""
+        self._inbox.put(StreamUpdate(self))
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its
+        thread, or from here where it is already."""
+        self._when_over = call
+        if self._script is None:  # asked behind the line above: the worker saw that, or we see this
+            call()
+
+    def check_unread(self) -> None:
+        """Raises EngineError where every chunk was taken; cancelled streams stay empty without a word."""
+        if self._read and not self.cancelled and self.error is None:
+            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
+
+    def take(self) -> Chunk | None:
+        """Waits for the next chunk; None at the end. Raises what ended the stream, if something did."""
+        return self._accept(self._chunks.get())
+
+    async def take_async(self, within_s: float | None = None) -> Chunk | None:
+        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Raises TimeoutError where there is
+        nothing within `within_s`; nothing is lost by that.
+
+        Other tasks get their turn before every chunk, also while many are waiting to be taken.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._chunks.empty():  # otherwise the wait for it is their turn
+            await asyncio.sleep(0)
+        alarm: asyncio.TimerHandle | None = None
+        over: list[bool] = []
+        try:
+            while True:
+                try:
+                    return self._accept(self._chunks.get_nowait())
+                except Empty:
+                    pass
+                if over:
+                    raise TimeoutError
+                waiter = loop.create_future()
+                self._waiter = (loop, waiter)
+                if within_s is not None:
+                    alarm = alarm or loop.call_later(within_s, self._ring, over)
+                if self._chunks.empty():  # asked again: the worker may have put one before it could see the waiter
+                    await waiter
+        finally:
+            self._waiter = None
+            if alarm is not None:
+                alarm.cancel()
+
+    def _ring(self, over: list[bool]) -> None:
+        """In the consumer's loop: it has waited long enough."""
+        over.append(True)
+        if self._waiter is not None:
+            _set([self._waiter[1]])
+
+    def _accept(self, item: Any) -> Chunk | None:
+        if item is _END or self.cancelled:
+            self._chunks.put(_END)  # for the next call
+            self._read = True
+            if self.error is not None and not self.cancelled:
+                raise self.error
+            return None
+        self.has_taken(self.taken_frames + item.frames)
+        return item
+
+    def has_taken(self, frames: int) -> None:
+        """So many frames by now; `take` says it, and a sink for a consumer in another process."""
+        self.taken_frames = frames
+        if self.watched:  # else nothing waits for this
+            self.update()
+
+    # ---- worker: text, segments and frames
+
+    def prepare(self, positions: int, schedule: tuple[int, ...] = SCHEDULE) -> None:
+        """The lanes have it. positions: of the talker, prompt and frames of one segment together. schedule: of chunks,
+        where the options leave it open."""
+        self._positions = positions
+        self.chunker = Chunker(self._decode, self.plan.options, schedule)
+
+    def ready(self) -> bool:
+        """Whether there is something to make or to hand on; False means: waiting for text."""
+        return self.input_known() or self._spoken() or self.chunker.waiting_frames > 0
+
+    def next_segment(self) -> bool:
+        """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
+        if self.segment is None:
+            self._script.update()
+            begun_s = time.perf_counter()
+            prompt = self._script.next_segment()
+            self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+            if prompt is not None:
+                self._begin_segment(prompt)
+        return self.segment is not None
+
+    def _begin_segment(self, prompt: Any) -> None:
+        plan = self.plan
+        limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
+        limit = min(limit, self._positions - len(prompt.embeds))
+        # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
+        guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
+        most = max(1, limit if guarded is None else min(limit, guarded))
+        self._guard = GuardState(plan.options.guard, max(1, limit))
+        self.segment_number += 1
+        self.segment = Segment(prompt, plan.sampling, plan.seed + self.segment_number, most, self)
+        self.launched, self.row = 0, None
+
+    def input_known(self) -> bool:
+        """Whether the input of the frame after those launched is known; fetches it."""
+        if self.segment is None:
+            return self.next_segment()
+        self._script.update()
+        self._fetch_row()
+        return self.row is not None
+
+    def has_launched(self) -> None:
+        """A tick with a frame of the segment was launched."""
+        self.launched += 1
+        self._fetch_row()
+
+    def rows_ahead(self, most: int) -> list[Tensor | None]:
+        """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
+        most = min(most, self.chunker.missing_frames, self.segment.max_frames - self.launched)
+        rows = [self.row]
+        while len(rows) < most and (row := self.segment.prompt.row(self.launched - 1 + len(rows))) is not None:
+            rows.append(row)
+        return rows
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the segment may have another frame, as far as is known before those launched are read."""
+        return self.segment is not None and self.launched < self.segment.max_frames
+
+    @property
+    def unread(self) -> bool:
+        """Whether frames of the segment were launched whose codes are not known yet."""
+        return self._guard is not None and self.launched > self._guard.frames
+
+    @property
+    def next_chunk_frames(self) -> int:
+        """How many frames the chunk has that is being made, the silent lead before it included."""
+        return self.chunker.pending_frames + self.chunker.missing_frames
+
+    def add_pcm(self, pcm: np.ndarray, pcm16: bytes | None) -> None:
+        """PCM (1920,) of the next frame, which is copied, and the same in 16 bits, where that was made too."""
+        self._pcm.append((bytearray(pcm), pcm16))  # not `copy`, for which numpy would release the interpreter's lock
+
+    def add_frame(
+        self, codes: Tensor | np.ndarray | None, talker_ms: float, predictor_ms: float = 0.0, ahead: bool = False
+    ) -> Chunk | None:
+        """Books a frame of the segment, codes (16,) int64 or None at end of speech; returns a chunk when that completes
+        one. ahead: see `Chunker.take`."""
+        self.chunker.talker_ms += talker_ms
+        self.chunker.predictor_ms += predictor_ms
+        if codes is None:
+            self._script.leave_segment()
+            self.segment = self._guard = None
+            if self._spoken():
+                self._over = "eos"
+        else:
+            self.codes.append(codes)
+            self.chunker.add(codes)
+            self._over = self._guard.count(codes, self.segment.prompt.text_tokens)
+        if self.cancelled:
+            return None
+        over = self._over is not None
+        return self.chunker.take(self._script.started_s, flush=over, ahead=ahead and not over)
+
+    def flush(self) -> Chunk | None:
+        """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
+        if self._spoken():
+            self._over = "eos"
+        return self.chunker.take(self._script.started_s, flush=True)
+
+    def _fetch_row(self) -> None:
+        self.row = self.segment.prompt.row(self.launched - 1) if self.launched else None
+
+    def _spoken(self) -> bool:
+        return self.segment is None and self._script.ended()
+
+    def _decode(self, frames: list[Any]) -> Any:
+        if self.submit is not None:
+            return self.submit(frames)
+        pcm, pcm16 = zip(*(self._pcm.popleft() for _ in frames), strict=True)
+        return _Decoded(joined(pcm), None if None in pcm16 else b"".join(pcm16))
+
+    # ---- worker: what becomes of it
+
+    @property
+    def open(self) -> bool:
+        return self._script is not None
+
+    @property
+    def reference(self) -> Tensor | None:
+        """Codes (R, 16) that the codec hears first; None for none."""
+        voice = None if self._script is None else self._script.voice
+        return None if voice is None else voice.codes
+
+    def runnable(self) -> bool:
+        """Whether it can go on now. Ends one that was cancelled, and one whose text cannot be spoken."""
+        if self.cancelled:
+            self.end(None)
+            return False
+        if self._script is None or self.full(self.chunker.pending_frames):
+            return False
+        try:
+            return self.ready()
+        except BaseException as error:
+            self.fail(error)
+            return False
+
+    def advance(self, make: Callable[[], Chunk | None]) -> None:
+        """Delivers the chunk that `make` gives. An error ends this stream alone."""
+        try:
+            if self._script is None or self.cancelled:
+                self.end(None)
+                return
+            chunk = make()
+            if chunk is not None:
+                first = not self.made_frames
+                self.deliver(chunk)
+                if first and self._notifier is not None and self.engine == "single":
+                    self._notifier.flush_and_yield()
+            if self._over is not None:
+                self.end(self._over)
+        except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream; its consumer gets `error`. No effect on one that is over: it ended as it did."""
+        if self._script is None:
+            return
+        traceback.clear_frames(error.__traceback__)  # all that would keep the stream's caches
+        self.error = error
+        self.end(None)
+
+    def end(self, reason: FinishReason | None) -> None:
+        """Releases what it was made with and ends the queue of chunks."""
+        if self._script is None:
+            return
+        self._reason = reason
+        self.set_idle(False)
+        self._script = self.segment = self._guard = self.row = self.submit = None
+        self._counters.ended += 1
+        on_close, self.on_close = self.on_close, None
+        try:
+            if self.chunker is not None:
+                self.chunker.close()
+            if on_close is not None:
+                on_close()
+        finally:  # whatever closing does, nothing waits for more
+            self._put(_END)
+            if self._when_over is not None:
+                self._when_over()
+
+    def set_idle(self, idle: bool) -> None:
+        """Says whether it waits for its text, or for its consumer."""
+        if idle is not self.idle:
+            self.idle = idle
+            self._counters.idle += 1 if idle else -1
+            if self.sink is not None:
+                self.sink.idle(self)
+
+    def deliver(self, chunk: Chunk) -> None:
+        """A chunk for the consumer."""
+        self.made_frames += chunk.frames
+        self._put(chunk)
+
+    def full(self, pending_frames: int) -> bool:
+        """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
+        made, and in no chunk."""
+        for asked_again in (False, True):
+            waiting = self.made_frames - self.taken_frames
+            if not waiting or waiting + pending_frames < self.buffer_frames:
+                self.watched = False
+                return False
+            if not asked_again:
+                self.watched = True  # what the consumer takes from now on wakes the worker: look once more
+        return True
+
+    def watch(self) -> int:
+        """What the consumer takes wakes the worker from now on. Returns the frames that it had taken by then."""
+        self.watched = True
+        return self.taken_frames
+
+    def _put(self, item: Any, at_once: bool = False) -> None:
+        if self.sink is not None:
+            self.sink.put(self, None if item is _END else item, at_once)
+            return
+        self._chunks.put(item)
+        waiter = self._waiter
+        if waiter is not None:
+            if self._notifier is None or at_once:
+                _wake(waiter[0], [waiter[1]])
+            else:
+                self._notifier.add(*waiter)
+
+
+class _Decoded(NamedTuple):
+    """PCM that is there: as `mktts.codec.decoder.PendingPcm` gives it."""
+
+    pcm: np.ndarray
+    pcm16: bytes | None
+
+    def result(self) -> np.ndarray:
+        return self.pcm
+
+
+def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
+    with contextlib.suppress(Exception):  # the loop was closed: nobody is waiting any more; else it is no loop of ours
+        loop.call_soon_threadsafe(_set, waiters)
+
+
+def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+# ---- what a consumer holds
+
+
+class StreamEngine(Protocol):
+    """The engine, as far as a session knows it."""
+
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
+        """The first visible text has come, as the last of `texts`: returns what further text is fed through."""
+
+
+class Stream:
+    """Chunks of one utterance, in order, made while they are taken.
+
+    Iterate with `for` (waits in the calling thread) or with `async for` (the event loop goes on); one consumer at a
+    time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting (Ctrl-C), and
+    cancelling the task that waits all end the generation within one frame. What fails inside is raised here.
+
+    seed: what every draw of this utterance follows from; the same seed and text give the same speech.
+    """
+
+    def __init__(self, engine: StreamEngine, utterance: Utterance) -> None:
+        self.seed = utterance.plan.seed
+        self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
+        self._utterance = utterance
+        # Called once, it holds the utterance no more, whose error may hold this by the frames it was raised through.
+        self._give_up = weakref.finalize(self, utterance.cancel)
+        self._give_up.atexit = False
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the generation ended; None while it runs, and when it failed."""
+        return self._utterance.finish_reason
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for its text, or for its reader."""
+        return self._utterance.idle
+
+    @property
+    def late_s(self) -> float:
+        """Seconds by which chunks came behind the place of a listener who plays from the first one on, so far."""
+        return self._utterance.late_s
+
+    @property
+    def codes(self) -> Tensor:
+        """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
+        frames = [torch.as_tensor(codes) for codes in list(self._utterance.codes)]
+        return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
+
+    @property
+    def engine(self) -> EngineName | None:
+        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text. A
+        stream stays where it began."""
+        return self._utterance.engine
+
+    def cancel(self) -> None:
+        """Ends the generation within one frame; no chunk comes after this. Any thread, any number of times."""
+        self._utterance.cancel()
+
+    close = cancel
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Has `call` called, perhaps twice, when the generation has ended, however it did; at once if it has already.
+        It runs in the worker's thread, where it must neither wait nor raise. For a stream whose text is known."""
+        self._utterance.when_over(call)
+
+    async def aclose(self) -> None:
+        """`cancel`, for contextlib.aclosing."""
+        self._utterance.cancel()
+
+    def read(self) -> np.ndarray:
+        """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
+        return _join([chunk.pcm for chunk in self])
+
+    async def aread(self) -> np.ndarray:
+        """As `read`, for an event loop."""
+        return _join([chunk.pcm async for chunk in self])
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("over" if self._utterance.over else "open")
+        return f"<{type(self).__name__}: {len(self._utterance.codes)} frames, {state}, seed {self.seed}>"
+
+    def __iter__(self) -> Stream:
+        """Raises EngineError where the chunks were taken to the end already: they are not kept."""
+        self._utterance.check_unread()
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            chunk = self._utterance.take()
+        except BaseException:
+            self._give_up()
+            raise
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    async def take(self, within_s: float | None = None) -> Chunk | None:
+        """The next chunk; None at the end. Raises as `__anext__`, and TimeoutError where there is none within
+        `within_s`: the stream goes on."""
+        try:
+            return await self._utterance.take_async(within_s)
+        except TimeoutError:
+            if within_s is None:
+                self._give_up()
+            raise
+        except BaseException:  # cancelling the task that waits cancels the generation
+            self._give_up()
+            raise
+
+    def __aiter__(self) -> Stream:
+        self._utterance.check_unread()
+        return self
+
+    async def __anext__(self) -> Chunk:
+        chunk = await self.take()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._utterance.cancel()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._utterance.cancel()
+
+
+class Session(Stream):
+    """A stream whose text is written while it is spoken.
+
+    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
+    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
+    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
+    them, other words for the end of the next one.
+    """
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        utterance: Utterance,
+        request: Request,
+        max_chars: int,
+        front_end: FrontEndFeed | None = None,
+    ) -> None:
+        """request: checked, without text. max_chars: of a segment. front_end: what the text goes through.
+
+        The engine knows of the stream from the first visible text on.
+        """
+        super().__init__(engine, utterance)
+        self._request, self._max_chars = request, max_chars
+        self._front_end = front_end
+        self._script: Script | None = None
+        self._early: list[str] = []  # pieces without anything visible
+        self._writing = threading.Lock()
+        self._chars = 0
+        self._finished = False
+
+    def feed(self, piece: str) -> None:
+        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
+
+        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
+        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
+        """
+        piece = clean_piece(piece)
+        with self._writing:
+            if self._finished:
+                raise EngineError("feed after finish: open another session for more text")
+            if self._utterance.over:
+                return
+            check_length(self._chars + len(piece))
+            words = piece if self._front_end is None else self._front_end.push(piece)
+            self._chars += len(piece)
+            if self._script is not None:
+                self._script.feed(words)
+                self._utterance.update()
+            elif piece.strip():
+                self._begin(words)
+            else:
+                self._early.append(words)
+
+    def finish(self) -> None:
+        """Says that no more text comes; a second call does nothing.
+
+        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
+        then cancelled.
+        """
+        with self._writing:
+            if self._finished:
+                return
+            self._finished = True
+            if self._script is not None:
+                self._end(self._script)
+            elif not self._utterance.over:
+                self._utterance.cancel()
+                raise TextError("expected text to speak before finish, got none")
+
+    def _end(self, script: Script) -> None:
+        if self._front_end is not None and not self._utterance.over:
+            try:
+                script.feed(self._front_end.finish())
+            except TextError:
+                self._utterance.cancel()
+                raise
+        script.finish()
+        self._utterance.update()
+
+    def _begin(self, words: str) -> None:
+        try:
+            texts = (*self._early, words)
+            self._script = self._engine.begin_fed(self._utterance, self._request, self._max_chars, texts)
+        except EngineError:
+            if not self._utterance.over:  # else the engine was closed meanwhile
+                raise
+
+
+def _join(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32)

@@ -1,0 +1,385 @@
+"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend.
+
+Upstream's own wrapper methods run unchanged (argument checks, prompt, `generate`, codec); only what they hand to
+the talker or to the codec is looked at on the way. qwen_tts is imported on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import shutil
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mktts.codec.decoder import PendingPcm
+from mktts.common import whole_number
+from mktts.engine.guard import FinishReason, GuardState
+from mktts.engine.lanes import Copy, Made
+from mktts.engine.scheduler import TickSettings
+from mktts.engine.single import SLOTS, OwnMemory
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Tick, TickModel
+from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
+from mktts.spec import MODEL_TYPES, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+
+if TYPE_CHECKING:
+    from mktts.checkpoint import Checkpoint
+
+
+# What qwen_tts imports for its 25 Hz tokenizer only (qwen_tts/core/tokenizer_25hz/vq/speech_vq.py).
+_ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
+
+
+class _Cancelled(Exception):
+    """Leaves upstream's generation loop from inside the talker."""
+
+
+class _Captured(Exception):
+    """Leaves upstream's generate with the talker's arguments."""
+
+
+def install_shim() -> dict[str, str]:
+    """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports.
+
+    A CUDA-linked torchaudio on a CPU-only torch fails with OSError, and the sox package without the sox program
+    writes to the terminal; neither is used by the 12 Hz models. Returns {module: why it was replaced}; a second
+    call changes nothing. Any use of a stand-in raises AttributeError with that reason.
+    """
+    replaced = {}
+    for name, children in _ONLY_25HZ.items():
+        present = sys.modules.get(name)
+        if isinstance(present, _StandIn):
+            replaced[name] = present.reason
+            continue
+        try:
+            if name == "sox" and shutil.which("sox") is None:
+                raise FileNotFoundError("the sox program is not installed")
+            for module in (name, *(f"{name}.{child}" for child in children)):
+                importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001  any failure to load means the same: it cannot be used here
+            replaced[name] = f"{type(error).__name__}: {error}"
+            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+            _stand_in(name, children, replaced[name])
+    return replaced
+
+
+class _StandIn(types.ModuleType):
+    reason: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
+
+
+def _stand_in(name: str, children: tuple[str, ...], reason: str) -> None:
+    for full in (name, *(f"{name}.{child}" for child in children)):
+        module = _StandIn(full)
+        module.reason = reason
+        module.__spec__ = ModuleSpec(full, loader=None)
+        module.__path__ = []
+        sys.modules[full] = module
+        parent, _, leaf = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+
+
+def import_upstream() -> types.ModuleType:
+    """The qwen_tts package. Raises BackendUnavailable where it, or something it needs, cannot be imported."""
+    if sys.modules.get("qwen_tts") is not None:
+        return sys.modules["qwen_tts"]
+    install_shim()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a banner about flash-attn, which only the 25 Hz model uses
+            return importlib.import_module("qwen_tts")
+    except Exception as error:
+        raise BackendUnavailable(
+            "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here and cannot be imported: "
+            f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
+        ) from error
+
+
+def load_upstream(
+    checkpoint: Checkpoint | str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    tokenizer: Literal["hub", "local"] = "hub",
+) -> Any:
+    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
+
+    Upstream passes fix_mistral_regex=True to its processor. For a Hub id that does nothing, but for a local folder
+    transformers 4.57.3 then swaps Qwen's pre-tokenizer for Mistral's ("iPhone" becomes "i", "Phone"). The default
+    `tokenizer="hub"` undoes that by loading the tokenizer again without the flag, so that text becomes the ids it
+    becomes with the Hub checkpoint; "local" keeps what a local folder gets, to show the difference.
+    Raises BackendUnavailable without qwen-tts.
+    """
+    qwen_tts = import_upstream()
+    folder = str(getattr(checkpoint, "folder", checkpoint))
+    placed = {} if str(device) == "cpu" else {"device_map": str(device)}
+    with _quiet():
+        model = qwen_tts.Qwen3TTSModel.from_pretrained(folder, dtype=dtype, **placed)
+        if dtype != torch.float32:  # upstream hands dtype on to the codec, whose weights are float32
+            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
+                f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
+            )
+            model.model.load_speech_tokenizer(codec)
+        if tokenizer == "hub":
+            model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
+    return model
+
+
+def generate_codes(
+    model: Any,
+    request: Request,
+    sampling: Sampling,
+    seed: int | None,
+    max_frames: int,
+    cancelled: Callable[[], bool] = lambda: False,
+    on_frame: Callable[[Tensor], None] = lambda codes: None,
+) -> Tensor:
+    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
+
+    Every draw comes from torch's global generator seeded with `seed`, whatever `sampling.rng` says, and its state is
+    put back afterwards; a seed of None is a fresh one. `cancelled` is asked once a frame and ends the run with the
+    frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
+    PromptError for what upstream refuses and CapacityError for max_frames < 1.
+    """
+    whole_number("max_frames", max_frames, 1, error=CapacityError)
+    frames: list[Tensor] = []
+
+    def before(module: Any, arguments: Any) -> None:
+        if cancelled():
+            raise _Cancelled
+
+    def after(module: Any, arguments: Any, output: Any) -> None:
+        if output.hidden_states[-1] is not None:  # None: the prompt's own pass
+            frames.append(output.hidden_states[-1][0].to("cpu", copy=True))
+            on_frame(frames[-1])
+
+    talker = model.model.talker
+    hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
+    cuda = [talker.device] if talker.device.type == "cuda" else []
+    settings = {
+        **sampling.upstream(),
+        "max_new_tokens": max_frames + 1,  # upstream drops the frame of the last token it draws
+    }
+    try:
+        with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
+            torch.seed() if seed is None else torch.manual_seed(seed)
+            _call(model, request, settings)
+    except _Cancelled:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(frames) if frames else torch.empty(0, NUM_CODEBOOKS, dtype=torch.int64)
+
+
+def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    """What upstream hands its talker: prompt (L, H), trailing text rows (N, H), padding row (H,), model dtype."""
+    talker = model.model.talker
+
+    def capture(**arguments: Any) -> None:
+        raise _Captured(arguments)
+
+    talker.generate = capture
+    try:
+        with _quiet():
+            _call(model, request, {})
+    except _Captured as captured:
+        given = captured.args[0]
+        return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
+    finally:
+        del talker.generate
+    raise MkttsError("qwen-tts did not reach its talker: this version is not 0.1.1")
+
+
+def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> np.ndarray:
+    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off.
+
+    Same steps as generate_voice_clone, whose cut is int(R / (R + T) * samples).
+    """
+    whole = codes if reference is None else torch.cat([reference.to(codes.device), codes])
+    waves, rate_hz = model.model.speech_tokenizer.decode([{"audio_codes": whole}])
+    assert rate_hz == SAMPLE_RATE_HZ
+    start = 0 if reference is None else int(len(reference) / len(whole) * len(waves[0]))
+    return waves[0][start:]
+
+
+def clone_prompt(voice: Voice) -> Any:
+    """The qwen_tts.VoiceClonePromptItem that says what `voice` says."""
+    return import_upstream().VoiceClonePromptItem(
+        ref_code=voice.codes,
+        ref_spk_embedding=voice.embedding,
+        x_vector_only_mode=voice.codes is None,
+        icl_mode=voice.codes is not None,
+        ref_text=voice.transcript and voice.transcript.strip(),  # as our prompt builder does
+    )
+
+
+def _call(model: Any, request: Request, settings: dict[str, Any]) -> None:
+    """Runs the wrapper method of the checkpoint's type. Text is stripped as our prompt builder does."""
+    common: dict[str, Any] = {"text": request.text.strip(), "language": request.language, **settings}
+    if request.layout is not None:
+        common["non_streaming_mode"] = request.layout == "whole"
+    kind = MODEL_TYPES[model.model.tts_model_type]
+    if kind.speakers:
+        common["speaker"] = request.speaker
+    if kind.instruct_sizes:
+        common["instruct"] = request.instruct
+    if kind.clones:
+        if request.voice is None:
+            raise PromptError("a Base checkpoint needs a voice (clone_voice or Voice.load); Request.voice is None")
+        common["voice_clone_prompt"] = [clone_prompt(request.voice)]
+    try:
+        getattr(model, kind.upstream_method)(**common)
+    except MkttsError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        raise PromptError(f"qwen-tts refuses this request: {error}") from error
+
+
+@contextlib.contextmanager
+def _no_codec(model: Any) -> Iterator[None]:
+    """The wrapper methods end in the codec; here only the codes are wanted."""
+    codec = model.model.speech_tokenizer
+    silent = types.SimpleNamespace(decode=lambda items: ([np.zeros(0, np.float32) for _ in items], SAMPLE_RATE_HZ))
+    model.model.speech_tokenizer = silent
+    try:
+        yield
+    finally:
+        model.model.speech_tokenizer = codec
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back transformers' per-call advice (padding id, unused flags, the Mistral regex) while upstream runs."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class UpstreamPrompt:
+    """A request as qwen-tts takes it, with what the engine asks of a prompt. Its rows are qwen-tts's own: one stands
+    for all of them here."""
+
+    request: Request
+    text_tokens: int
+    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
+    text_ended: bool = True
+    prefix_rows: int = 0
+    prefix_key: None = None
+
+    def row(self, frame: int) -> Tensor:
+        return self.embeds[0]
+
+
+class UpstreamPrompts(PromptBuilder):
+    """Checks requests and counts tokens; qwen-tts builds the prompts."""
+
+    def of_checked(self, request: Request) -> UpstreamPrompt:
+        return UpstreamPrompt(request, len(self.tokenizer.encode(request.text)))
+
+
+class UpstreamLanes:
+    """See `mktts.engine.lanes.Lanes`: qwen-tts makes a whole segment in its first tick, which the others hand on. All
+    generation time shows as talker_ms. Its text cannot be fed while it speaks.
+
+    upstream: a qwen_tts.Qwen3TTSModel.
+    """
+
+    name = "upstream"
+    overlaps = deterministic = decodes_beside = False
+    precision = "full"
+    slots = SLOTS
+    settings = TickSettings.one()
+    model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
+
+    def __init__(self, upstream: Any, positions: int) -> None:
+        self.upstream, self.alone = upstream, False
+        self.pages = OwnMemory(positions)
+        self._segments: dict[int, Segment] = {}
+        self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
+        self._pcm: dict[int, np.ndarray] = {}  # not decoded into chunks yet
+
+    def enter(self, slot: int, reference: Tensor | None) -> None:
+        self._frames[slot], self._pcm[slot] = deque(), np.zeros(0, np.float32)
+
+    def forget(self, voice: Voice) -> None:
+        """Nothing is kept here."""
+
+    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+        self._segments[slot] = segment
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        pass
+
+    def leave(self, slot: int) -> None:
+        for of_slots in (self._segments, self._frames, self._pcm):
+            of_slots.pop(slot, None)
+
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
+        slot = int(tick.lanes[0])
+        begun_s = time.perf_counter()
+        if tick.new_lanes:
+            self._generate(slot, self._segments[slot])
+        frames = self._frames[slot]
+        ended = not frames
+        codes = np.zeros(NUM_CODEBOOKS, np.int64) if ended else frames.popleft().numpy()
+        return Made(codes[None], np.array([ended]), None, max(time.perf_counter() - begun_s, 1e-9))
+
+    def collect(self, launched: Made) -> Made:
+        return launched
+
+    def submit(self, slot: int, frames: list[Any]) -> PendingPcm:
+        samples = len(frames) * SAMPLES_PER_FRAME
+        pcm, self._pcm[slot] = self._pcm[slot][:samples], self._pcm[slot][samples:]
+        return PendingPcm(torch.from_numpy(pcm))
+
+    def _generate(self, slot: int, segment: Segment) -> None:
+        stream, request = segment.stream, segment.prompt.request
+        guard = GuardState(stream.plan.options.guard, segment.max_frames)
+        limit: FinishReason | None = None
+
+        def on_frame(codes: Tensor) -> None:
+            nonlocal limit
+            limit = guard.count(codes, segment.prompt.text_tokens)
+
+        codes = generate_codes(
+            self.upstream,
+            request,
+            segment.sampling,
+            segment.seed,
+            segment.max_frames,
+            cancelled=lambda: stream.cancelled or limit is not None,
+            on_frame=on_frame,
+        )
+        if stream.cancelled or not len(codes):
+            return
+        reference = None if request.voice is None else request.voice.codes
+        pcm = decode_codes(self.upstream, codes, reference)
+        self._pcm[slot] = np.concatenate((self._pcm[slot], pcm.astype(np.float32)))
+        self._frames[slot].extend(codes)

@@ -1,0 +1,189 @@
+"""Loads a checkpoint's model onto a device: the lanes that make one stream a tick, and those that make many."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+
+from mktts.batch.settings import BatchSettings
+from mktts.checkpoint import Checkpoint
+from mktts.codec.decoder import CodecDecoder
+from mktts.codec.graphs import codec_for
+from mktts.common import one_of, whole_number
+from mktts.engine.admission import Admission, AdmissionLimits
+from mktts.engine.capacity import machine_key
+from mktts.engine.engine import Engine
+from mktts.engine.runner import Runner, Voices
+from mktts.engine.single import SingleLanes
+from mktts.errors import BackendUnavailable, OptionsError
+from mktts.model.backend import Backend, default_dtype, device_named
+from mktts.model.oracle import TorchBackend
+from mktts.model.prompt import PromptBuilder, SpokenRows
+
+BackendName = Literal["auto", "torch", "megakernel", "upstream"]
+EngineChoice = Literal["auto", "single", "batch"]
+_WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
+_CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
+_MAX_WAITING = 256  # streams that wait for admission, where no server says otherwise
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Checked arguments of `Synthesizer.load`."""
+
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+    single: bool
+    together: bool
+    deterministic: bool | None
+    batch: BatchSettings
+    own_threads: bool = False  # nobody said how many threads an operator may use
+
+    @classmethod
+    def checked(
+        cls,
+        backend: str,
+        device: str,
+        dtype: torch.dtype | None,
+        cpu_threads: int | None,
+        engine: str,
+        deterministic: bool | None,
+        batch: BatchSettings | None,
+    ) -> Loading:
+        """Raises BackendUnavailable and OptionsError, see `Synthesizer.load`."""
+        one_of("backend", backend, get_args(BackendName), BackendUnavailable)
+        one_of("engine", engine, get_args(EngineChoice))
+        where = device_named(device)
+        dtype = default_dtype(where) if dtype is None else dtype
+        one_of("dtype", dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
+        if cpu_threads is not None:
+            whole_number("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
+        if deterministic and engine == "single":
+            raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
+        together = engine == "batch" or bool(deterministic)
+        if together and backend not in ("auto", "torch"):
+            raise BackendUnavailable(
+                f"the batch engine, which engine='batch' and deterministic=True take, does not run on backend "
+                f"{backend!r}: leave the backend out"
+            )
+        if not isinstance(batch, BatchSettings | None):
+            raise OptionsError(f"batch must be BatchSettings or None, got {type(batch).__name__}")
+        together = together or (engine == "auto" and backend == "auto")
+        single = engine == "single" or (engine == "auto" and not deterministic)
+        return cls(
+            backend, where, dtype, single, together, deterministic, batch or BatchSettings(), cpu_threads is None
+        )
+
+
+def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
+    """1 for small models, None (torch's own choice) for the released sizes.
+
+    A small model's operators take microseconds, and waking a second thread for each costs more than it saves: at 64
+    wide, one frame on the worker took 8.6 ms with one thread and 25 ms with two.
+    """
+    return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
+
+
+def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) -> Engine:
+    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU.
+
+    Where both kinds of lanes are wanted, a GPU gets those of many streams when they are needed: they take most of the
+    memory, and seconds.
+    """
+    admission = Admission(AdmissionLimits(max_waiting=_MAX_WAITING))
+    made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
+    key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))
+    if wanted.backend == "upstream":
+        single = _upstream_runner(checkpoint, wanted, admission)
+        return Engine(single, None, admission=admission, cpu_threads=threads, capacity_key=key)
+    single = (
+        single_runner(wanted.backend, checkpoint, wanted.device, wanted.dtype, admission) if wanted.single else None
+    )
+    batch = later = None
+    cuda = wanted.device.type == "cuda"
+    if wanted.together and (single is None or not cuda):
+        # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
+        slow = single is not None and checkpoint.config.talker.hidden_size >= _WIDE
+        batch = None if slow else batch_runner(checkpoint, wanted, single, admission)
+    elif wanted.together:
+        later = partial(batch_runner, checkpoint, wanted, single, admission)
+    if cuda:
+        torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
+    return Engine(single, batch, later, admission=admission, cpu_threads=threads, capacity_key=key)
+
+
+def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The megakernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
+    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
+        from mktts.kernel.backend import MegakernelBackend
+
+        try:
+            return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+        except BackendUnavailable as reason:
+            if name == "megakernel":
+                raise
+            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), device, dtype)
+
+
+def single_runner(
+    name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, admission: Admission
+) -> Runner:
+    """What makes one stream a tick, on the backend of `step_backend`."""
+    config, tensors = checkpoint.config, checkpoint.tensors()
+    backend = step_backend(name, checkpoint, device, dtype)
+    prompts = PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, dtype)
+    lanes = SingleLanes(
+        backend=backend,
+        codec=codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), device),
+        positions=config.talker.max_position_embeddings,
+        decodes_beside=device.type == "cuda",
+    )
+    return Runner(lanes, Voices(prompts), admission)
+
+
+def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admission) -> Runner:
+    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompts, load_upstream
+
+    # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
+    prompts = UpstreamPrompts(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    positions = checkpoint.config.talker.max_position_embeddings
+    lanes = UpstreamLanes(load_upstream(checkpoint, wanted.dtype, wanted.device), positions)
+    return Runner(lanes, Voices(prompts, fed=None), admission)
+
+
+def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
+    """What makes many streams together. single: shares what it can with it."""
+    config, tensors, settings = checkpoint.config, checkpoint.tensors(), wanted.batch
+    shared: SingleLanes | None = None if single is None else single.lanes
+    cuda = wanted.device.type == "cuda"
+    if cuda:
+        from mktts.batch.cuda.loading import cuda_lanes
+
+        embeddings = None if shared is None else shared.backend.embeddings
+        lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)
+    else:
+        from mktts.batch.plain.lanes import TorchLanes
+
+        lanes = TorchLanes(
+            config,
+            tensors,
+            CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors()) if shared is None else shared.codec,
+            settings.max_streams or _CPU_STREAMS,
+            settings.positions,
+            settings.memory_bytes or _CPU_BYTES,
+            wanted.dtype,
+            # operators of one thread each leave the other cores to it
+            threads=wanted.own_threads and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
+        )
+    if single is not None:
+        prompts = single.voices.prompts
+    else:
+        embedded = {**tensors, **lanes.embeddings}
+        prompts = PromptBuilder(config, embedded, checkpoint.tokenizer(), wanted.device, wanted.dtype)
+    return Runner(lanes, Voices(prompts, spoken=SpokenRows(prompts) if cuda else None), admission)

@@ -1,0 +1,351 @@
+"""Text in, speech out: `Synthesizer` owns a checkpoint's engine and opens streams on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import numpy as np
+import torch
+
+from mktts.batch.settings import BatchSettings
+from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
+from mktts.common import whole_number
+from mktts.engine.admission import AdmissionLimits, Capacity
+from mktts.engine.guard import FinishReason, Guard
+from mktts.engine.many import Asked, Said, say_each, say_many
+from mktts.engine.options import Chunk, Plan, StreamOptions, Timings
+from mktts.engine.runner import EngineStats
+from mktts.engine.stream import EngineName, Session, Stream
+from mktts.engine.tick import TICKS
+from mktts.errors import OptionsError, PromptError
+from mktts.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
+from mktts.model.prompt import Layout, PromptBuilder, Request
+from mktts.model.sampling import Choice, Sampling, drawn_seed
+from mktts.model.voice import Voice
+from mktts.text import FrontEnd
+from mktts.text.split import clean_text, segment_chars, split_text
+
+if TYPE_CHECKING:
+    from mktts.engine.engine import Engine
+    from mktts.engine.lanes import Lanes
+    from mktts.engine.remote import RemoteEngine
+
+__all__ = [
+    "BatchSettings",
+    "Chunk",
+    "FinishReason",
+    "Guard",
+    "Session",
+    "Stream",
+    "StreamOptions",
+    "Synthesizer",
+    "Timings",
+]
+
+
+class StreamSettings(TypedDict, total=False):
+    """The keyword arguments of `Synthesizer.stream`, `say` and `open`; each may be left out.
+
+    language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
+    left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
+    cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
+    checkpoint's settings. seed: None draws one, kept in `Stream.seed`. max_frames: of the whole utterance;
+    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks.
+    """
+
+    language: str
+    speaker: str | None
+    instruct: str | None
+    voice: Voice | None
+    layout: Layout | None
+    sampling: Sampling | None
+    seed: int | None
+    max_frames: int | None
+    options: StreamOptions | None
+
+
+_WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
+_OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
+_OF_A_CHOICE = {field.name for field in fields(Choice)}
+_MEASURED_TEXT = "The committee will meet again on Thursday, and everyone who signed the letter is invited."
+
+
+class Synthesizer:
+    """One model and its worker thread; any number of streams may be open at once.
+
+    Load one per process and share it between threads and tasks. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | RemoteEngine,
+        prompts: PromptBuilder,
+        *,
+        backend_name: str,
+        sampling: Sampling | None = None,
+        checkpoint: Checkpoint | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
+        by, or None."""
+        self.engine = engine
+        self.checkpoint = checkpoint
+        self.backend_name = backend_name
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.sampling = sampling or Sampling()
+        longest = checkpoint.longest_text_chars() if checkpoint else None
+        self._whole_chars = segment_chars(longest, fed=False)
+        self._fed_chars = segment_chars(longest, fed=True)
+        name = checkpoint.text_front_end() if checkpoint else None
+        self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
+        self._prompts = prompts
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint | str | Path = DEFAULT_CHECKPOINT,
+        *,
+        backend: BackendName = "auto",
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+        cpu_threads: int | None = None,
+        engine: EngineChoice = "auto",
+        deterministic: bool | None = None,
+        batch: BatchSettings | None = None,
+    ) -> Synthesizer:
+        """Loads a checkpoint (see `mktts.checkpoint.open.open_checkpoint`) onto a device.
+
+        backend: "torch", "upstream" (qwen-tts's own generate, needs requirements.txt), "megakernel", or "auto": the
+            fastest one that can run here.
+        device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
+        dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
+            on the CPU. The codec computes in float32, unless BatchSettings(codec="fast") says otherwise.
+        cpu_threads: that one operator may use; None takes `default_cpu_threads`.
+        engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
+            makes one or two streams singly and further ones together; streams that wait for text or for their reader
+            do not count, and a stream whose text is fed is given its engine with the first of it. "auto" keeps to
+            "single" where a backend is named, and on a CPU for models that are slower than speech there. On CUDA it
+            makes the batch engine when the third stream opens, beside those that are open; until it is there streams
+            take turns. "batch" measures once how many listeners this machine serves in time: see `capacity`.
+        deterministic: with the batch engine, a stream's codes do not depend on its neighbours, on the number of lanes,
+            on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
+            version. None: where that costs little. True takes the batch engine for every stream.
+        batch: how many may be open, and the memory that they take.
+
+        Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
+        """
+        wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint)
+        made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
+        first = next(iter(made.runners.values()))
+        synthesizer = cls(
+            made,
+            first.voices.prompts,
+            backend_name=first.lanes.name,
+            sampling=checkpoint.sampling(),
+            checkpoint=checkpoint,
+            device=wanted.device,
+            dtype=wanted.dtype,
+        )
+        try:
+            synthesizer.measure_capacity(only_kept=engine != "batch")
+        except BaseException:
+            synthesizer.close()
+            raise
+        return synthesizer
+
+    @classmethod
+    def load_apart(
+        cls, checkpoint: Checkpoint, name: str, revision: str | None, settings: dict[str, Any]
+    ) -> Synthesizer:
+        """For a server: as `load`, with the engine in a process of its own; samples go through 16 bits, and codes stay
+        there. name, revision: of the checkpoint, as `open_checkpoint` takes them. settings: of `load`."""
+        from mktts.engine.remote import RemoteEngine
+
+        # It only checks requests: on the CPU in the stored dtype its tables stay on disk.
+        tensors, tokenizer = checkpoint.tensors(), checkpoint.tokenizer()
+        prompts = PromptBuilder(checkpoint.config, tensors, tokenizer, "cpu", torch.bfloat16)
+        engine = RemoteEngine(name, revision, settings)
+        return cls(
+            engine,
+            prompts,
+            backend_name=engine.backend_name,
+            sampling=checkpoint.sampling(),
+            checkpoint=checkpoint,
+            device=engine.device,
+            dtype=engine.dtype,
+        )
+
+    def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
+        """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
+
+        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError here; what fails
+        later is raised by the stream.
+        """
+        return self._stream(text, settings)
+
+    def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
+        """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
+        return self.stream(text, **settings)
+
+    def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
+        """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
+        with self._stream(text, settings, paced=False) as stream:
+            return stream.read()
+
+    def say_many(
+        self,
+        texts: Iterable[str],
+        *,
+        on_done: Callable[[int], None] | None = None,
+        at_once: int | None = None,
+        **settings: Unpack[StreamSettings],
+    ) -> Iterator[np.ndarray]:
+        """The PCM of `say` for each text, in order; with the batch engine as many as fit are made at once.
+
+        on_done: called with the number of texts so far, after each. at_once: streams that are open; None: as many as
+        the engine has room for. Every text gets the seed of the settings, or one of its own. Errors as of `stream`,
+        behind the PCM of the texts before; they, and leaving the iterator, end the streams that are open.
+        Raises OptionsError here for an `at_once` below 1.
+        """
+        if at_once is not None:
+            whole_number("at_once", at_once, at_least=1)
+        return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._room)
+
+    def say_each(self, ask: Callable[[], Asked | None], *, at_once: int | None = None) -> Iterator[Said]:
+        """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
+
+        ask: gives the next one, or None where there is none for now: see `mktts.engine.many.say_each`. One whose
+        `StreamOptions.buffer_frames` are fewer than it has never ends, because nobody reads it before it is over.
+        at_once: None takes a few more than the engine has room for, which then wait for a place.
+        """
+        if at_once is not None:
+            whole_number("at_once", at_once, at_least=1)
+        return say_each(self._stream_unpaced, ask, at_once or self._room + self._room // _WAITING)
+
+    def open(self, **settings: Unpack[StreamSettings]) -> Session:
+        """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`.
+
+        Fed text is spoken in the streaming layout, so layout="whole" raises PromptError.
+        """
+        if settings.get("layout") == "whole":
+            raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
+        request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
+        max_chars = plan.options.max_chars_per_segment or self._fed_chars
+        feed = self.front_end and self.front_end.feed(request.language)
+        return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
+
+    def _stream(
+        self, text: str, settings: StreamSettings, paced: bool = True, engine: EngineName | None = None
+    ) -> Stream:
+        started_s = time.perf_counter()
+        request, plan = self._checked(clean_text(text), settings)
+        spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
+        pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
+        requests = [replace(request, text=piece) for piece in pieces]
+        return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced, engine=engine))
+
+    def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
+        return self._stream(text, settings, paced=False)
+
+    @property
+    def _room(self) -> int:
+        """Streams that are made at once."""
+        batch = self.engine.runners.get("batch")
+        return 1 if batch is None else batch.lanes.slots
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """What makes many streams together; None where that is not there, or not yet."""
+        batch = self.engine.runners.get("batch")
+        return None if batch is None else batch.lanes
+
+    @property
+    def ticks(self) -> np.ndarray:
+        """What the batch engine did last, one record a tick of dtype `mktts.engine.tick.TICKS`, oldest first."""
+        batch = self.engine.runners.get("batch")
+        return np.zeros(0, TICKS) if batch is None else batch.log.table()
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """For a server: what bounds the streams that are open at once. A batch engine that is to come is made now,
+        which takes seconds."""
+        self.engine.set_limits(limits)
+
+    @property
+    def stats(self) -> dict[EngineName, EngineStats]:
+        """The state of each engine at the moment."""
+        return self.engine.stats
+
+    @property
+    def capacity(self) -> Capacity:
+        """Listeners that are admitted at once, and how that is known; inf where nothing limits them."""
+        return self.engine.capacity
+
+    def measure_capacity(self, *, renew: bool = False, only_kept: bool = False) -> Capacity:
+        """Makes `capacity` that of this machine: what was measured before, or else a measurement of some seconds,
+        which is kept in the cache folder by machine, model and settings. renew: measures anew. only_kept: does not
+        measure. Streams that are open count as a load."""
+        return self.engine.measure_capacity(self._any_request(_MEASURED_TEXT), renew, only_kept)
+
+    def warm_up(self) -> None:
+        """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.
+
+        One chunk of every size of the default schedule is made. Raises EngineError after `close`.
+        """
+        self.engine.warm_up(self._any_request("Ready."))
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states.
+
+        Streams that are open go on; the work is done soon, in the worker's thread. Raises EngineError after `close`.
+        """
+        self.engine.forget(voice)
+
+    def close(self) -> None:
+        """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> Synthesizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name = self.checkpoint.folder.name if self.checkpoint else "no checkpoint"
+        state = ", closed" if self.engine.closed else ""
+        return f"<Synthesizer: {name}, {self.backend_name} on {self.device}, {str(self.dtype)[6:]}{state}>"
+
+    def _checked(self, text: str, settings: StreamSettings) -> tuple[Request, Plan]:
+        """What to say and how to generate it. `text`: cleaned."""
+        for name in settings.keys() - StreamSettings.__annotations__.keys():
+            where = f": it belongs to sampling=Sampling(talker=Choice({name}=...))" if name in _OF_A_CHOICE else ""
+            known = ", ".join(StreamSettings.__annotations__)
+            raise OptionsError(f"a stream has no setting {name!r}{where or f'; expected one of {known}'}")
+        request = Request(text, **{name: settings[name] for name in settings.keys() & _OF_THE_REQUEST})
+        if request.instruct:
+            request = replace(request, instruct=clean_text(request.instruct, "instruct"))
+        seed, sampling, options = (settings.get(name) for name in ("seed", "sampling", "options"))
+        plan = Plan(
+            self.sampling if sampling is None else sampling,
+            drawn_seed() if seed is None else seed,
+            settings.get("max_frames"),
+            StreamOptions() if options is None else options,
+        )
+        self.engine.check(plan.sampling)
+        return self._prompts.check(request), plan
+
+    def _any_request(self, text: str) -> Request:
+        """One that this type of checkpoint can speak."""
+        config, voice = self._prompts.config, None
+        if config.type.clones:
+            silent = torch.zeros(config.talker.hidden_size)
+            voice = Voice(embedding=silent, codes=None, transcript=None, model_size=config.model_size)
+        return self._prompts.check(Request(text, voice=voice))

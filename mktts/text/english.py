@@ -1,0 +1,147 @@
+"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks.
+
+The rules run from the particular to the general, each on what those before it left: an address is no number, a date
+no fraction, a price no measure.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from mktts.text.dates import spell_dates, spell_times
+from mktts.text.letters import GREEK, all_capitals, is_known, spell_dotted, spell_letters, split_mixed
+from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_labels, spell_names
+from mktts.text.numbers import NUMBER, bare, ordinal, spell_measures, spell_money
+
+_BEFORE = str.maketrans(
+    dict.fromkeys("‘’‚ʼ′`´", "'")
+    | dict.fromkeys("“”„″«»", '"')
+    | dict.fromkeys("‐‑‒–−", "-")
+    | dict.fromkeys("—―", " — ")
+    | dict.fromkeys("™®©", "")
+    | {"²": "^2", "³": "^3", "×": " x ", "÷": " divided by ", "≈": "about ", "±": " plus or minus ", "…": "..."}
+    | {"≥": " at least ", "≤": " at most ", "→": ", ", "•": ", ", "·": " ", "№": "No. ", "⁄": "/"}
+)
+# Letters that do not come apart into a plain letter and an accent.
+_LETTERS = str.maketrans(
+    {"ß": "ss", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "ð": "th", "Ð": "Th", "þ": "th", "Þ": "Th", "ı": "i"}
+    | {"æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ŋ": "ng", "ħ": "h"}
+    | {letter: f" {name} " for letter, name in GREEK.items() if letter not in "μΩ"}  # those two stand in units
+)
+_VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
+_DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
+_CURRENCIES = "$€£¥₹₩¢°µμΩ"
+
+
+def plain_characters(text: str) -> str:
+    """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
+    if text.isascii():
+        return text.replace("`", "'")
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_BEFORE))).translate(_BEFORE)
+    apart = unicodedata.normalize("NFD", text.translate(_LETTERS))
+    return "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
+
+
+def plain_marks(text: str) -> str:
+    """Words and the marks . , ; : ? ! with one space between words: brackets and dashes become commas, the rest
+    falls away."""
+    text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
+    text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
+    text = _DROPPED.sub(" ", text)
+    text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
+    text = re.sub(r"\s+([.,;:?!])", r"\1", " ".join(text.split()))
+    return re.sub(r"[.,;:?!]{2,}", _strongest, re.sub(r"(?<=[.,;:?!]) (?=[.,;:?!])", "", text))
+
+
+def _strongest(marks: re.Match[str]) -> str:
+    return next(mark for mark in "?!.:;," if mark in marks[0])
+
+
+_PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
+_SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
+_MONTHS = frozenset(
+    "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat sun may march".split()
+)
+_BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
+_ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
+_HASH = re.compile(r"#\s?(?=\d)")
+_MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
+_SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
+_NUMBER = re.compile(NUMBER)
+_SIGNS = (
+    (re.compile(r"\b([A-Z])([A-Z]?)&([A-Z])\b"), r"\1 \2 and \3"),  # AT&T
+    (re.compile(r"\s*&\s*"), " and "),
+    (re.compile(r"\b([CF])#"), r"\1 sharp"),
+    (re.compile(r"\bw/o\s?", re.IGNORECASE), "without "),
+    (re.compile(r"\bw/\s?", re.IGNORECASE), "with "),
+    (re.compile(r"(?<=[A-Za-z0-9])\s?=\s?"), " equals "),
+    (re.compile(r"(?<=\d)\s?\+\s?(?=\d)"), " plus "),
+    (re.compile(r"(?<=[A-Za-z])\+\+"), " plus plus"),
+    (re.compile(r"(?<=\w)\+"), " plus"),
+    (re.compile(r"\+(?=\d)"), "plus "),
+    (re.compile(r"(?<=\d)\s?:\s?(?=\d)"), " to "),
+    (re.compile(r"~\s?(?=\d)"), "about "),
+    (re.compile(r"(?<=\w)\s?<\s?(?=\d)|<\s?(?=\d)"), " less than "),
+    (re.compile(r"(?<=\w)\s?>\s?(?=\d)|(?<!\S)>\s?(?=\d)"), " more than "),
+    (re.compile(r"(?<=\w)\^2\b"), " squared"),
+    (re.compile(r"(?<=\w)\^3\b"), " cubed"),
+    (re.compile(r"#(?=[A-Za-z])"), "hashtag "),
+    (re.compile(r"(?<!\S)@(?=\w)"), "at "),
+    (re.compile(r"(?<=\w)@(?=\w)|\s@\s"), " at "),
+    (re.compile(r"(?<=[A-Za-z0-9])/(?=[A-Za-z0-9])"), " "),
+    (re.compile(r"%"), " percent"),
+    (re.compile(r"\bo'clock", re.IGNORECASE), "o'clock"),
+)
+
+
+def is_plain(token: str) -> bool:
+    """Whether a word is read as it is written, and says nothing about how its neighbours are read."""
+    found = _PLAIN.fullmatch(token)
+    if not found:
+        return False
+    core = found["core"].lower()
+    if len(core) < 2:
+        return core in ("a", "i")
+    return core not in _BOUND and not is_known(core)
+
+
+def ends_sentence(token: str) -> bool:
+    """Whether a word and its full stop surely end a sentence: no abbreviation does."""
+    found = _SENTENCE_END.fullmatch(token)
+    return bool(found) and found["core"].lower() not in _BOUND
+
+
+def reading(text: str) -> str:
+    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters; perhaps ""."""
+    if not all(map(is_plain, text.split())):
+        text = _rewritten(plain_characters(text))
+    return _one_case(plain_marks(text))
+
+
+def _rewritten(text: str) -> str:
+    shouted = all_capitals(text)
+    text = spell_addresses(text)
+    text = spell_dates(text)
+    text = spell_times(text)
+    text = spell_money(text)
+    text = spell_names(text)
+    text = spell_measures(text)
+    text = spell_dotted(text)
+    text = _HASH.sub("number ", text)
+    text = _ORDINAL.sub(lambda m: ordinal(int(m[1].replace(",", ""))), text)
+    text = spell_labels(text)
+    text = _SPAN.sub(r"\1 to \2", text)
+    text = _MINUS.sub("minus ", text)
+    for pattern, words in _SIGNS:
+        text = pattern.sub(words, text)
+    text = split_mixed(text)
+    text = _NUMBER.sub(lambda m: f" {bare(m[0])} ", text)
+    return spell_letters(text, shouted)
+
+
+def _one_case(text: str) -> str:
+    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
+    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
+    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
