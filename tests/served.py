@@ -66,7 +66,7 @@ class Watched:
 
     def frames_at_pause(self, stream: Stream) -> int:
         """How many frames a stream has made once its reader takes none: it rests, and still does with as many a while
-        later. Another stream would have to wait for a place, where the machine carries one at the moment."""
+        later. Another stream would have to wait for a place, where the capacity is one."""
         made = -1
         while made != len(stream.codes):
             until(lambda: stream.rests, "the stream's buffers to be full")

@@ -71,7 +71,7 @@ class Feed(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Frames that consumers have taken in all, by stream; and streams that are cancelled or over for their consumers."""
+    """Frames that consumers have taken in all, by stream; and streams that they cancelled, or that are over."""
 
     frames: list[tuple[int, int]]
     dropped: list[int]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mktts.checkpoint import Checkpoint
-from mktts.engine.executor import Standing, TickTimes
+from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.options import Chunk, Timings
+from mktts.engine.runner import EngineStats, TickTimes
 from mktts.errors import TextError
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLES_PER_FRAME
@@ -34,14 +36,14 @@ class FakeStream:
         self._changed = asyncio.Event()
 
     @property
-    def rests(self) -> bool:
+    def idle(self) -> bool:
         """A session has a chunk to give for every piece of text, and the rest at its end."""
         return not self._finished and self._chunks >= self._pieces
 
     async def take(self, within_s: float | None = None) -> Chunk | None:
         await asyncio.sleep(0)
         async with asyncio.timeout(within_s):
-            while not self.cancelled and (self.rests or (self._holds and self._made)):
+            while not self.cancelled and (self.idle or (self._holds and self._made)):
                 self._changed.clear()
                 await self._changed.wait()
         if self.cancelled:
@@ -89,9 +91,8 @@ class FakeSynthesizer:
     one chunk and no more until they are cancelled."""
 
     backend_name, device, dtype = "fake", "cpu", "torch.float32"
-    gone = serves_many = False
-    carries = 2
-    standing = {"fake": Standing(2, 0, 0, lanes=4, lanes_used=1, pages=0, pages_free=0, ticks=TickTimes())}
+    capacity = Capacity(2, "measured")
+    stats = {"fake": EngineStats(0, 0, lanes=4, lanes_used=1, pages=0, pages_free=0, ticks=TickTimes())}
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -100,7 +101,8 @@ class FakeSynthesizer:
         self.forgotten: list[Any] = []
         self.error_at: tuple[int, Exception] | None = None
         self.holds = False
-        self.admit: Callable[[Any], None] = lambda wishes: None
+        self.engine = SimpleNamespace(gone=False)
+        self.set_limits: Callable[[AdmissionLimits], None] = lambda limits: None
         self.forget = self.forgotten.append
 
     def stream(self, text: str, layout: str | None = None, **settings: Any) -> FakeStream:

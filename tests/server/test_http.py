@@ -113,7 +113,7 @@ def test_what_the_model_refuses_is_the_callers_mistake(api):
 def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
     caplog.set_level("INFO", "mktts.server")
     busy = BusyError("refused with 2 streams open")
-    busy.carries = 2
+    busy.capacity = 2
     api.synth.error_at = (1, busy)
     for answer in (api.tts(), api.speech()):
         error = answer.json()["error"]

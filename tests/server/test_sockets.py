@@ -169,8 +169,8 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
 # ---- admission
 
 
-def standing(server: Served, field: str) -> int:
-    return sum(getattr(one, field) for one in server.studio.standing.values())
+def stat(server: Served, field: str) -> int:
+    return sum(getattr(one, field) for one in server.studio.stats.values())
 
 
 def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypatch, caplog):
@@ -183,10 +183,10 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypa
             pieces = answer.iter_raw()
             next(pieces)
             with raw(server, request(SHORT)):
-                until(lambda: standing(server, "waiting") == 1, "a client that gives up in line")
-            until(lambda: standing(server, "waiting") == 0 and server.studio.streams_open == 1, "it to have left")
+                until(lambda: stat(server, "waiting") == 1, "a client that gives up in line")
+            until(lambda: stat(server, "waiting") == 0 and server.studio.streams_open == 1, "it to have left")
             waits = pool.submit(post)
-            until(lambda: standing(server, "waiting") == 1, "the second one to stand in line")
+            until(lambda: stat(server, "waiting") == 1, "the second one to stand in line")
             refused = post()
             error = refused.json()["error"]
             assert (refused.status_code, error["code"], error["streams_max"]) == (429, "busy", 1)
@@ -203,13 +203,13 @@ def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(syn
     limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
     with served(synthesizer, limits) as server, connect(server.ws) as line:
         send(line, "start")
-        assert read(line)["type"] == "started" and standing(server, "listeners") == 0
+        assert read(line)["type"] == "started" and stat(server, "listeners") == 0
         assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
         server.watched.streams.clear()
         with raw(server, request(ENDLESS), 16 * 1024):
             until(lambda: server.watched.streams and server.watched.streams[0].rests, "its buffers to be full")
             assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
-            until(lambda: standing(server, "listeners") == 0, "the short one's end to be noticed")
+            until(lambda: stat(server, "listeners") == 0, "the short one's end to be noticed")
             assert server.studio.streams_open == 2
 
 

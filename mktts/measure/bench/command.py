@@ -65,7 +65,9 @@ EXAMPLES = f"""examples:
   python -m mktts bench --codec full
   python -m mktts bench --checkpoint random:0.6b --only load
   python -m mktts bench --peers --output bench.json
+  python -m mktts bench --capacity
   python -m mktts bench --load --listeners 2,4 --seconds 10
+  python -m mktts bench --load --engine batch --listeners 40 --burst --seconds 20
   python -m mktts bench --url http://127.0.0.1:8000 --listeners 2,4 --seconds 10
   python -m mktts bench --load --engine batch --listeners 512,1024 --context 332 --into load.json
   python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json
@@ -88,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints a table, then the document. 0 where no expected figure is missing, else 1."""
     if arguments.load + arguments.peers + (arguments.url is not None) > 1:
         raise MetricsError("--load, --peers and --url are measurements of their own: name one")
-    if arguments.load or arguments.url:
+    if arguments.load or arguments.capacity or arguments.url:
         document, shown = load.measure(arguments)
     else:
         document = measure(*_asked(arguments), arguments.output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import re
 import shlex
 import sys
@@ -59,6 +60,7 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("real-time listeners")
     group.add_argument("--load", action="store_true", help="how many listeners the synthesizer carries")
+    group.add_argument("--capacity", action="store_true", help="measures anew how many it serves in time, and keeps it")
     group.add_argument("--url", help="how many a server with /v1/audio/speech carries, by its address")
     group.add_argument(
         "--listeners", metavar="N,...", help=f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
@@ -84,21 +86,29 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             record.require_place(arguments.into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
         listeners = loads(default if arguments.listeners is None else arguments.listeners)
+        only_capacity = arguments.capacity and not arguments.load
         document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
         document["settings"]["random_weights"] = subject.random_weights
         document |= {"points": [], "figures": {}, "missing": {}}
-        for count in listeners:
+        extra = {"capacity_said": {**subject.capacity(arguments.capacity), "unit": "listeners", "n": 1}}
+        for count in () if only_capacity else listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
+            if settings.burst:
+                extra |= record.burst(count, point)
+                continue
             beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
             if arguments.into is not None:
                 record.merge(arguments.into, beside, gpu, [point])
-        if settings.recordable:
+        if settings.recordable and not (only_capacity or settings.burst):
             document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
             if "listeners" not in document["figures"]:
                 document["missing"]["listeners"] = (
                     "no load was carried: not every listener was in time, or waits were long"
                 )
+        document["figures"] |= extra
+        if arguments.into is not None:
+            record.note(arguments.into, extra)
     return document, table(document)
 
 
@@ -148,6 +158,11 @@ class Subject:
     @cached_property
     def texts(self) -> LoadTexts:
         return texts_for(self.checkpoint, self.settings.context_rows)
+
+    def capacity(self, renew: bool) -> dict[str, Any]:
+        """What the synthesizer says that it serves in time, and how it knows. renew: measured anew."""
+        found = self.source.measure_capacity(renew=renew)
+        return {"value": None if math.isinf(found.streams) else found.streams, "basis": found.basis}
 
     def close(self) -> None:
         if "source" in self.__dict__:
@@ -219,6 +234,10 @@ class Server(Subject):
         else:
             self.source = HttpSource(url, key, body)
             self.texts = LoadTexts("natural", 0, spoken, {})
+
+    def capacity(self, renew: bool) -> dict[str, Any]:
+        """As the server says it, where it does."""
+        return {"value": self._health.get("streams_max"), "basis": self._health.get("capacity")}
 
     def close(self) -> None:
         """Every stream has its own connection: there is nothing to close."""
