@@ -242,15 +242,13 @@ class Synthesizer:
         feed = self.front_end and self.front_end.feed(request.language)
         return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
 
-    def _stream(
-        self, text: str, settings: StreamSettings, paced: bool = True, engine: EngineName | None = None
-    ) -> Stream:
+    def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
         spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
         pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         requests = [replace(request, text=piece) for piece in pieces]
-        return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced, engine=engine))
+        return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced))
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, paced=False)

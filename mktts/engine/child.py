@@ -11,48 +11,58 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from mktts.engine.messages import BeginFed, Call, ChunkMade, Feed, Idle, Load, Over, Reply, Stats, Submit, Taken, Wire
-from mktts.engine.options import Chunk
+from mktts.engine.messages import Call, ChunkMade, Idle, Over, Reply, State, Wire
+from mktts.engine.options import Chunk, Plan
 from mktts.engine.script import Script
 from mktts.engine.stream import Utterance
 
 if TYPE_CHECKING:
-    from mktts.engine.engine import Engine
+    from mktts.model.prompt import Request
 
-_STATS_S = 0.1
+_STATE_S = 0.1
 
 
-class Sender:
-    """The sink of all streams. What a turn of the worker gives is one message, sent by a thread of its own: the worker
-    waits for no socket."""
+class StreamSink:
+    """Where a stream's chunks go: see `mktts.engine.stream.Sink`."""
 
-    def __init__(self, wire: Wire, stats: Callable[[], Stats]) -> None:
-        self.ids: dict[Utterance, int] = {}
-        self._wire, self._stats = wire, stats
-        self._made: list[Any] = []  # in this turn; the worker's
-        self._out: SimpleQueue[list[Any] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send, daemon=True)
-        self._thread.start()
+    def __init__(self, id: int, child: Child) -> None:
+        self._id, self._child = id, child
 
     def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
-        """As `mktts.engine.stream.Sink`."""
-        if (id := self.ids.get(state)) is None:
-            return  # cancelled: nobody asks for it any more
         if chunk is not None:
-            self._made.append(ChunkMade(id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
-        elif at_once:
-            self._out.put([Over(id, "cancelled", None)])
-        else:
-            self._made.append(Over(id, state.finish_reason, state.error))
+            self._child.add(ChunkMade(self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+        elif not at_once:  # otherwise it was cancelled, by the other process
+            self._child.add(Over(self._id, state.finish_reason, state.error))
 
     def idle(self, state: Utterance) -> None:
-        if (id := self.ids.get(state)) is not None:
-            self._made.append(Idle(id, state.idle, state.late_s))
+        self._child.add(Idle(self._id, state.idle, state.late_s))
+
+
+class Child:
+    """Does what it is told until the other process goes away. What a turn of the worker gives is sent together, by a
+    thread of its own: the worker waits for no socket."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._streams: dict[int, tuple[Utterance, Script | None]] = {}
+        self._made: list[Any] = []  # in this turn; the worker's
+        self._out: SimpleQueue[list[Any]] = SimpleQueue()
+
+    def run(self) -> None:
+        """Returns when the other process is gone."""
+        with contextlib.suppress(OSError):
+            while True:
+                for call in self._wire.receive():
+                    self._do(call)
+                call = None  # it keeps no voice while it waits
+
+    def add(self, message: Any) -> None:
+        """Worker: goes out behind its turn."""
+        self._made.append(message)
 
     def flush(self) -> None:
         """Worker, after a turn."""
@@ -60,87 +70,81 @@ class Sender:
             made, self._made = self._made, []
             self._out.put(made)
 
-    def say(self, message: Any) -> None:
-        """Behind what was made before, and with the state by now."""
-        self._out.put([self._stats(), message])
-
-    def close(self) -> None:
-        """Sends what there is, and ends."""
-        self._out.put(None)
-        self._thread.join(5.0)
-
     def _send(self) -> None:
-        told_s = 0.0
+        sent_s = 0.0
         with contextlib.suppress(OSError):  # the other process is gone: `receive` says so too
             while True:
                 try:
-                    messages = self._out.get(timeout=_STATS_S)
-                    if messages is None:
-                        return
+                    messages = self._out.get(timeout=_STATE_S)
                 except Empty:
                     messages = []
-                if time.monotonic() - told_s >= _STATS_S:
-                    messages, told_s = [*messages, self._stats()], time.monotonic()
-                self._wire.send(messages)
+                if time.monotonic() - sent_s >= _STATE_S:
+                    sent_s = time.monotonic()
+                    messages.append(State(self._engine.stats, self._engine.capacity))
+                self._wire.send(*messages)
 
-
-class Child:
-    """Does what it is told until the other process goes away."""
-
-    def __init__(self, wire: Wire, engine: Engine, sender: Sender) -> None:
-        self._wire, self._engine, self._sender = wire, engine, sender
-        self._utterances: dict[int, tuple[Utterance, Script | None]] = {}
-
-    def run(self) -> None:
-        """Returns when the other process is gone."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                for message in self._wire.receive():
-                    self._do(message)
-                message = None  # it keeps no voice while it waits
-
-    def _do(self, message: Any) -> None:
-        if isinstance(message, Taken):
-            self._taken(message)
-        elif isinstance(message, Call):
-            self._call(message)
-        elif isinstance(message, Feed):
-            if (found := self._utterances.get(message.id)) is not None:  # else it is over, or was refused
-                utterance, script = found
-                script.finish() if message.text is None else script.feed(message.text)
-                utterance.update()
-        else:
-            self._begin(message)
-
-    def _begin(self, order: Submit | BeginFed) -> None:
-        paced = order.paced if isinstance(order, Submit) else True
+    def _do(self, call: Call) -> None:
+        of = self if hasattr(self, call.method) else self._engine
         try:
-            utterance = self._engine.reserve(order.plan, paced=paced, sink=self._sender)
-            self._sender.ids[utterance], script = order.id, None
-            self._utterances[order.id] = utterance, None
-            if isinstance(order, Submit):
-                self._engine.begin_known(utterance, order.requests, time.perf_counter())
-            else:
-                script = self._engine.begin_fed(utterance, order.request, order.max_chars, order.texts)
-                self._utterances[order.id] = utterance, script
+            reply = Reply(call.number, getattr(of, call.method)(*call.arguments))
         except Exception as error:
-            self._sender.say(Over(order.id, None, error))
+            reply = Reply(call.number, None, error)
+            if call.number is None:
+                logging.getLogger(__name__).exception("%s failed", call.method)
+        if call.number is not None:
+            self._wire.send(*([State(self._engine.stats, self._engine.capacity)] if reply.error is None else []), reply)
 
-    def _taken(self, news: Taken) -> None:
-        for id, frames in news.frames:
-            if (found := self._utterances.get(id)) is not None:
-                found[0].has_taken(frames)
-        for id in news.dropped:  # cancelled by its consumer, or over, and nobody asks for it any more
-            if (found := self._utterances.pop(id, None)) is not None:
-                self._sender.ids.pop(found[0], None)
-                found[0].cancel()
+    # ---- what the other process calls
 
-    def _call(self, order: Call) -> None:
+    def load(self, checkpoint: str, revision: str | None, settings: dict[str, Any]) -> tuple[Any, ...]:
+        """The first call: see `RemoteEngine`."""
+        from mktts.checkpoint import open_checkpoint
+        from mktts.synthesizer import Synthesizer
+
+        synthesizer = Synthesizer.load(open_checkpoint(checkpoint, revision), **settings)
+        self._engine = synthesizer.engine
+        self._engine.after_turn(self.flush)
+        threading.Thread(target=self._send, daemon=True).start()
+        return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, self._engine.makes_many
+
+    def submit(self, id: int, requests: Sequence[Request], plan: Plan, paced: bool) -> None:
+        """A stream of known text: see `Engine.submit`."""
+        with self._errors_of(id):
+            utterance = self._engine.reserve(plan, paced=paced, sink=StreamSink(id, self))
+            self._streams[id] = utterance, None
+            self._engine.begin_known(utterance, requests, time.perf_counter())
+
+    def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[str]) -> None:
+        """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
+        with self._errors_of(id):
+            utterance = self._engine.reserve(plan, sink=StreamSink(id, self))
+            self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
+
+    def feed(self, id: int, text: str | None) -> None:
+        """More text; None says that no more comes. No effect on a stream that is over."""
+        utterance, script = self._streams.get(id, (None, None))
+        if script is not None:
+            script.finish() if text is None else script.feed(text)
+            utterance.update()
+
+    def taken(self, frames: dict[int, int | None]) -> None:
+        """Frames that consumers have taken in all, by stream; None: cancelled."""
+        for id, count in frames.items():
+            utterance, _ = self._streams.get(id, (None, None))
+            if utterance is None:
+                continue
+            utterance.cancel() if count is None else utterance.has_taken(count)
+        over = [id for id, (utterance, _) in self._streams.items() if utterance.over]
+        for id in over:
+            del self._streams[id]
+
+    @contextlib.contextmanager
+    def _errors_of(self, id: int) -> Any:
         try:
-            reply = Reply(order.number, getattr(self._engine, order.method)(*order.arguments))
+            yield
         except Exception as error:
-            reply = Reply(order.number, None, error)
-        self._sender.say(reply)
+            self._streams.pop(id, None)
+            self._out.put([Over(id, None, error)])
 
 
 def main(handle: int) -> None:
@@ -148,27 +152,7 @@ def main(handle: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: the other process decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    wire = Wire(Connection(socket.socket(fileno=handle).detach()))
-    try:
-        load: Load = wire.receive()[0]
-    except (EOFError, OSError):
-        return
-    try:
-        from mktts.checkpoint import open_checkpoint
-        from mktts.synthesizer import Synthesizer
-
-        synthesizer = Synthesizer.load(open_checkpoint(load.checkpoint, load.revision), **load.settings)
-    except BaseException as error:
-        wire.send(Reply(0, None, error))
-        return
-    engine = synthesizer.engine
-    with synthesizer:
-        sender = Sender(wire, lambda: Stats(engine.stats, engine.capacity))
-        engine.after_turn(sender.flush)
-        facts = synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, engine.makes_many
-        sender.say(Reply(0, facts))
-        Child(wire, engine, sender).run()
-    sender.close()
+    Child(Wire(socket.socket(fileno=handle))).run()
     os._exit(0)  # without teardown: nothing here is to be kept, and a thread of a library may hold it up
 
 

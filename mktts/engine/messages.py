@@ -1,115 +1,53 @@
-"""What a process with an engine and its client say to each other: pickled messages over a socket pair.
+"""What an engine in a process of its own and its client say to each other: pickled messages over a socket pair.
 
-Both processes are of this package and started by one user. A voice is sent once and then goes by a number, so that
-what the engine caches for it is found again.
+Both processes are of this package and started by one user. A voice is sent once and goes by a number from then on, so
+that what the engine caches for it is found again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
-import os
 import pickle
 import socket
+import struct
 import threading
-import weakref
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from mktts.engine.guard import FinishReason
-from mktts.engine.options import Plan, Timings
+from mktts.engine.options import Timings
 from mktts.errors import EngineError
-from mktts.model.prompt import Request
 from mktts.model.voice import Voice
 
-# ---- to the engine
-
-
-class Load(NamedTuple):
-    """The first message. settings: of `Synthesizer.load`."""
-
-    checkpoint: str
-    revision: str | None
-    settings: dict[str, Any]
+VOICES = 256
+_LENGTH = struct.Struct("<Q")
 
 
 class Call(NamedTuple):
-    """Calls a method of the engine, which is answered by a `Reply` of this number."""
+    """To the engine: calls a method of `mktts.engine.child.Child`. number: of the `Reply`; None: none is wanted."""
 
-    number: int
     method: str
     arguments: tuple[Any, ...]
-
-
-class Submit(NamedTuple):
-    """A stream of known text: see `Engine.submit`."""
-
-    id: int
-    requests: Sequence[Request]
-    plan: Plan
-    paced: bool
-
-
-class BeginFed(NamedTuple):
-    """A stream whose text comes by `Feed`: see `Engine.begin_fed`."""
-
-    id: int
-    request: Request
-    plan: Plan
-    max_chars: int
-    texts: Sequence[str]
-
-
-class Feed(NamedTuple):
-    """More text; None says that no more comes."""
-
-    id: int
-    text: str | None
-
-
-class Taken(NamedTuple):
-    """Frames that consumers have taken in all, by stream; and streams that they cancelled, or that are over."""
-
-    frames: list[tuple[int, int]]
-    dropped: list[int]
-
-
-class KeepVoice(NamedTuple):
-    """A voice that messages name by this number from now on."""
-
-    number: int
-    voice: Voice
-
-
-class DropVoice(NamedTuple):
-    """The voice of this number is named no more."""
-
-    number: int
-
-
-# ---- from the engine
+    number: int | None = None
 
 
 class Reply(NamedTuple):
-    """To `Call` or, with number 0, to `Load`."""
+    """From the engine, to a `Call` of this number."""
 
     number: int
     value: Any = None
     error: BaseException | None = None
 
 
-class Stats(NamedTuple):
-    """The state of the engine, every tenth of a second."""
+class State(NamedTuple):
+    """From the engine, every tenth of a second: `Engine.stats` and `Engine.capacity`."""
 
     stats: dict[str, Any]
     capacity: Any
 
 
 class ChunkMade(NamedTuple):
-    """A chunk of a stream, its samples in 16 bits."""
+    """From the engine: a chunk of a stream, its samples in 16 bits."""
 
     id: int
     pcm16: bytes
@@ -119,7 +57,7 @@ class ChunkMade(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Whether a stream waits for its text or its reader, and by how much it has been late so far."""
+    """From the engine: whether a stream waits for its text or its reader, and how late it has been so far."""
 
     id: int
     idle: bool
@@ -127,7 +65,7 @@ class Idle(NamedTuple):
 
 
 class Over(NamedTuple):
-    """A stream has ended, or failed."""
+    """From the engine: a stream has ended, or failed."""
 
     id: int
     reason: FinishReason | None
@@ -135,76 +73,78 @@ class Over(NamedTuple):
 
 
 class Wire:
-    """Sends and receives messages; `send` from any thread, `receive` from one. Both raise EOFError or OSError where the
-    other process is gone. dropped: gets `DropVoice` for a voice that nothing here holds any more, from a finalizer."""
+    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone.
 
-    def __init__(self, connection: Connection, dropped: SimpleQueue[Any] | None = None) -> None:
-        self._connection, self._dropped = connection, dropped
-        self._sending = threading.RLock()
-        self._numbers = itertools.count(1)
-        self._sent: dict[int, tuple[int, weakref.ref[Voice]]] = {}  # voices' numbers, by the object's id
-        self._voices: dict[int, Voice] = {}  # that the other process sent, by number
+    A voice goes by its digest once it was sent, while it is one of the last VOICES; both processes count the same.
+    """
 
-    def send(self, message: Any) -> None:
-        """A message, or a list of them. An error that cannot be sent is told in words."""
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._reader = end, end.makefile("rb")
+        self._sending = threading.Lock()
+        self._sent: OrderedDict[str, None] = OrderedDict()  # digests, the newest last
+        self._voices: OrderedDict[str, Voice] = OrderedDict()  # that came
+
+    def send(self, *messages: Any) -> None:
+        """An error that cannot be pickled is told in words."""
         with self._sending:
             try:
-                data = self._pickled(message)
+                data = self._pickled(messages)
             except OSError:
                 raise
             except Exception:
-                data = self._pickled(_told(message))
-            self._connection.send_bytes(data)
+                self._sent.clear()  # what was not sent is not there
+                data = self._pickled(tuple(map(_in_words, messages)))
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
-    def receive(self) -> list[Any]:
-        """The next messages, at least one."""
-        reader = pickle.Unpickler(io.BytesIO(self._connection.recv_bytes()))
-        reader.persistent_load = self._voices.__getitem__
-        messages = reader.load()
-        messages = messages if isinstance(messages, list) else [messages]
-        for message in messages:
-            if isinstance(message, KeepVoice):
-                self._voices[message.number] = message.voice
-            elif isinstance(message, DropVoice):
-                self._voices.pop(message.number, None)
-        return [message for message in messages if not isinstance(message, (KeepVoice, DropVoice))]
-
-    def shut(self) -> None:
-        """The other process's `receive` ends, and this one's, though a thread waits in it."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as same, contextlib.suppress(OSError):
-            same.shutdown(socket.SHUT_RDWR)  # fails where the other process has gone already
+    def receive(self) -> tuple[Any, ...]:
+        """The next messages."""
+        head = self._reader.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            raise ConnectionError("the other process has closed its end")
+        reader = pickle.Unpickler(io.BytesIO(self._reader.read(*_LENGTH.unpack(head))))
+        reader.persistent_load = self._voice
+        return reader.load()
 
     def close(self) -> None:
-        """Nothing is sent or received any more."""
-        self._connection.close()
+        """The other process's `receive` ends, and this one's, though a thread waits in it."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other process has gone already
 
-    def _pickled(self, message: Any) -> bytes:
+    def _pickled(self, messages: tuple[Any, ...]) -> bytes:
         buffer = io.BytesIO()
         writer = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        if not isinstance(message, KeepVoice):
-            writer.persistent_id = lambda thing: self._number(thing) if isinstance(thing, Voice) else None
-        writer.dump(message)
+        writer.persistent_id = self._reference
+        writer.dump(messages)
         return buffer.getvalue()
 
-    def _number(self, voice: Voice) -> int:
-        found = self._sent.get(id(voice))
-        if found is not None and found[1]() is voice:
-            return found[0]
-        number, key = next(self._numbers), id(voice)
-        self._sent[key] = number, weakref.ref(voice, lambda _: self._drop(key, number))
-        self._connection.send_bytes(self._pickled(KeepVoice(number, voice)))
-        return number
+    def _reference(self, thing: Any) -> tuple[str, tuple[Any, ...] | None] | None:
+        """Of a voice: its digest, and where the other process does not have it what it consists of."""
+        if not isinstance(thing, Voice):
+            return None
+        fields = None
+        if thing.digest not in self._sent:
+            fields = thing.embedding, thing.codes, thing.transcript, thing.model_size
+        _used(self._sent, thing.digest, None)
+        return thing.digest, fields
 
-    def _drop(self, key: int, number: int) -> None:
-        if self._sent.get(key, (None,))[0] == number:
-            del self._sent[key]
-        if self._dropped is not None:
-            self._dropped.put(DropVoice(number))  # in a finalizer: no lock may be waited for
+    def _voice(self, reference: tuple[str, tuple[Any, ...] | None]) -> Voice:
+        digest, fields = reference
+        voice = self._voices[digest] if fields is None else Voice(*fields)
+        _used(self._voices, digest, voice)
+        return voice
 
 
-def _told(message: Any) -> Any:
-    if isinstance(message, list):
-        return [_told(one) for one in message]
+def _used(kept: OrderedDict[str, Any], digest: str, value: Any) -> None:
+    """Puts it last, and lets go of the oldest beyond VOICES."""
+    kept[digest] = value
+    kept.move_to_end(digest)
+    if len(kept) > VOICES:
+        kept.popitem(last=False)
+
+
+def _in_words(message: Any) -> Any:
     if isinstance(message, Reply) and message.error is None:
         return message._replace(value=None)
     if isinstance(message, (Reply, Over)) and message.error is not None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,20 +25,7 @@ import numpy as np
 from mktts.audio.pcm import FULL_SCALE
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.messages import (
-    BeginFed,
-    Call,
-    ChunkMade,
-    DropVoice,
-    Feed,
-    Idle,
-    Load,
-    Reply,
-    Stats,
-    Submit,
-    Taken,
-    Wire,
-)
+from mktts.engine.messages import Call, ChunkMade, Idle, Reply, State, Wire
 from mktts.engine.options import Chunk, Plan
 from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats
@@ -57,13 +43,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class _SentText(Script):
-    """Text that another process speaks. say: sends it a piece, or with None the end."""
+    """Text that another process speaks. feed: sends it a piece, or with None the end."""
 
     voice = None
     started_s = 0.0  # the other process counts from when the text comes
 
-    def __init__(self, say: Callable[[str | None], None]) -> None:
-        self.feed = say
+    def __init__(self, feed: Callable[[str | None], None]) -> None:
+        self.feed = feed
 
     def finish(self) -> None:
         self.feed(None)
@@ -81,32 +67,30 @@ class RemoteEngine:
         self.gone = self.closed = False
         self.on_gone: Callable[[], None] | None = None
         self.runners: dict[EngineName, Any] = {}  # are in the other process
-        # To the teller: what consumers do, voices that are dropped and streams (by number) that are over; None: closed.
-        self._inbox: SimpleQueue[StreamUpdate | DropVoice | int | None] = SimpleQueue()
-        self._notifier = Notifier()
+        self._inbox: SimpleQueue[StreamUpdate | None] = SimpleQueue()  # to the teller; None: closed
+        self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
         self._ids: dict[Utterance, int] = {}
-        self._numbers = itertools.count(1)
-        self._asked: dict[int, SimpleQueue[Reply]] = {0: SimpleQueue()}
-        self._state = Stats({}, Capacity(1, "not measured"))
+        self._numbers = itertools.count()
+        self._asked: dict[int, SimpleQueue[Reply]] = {}
+        self._state = State({}, Capacity(1, "not measured"))
         self._ended = False
-        self._many = ManyStreams()
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-m", "mktts.engine.child", str(there.fileno())]
             environment = {**os.environ, **python_path()}
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
-        self._wire = Wire(Connection(here.detach()), self._inbox)
+        self._wire = Wire(here)
         self._threads = [threading.Thread(target=call, daemon=True) for call in (self._hear, self._tell)]
         for thread in self._threads:
             thread.start()
-        self._send(Load(checkpoint, revision, settings))
         try:
-            self.backend_name, self.device, self.dtype, self.makes_many = self._answered(0)
+            loaded = self._call("load", checkpoint, revision, settings)
         except BaseException:
             self.close()
             raise
+        self.backend_name, self.device, self.dtype, self.makes_many = loaded
 
     # ---- streams
 
@@ -114,7 +98,7 @@ class RemoteEngine:
         """As `Engine.submit`; timings count from when the other process has it."""
         utterance = self.reserve(plan, paced=paced)
         id = self._begin(utterance, _SentText(lambda text: None))
-        self._send(Submit(id, requests, plan, paced))
+        self._send("submit", id, requests, plan, paced)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
@@ -126,14 +110,9 @@ class RemoteEngine:
 
     def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
         """As `Engine.begin_fed`."""
-
-        def say(text: str | None) -> None:
-            if not utterance.over:
-                self._send(Feed(id, text))
-
-        script = _SentText(say)
+        script = _SentText(lambda text: utterance.over or self._send("feed", id, text))
         id = self._begin(utterance, script)
-        self._send(BeginFed(id, request, utterance.plan, max_chars, texts))
+        self._send("begin_fed", id, request, utterance.plan, max_chars, texts)
         return script
 
     def _begin(self, utterance: Utterance, script: Script) -> int:
@@ -175,7 +154,7 @@ class RemoteEngine:
 
     def forget(self, voice: Voice) -> None:
         """As `Engine.forget`; not waited for."""
-        self._send(Call(-1, "forget", (voice,)))
+        self._send("forget", voice)
 
     def close(self) -> None:
         """Ends every stream and the other process. Idempotent."""
@@ -185,7 +164,7 @@ class RemoteEngine:
         if was_ended:
             return
         self._inbox.put(None)
-        self._wire.shut()
+        self._wire.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -194,7 +173,6 @@ class RemoteEngine:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)
-        self._wire.close()
         self._end_all(None)
 
     # ---- the wire
@@ -203,64 +181,53 @@ class RemoteEngine:
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
 
-    def _send(self, message: Any) -> None:
+    def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         try:
-            self._wire.send(message)
+            self._wire.send(Call(method, arguments, number))
         except OSError:
             raise self._death() from None
 
     def _call(self, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
-        self._asked[number] = SimpleQueue()
-        self._send(Call(number, method, arguments))
-        return self._answered(number)
-
-    def _answered(self, number: int) -> Any:
-        reply = self._asked[number].get()
+        asked = self._asked[number] = SimpleQueue()
+        self._send(method, *arguments, number=number)
+        reply = asked.get()
         del self._asked[number]
         if reply.error is not None:
             raise reply.error
         return reply.value
 
     def _tell(self) -> None:
-        """Thread: tells what consumers have taken, and which streams they are done with."""
+        """Thread: tells what consumers have taken and cancelled."""
         with contextlib.suppress(EngineError):
             while self._told(self._inbox.get()):  # whose names are gone when it waits again: it keeps no stream
                 pass
 
-    def _told(self, news: Any) -> bool:
-        """Tells an update, and what comes within _TOLD_S of it. False: the engine was closed."""
-        time.sleep(_TOLD_S if news is not None else 0.0)
-        taken: dict[int, int] = {}
-        dropped: list[int] = []
-        while news is not None:
-            if isinstance(news, DropVoice):
-                self._send(news)
-            elif isinstance(news, int):
-                dropped.append(news)
-            elif (id := self._ids.get(news.state)) is not None:  # else it had not begun, or is over
-                if news.state.cancelled:
-                    dropped.append(id)
-                    self._utterances.pop(id, None)
-                    self._ids.pop(news.state, None)
-                else:
-                    taken[id] = news.state.taken_frames
+    def _told(self, update: StreamUpdate | None) -> bool:
+        """Tells an update, and those that come within _TOLD_S of it. False: the engine was closed."""
+        time.sleep(_TOLD_S if update is not None else 0.0)
+        taken: dict[int, int | None] = {}
+        while update is not None:
+            if (id := self._ids.get(update.state)) is not None:  # else it had not begun, or is over
+                taken[id] = None if update.state.cancelled else update.state.taken_frames
+                if update.state.cancelled:
+                    self._forget(id)
             try:
-                news = self._inbox.get_nowait()
+                update = self._inbox.get_nowait()
             except Empty:
                 break
         else:
             return False
-        self._send(Taken([(id, frames) for id, frames in taken.items() if id not in dropped], dropped))
+        self._send("taken", taken)
         return True
 
     def _hear(self) -> None:
         """Thread: hands on what the other process says."""
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(OSError):
             while True:
                 for message in self._wire.receive():
                     self._take(message)
-                message = None  # it keeps no voice and no error while it waits
+                message = None  # it keeps no error while it waits
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
@@ -277,11 +244,10 @@ class RemoteEngine:
                 self.on_gone()
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Stats):
+        if isinstance(message, State):
             self._state = message
         elif isinstance(message, Reply):
-            if (asked := self._asked.get(message.number)) is not None:
-                asked.put(message)
+            self._asked[message.number].put(message)
         elif (utterance := self._utterances.get(message.id)) is None:
             return  # it was cancelled
         elif isinstance(message, ChunkMade):
@@ -291,16 +257,16 @@ class RemoteEngine:
             utterance.late_s = message.late_s
             utterance.set_idle(message.idle)
         else:
-            del self._utterances[message.id]
-            self._ids.pop(utterance, None)
+            self._forget(message.id)
             utterance.end(message.reason) if message.error is None else utterance.fail(message.error)
-            self._inbox.put(message.id)
+
+    def _forget(self, id: int) -> None:
+        self._ids.pop(self._utterances.pop(id, None), None)
 
     def _end_all(self, error: EngineError | None) -> None:
-        while self._utterances:
-            _, utterance = self._utterances.popitem()
+        for id, utterance in list(self._utterances.items()):
+            self._forget(id)
             utterance.cancel() if error is None else utterance.fail(self._death())
-        self._ids.clear()
 
     def _death(self) -> EngineError:
         with contextlib.suppress(subprocess.TimeoutExpired):
