@@ -261,12 +261,11 @@ def refusal(reason: Reason, arrival: Arrival, memory: Memory, open_streams: int,
     return error
 
 
-def measured_streams(lanes: int, tick_s: float, row_s: float) -> float:
-    """Listeners whose frames, and prompts, ticks of so many lanes make in time; row_s: of a prompt's row.
+def measured_streams(frame_s: float, row_s: float) -> float:
+    """Listeners whose frames and prompts are made in time. frame_s: of one frame; row_s: of a prompt's row.
 
-    Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the measurements of docs/.
+    Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the load benchmark.
     """
-    frame_s = tick_s / lanes
     return MARGIN / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
 
 

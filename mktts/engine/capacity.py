@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from mktts.common import cache_folder, read_object, write_json
 from mktts.engine.admission import Capacity, measured_streams
+from mktts.engine.lanes import Lanes
 from mktts.engine.runner import Runner
-from mktts.engine.tick import TickModel
+from mktts.engine.stream import Segment
+from mktts.engine.tick import Piece, Tick, TickFit, TickModel
 from mktts.errors import CheckpointError
+from mktts.model.sampling import Sampling
 
-FRAMES = 32  # of each stream of a measurement
-_BURSTS = 1.25  # streams, times the lanes of a tick: so that most ticks are full
-_FULL = 0.9  # of the most lanes a tick had: those that are measured
+FRAMES = 16  # of a measurement, for each number of lanes
+_PARTS = (1.0, 0.75, 0.5, 0.25)  # of the most lanes of a tick, where it may have any number
+_HOST_S = 0.3e-3  # between two ticks
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
@@ -40,25 +47,86 @@ def keep(key: str, runner: Runner, capacity: Capacity) -> None:
     write_json(_path(), found)
 
 
-def measure(runner: Runner, speak: Callable[[int], None]) -> Capacity:
-    """Measures a warm runner: as many streams as a tick has lanes, as fast as they are made, for some seconds.
+def measure(runner: Runner, prompt: Any) -> Capacity:
+    """Measures warm lanes of many streams, in the worker's thread: ticks of several sizes, one behind the other."""
+    settings, fit = runner.lanes.settings, TickFit(runner.lanes.model)
+    sizes = settings.sizes if settings.buckets else [math.ceil(part * settings.max_lanes) for part in _PARTS]
+    found: list[tuple[float, int, float]] = []
+    for count in sorted(set(sizes)):
+        with borrowed(runner, count) as slots:
+            if len(slots) < count:
+                break
+            tick_s = tick_times(runner.lanes, slots, prompt, fit)
+        found.append(((tick_s + _HOST_S) / count, count, tick_s))
+        if tick_s > settings.max_tick_s:
+            break
+    frame_s, count, tick_s = min(found[:-1] or found) if found[-1][2] > settings.max_tick_s else min(found)
+    runner.reference_model = fit.model
+    basis = f"measured {date.today().isoformat()}: {count} lanes in {1e3 * tick_s:.3g} ms"
+    return Capacity(round(measured_streams(frame_s, fit.model.row_s), 2), basis)
 
-    speak: makes so many unpaced streams of FRAMES frames. What counts is the time from one full tick to the next.
-    """
+
+def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
+    """Measures warm lanes of width 1. speak: makes one stream of FRAMES frames."""
     begun_s = time.perf_counter()
-    lanes = runner.lanes.settings.max_lanes
-    count = 1 if lanes == 1 else min(runner.lanes.slots, round(_BURSTS * lanes))
-    speak(count)
-    ticks = runner.log.table()
-    ticks = ticks[ticks["ended_s"] >= begun_s]
-    full = ticks["lanes"] >= _FULL * ticks["lanes"].max()
-    gaps_s = np.diff(ticks["ended_s"])[full[1:] & (ticks["new"][1:] == 0)]
-    tick_s = float(np.median(gaps_s)) if len(gaps_s) else float(np.median(ticks["took_s"][full]))
-    lanes = int(np.median(ticks["lanes"][full]))
+    speak()
+    frame_s = (time.perf_counter() - begun_s) / FRAMES
     runner.reference_model = runner.model
-    streams = measured_streams(lanes, tick_s, runner.model.row_s)
-    basis = f"measured {date.today().isoformat()}: {lanes} lanes in {1e3 * tick_s:.3g} ms"
-    return Capacity(round(streams, 2), basis)
+    basis = f"measured {date.today().isoformat()}: a frame in {1e3 * frame_s:.3g} ms"
+    return Capacity(round(measured_streams(frame_s, 0.0), 2), basis)
+
+
+@contextlib.contextmanager
+def borrowed(runner: Runner, count: int) -> Iterator[list[int]]:
+    """Free slots, at most so many, that no stream gets meanwhile."""
+    slots = [runner.free_slots.pop() for _ in range(min(count, len(runner.free_slots)))]
+    try:
+        yield slots
+    finally:
+        runner.free_slots += slots
+
+
+def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) -> float:
+    """Median seconds of ticks that have a lane of each of these slots; all of them are told to `fit`."""
+    rows, settings = len(prompt.embeds), lanes.settings
+    for seed, slot in enumerate(slots):
+        _, copies = lanes.pages.open(slot, rows + FRAMES + 1)
+        lanes.enter(slot, None)
+        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1, None), copies)
+    at_once = max(1, settings.max_rows // rows)
+    groups = [slots[i : i + at_once] for i in range(0, len(slots), at_once)]
+    ticks = [(_tick(lanes, group, rows, 0), [None] * len(group)) for group in groups]
+    ticks += [(_tick(lanes, slots, 0, rows + i), [prompt.row(i)] * len(slots)) for i in range(FRAMES)]
+    waiting: deque[tuple[Tick, Any]] = deque()
+    times_s: list[float] = []
+    ended_s = time.perf_counter()
+    try:
+        for tick, inputs in [*ticks, *[(None, ())] * 2]:
+            if tick is not None:
+                waiting.append((tick, lanes.launch(tick, inputs)))
+            if waiting and (tick is None or not lanes.overlaps or len(waiting) == 2):
+                run, launched = waiting.popleft()
+                lanes.collect(launched)
+                took_s, ended_s = time.perf_counter() - ended_s, time.perf_counter()
+                fit.observe(*run.bucket, run.context_rows, took_s)
+                times_s += [] if run.new_lanes else [took_s]
+    finally:
+        for slot in slots:
+            lanes.leave(slot)
+            lanes.pages.close(slot)
+    return float(np.median(times_s))
+
+
+def _tick(lanes: Lanes, slots: Sequence[int], rows: int, context_rows: int) -> Tick:
+    """One in which prompts of so many rows enter, or, with 0, streams with so much context go on."""
+    pieces = tuple(Piece(slot, 0, rows, True) for slot in slots) if rows else ()
+    return Tick(
+        bucket=lanes.settings.bucket(lanes.model, len(slots), rows * len(slots)),
+        lanes=np.array(slots, np.int32),
+        new_lanes=len(pieces),
+        pieces=pieces,
+        context_rows=len(slots) * (rows or context_rows),
+    )
 
 
 def machine_key(device: torch.device, threads: int | None) -> str:

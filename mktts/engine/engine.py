@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -40,6 +41,7 @@ from mktts.model.voice import Voice
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
+_MEASURE_S = 120.0  # at most
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 # Streams that are made singly where both lanes are there: on an H200 two frames of the megakernel take 2.9 ms and
 # three 4.3; one frame of many together takes 4.0 to 4.5.
@@ -248,10 +250,27 @@ class Engine:
         found = None if renew else capacities.kept(key, runner)
         if found is None and not only_kept:
             self.warm_up(request)
-            found = capacities.measure(runner, partial(self._crowd, runner, request, capacities.FRAMES))
+            if runner.name == "single":
+                speak = partial(self._crowd, runner, request, capacities.FRAMES, 1)
+                found = capacities.measure_single(runner, speak)
+            else:
+                found = self._on_worker(lambda: capacities.measure(runner, runner.voices.build(request)))
             capacities.keep(key, runner, found)
         self.admission.measured = found
         return self.capacity
+
+    def _on_worker(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns or raises, run between two ticks. Raises TimeoutError where the worker has no time for it."""
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._inbox.put(work)
+        return done.result(_MEASURE_S)
 
     def _crowd(self, runner: Runner, request: Request, frames: int, count: int) -> None:
         """Makes so many unpaced streams of so many frames on these lanes."""

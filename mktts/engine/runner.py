@@ -174,7 +174,7 @@ class Runner:
         self._queue = AdmissionQueue(
             self.admission, self._board, self._memory, self._settings, self._settings.first_pcm_s
         )
-        self._free = list(range(slots - 1, -1, -1))
+        self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
         self._textless: set[Utterance] = set()  # not admitted: their text has not come
@@ -347,7 +347,7 @@ class Runner:
         elif reason:
             stream.fail(self._refusal(reason, arrival))
         else:
-            slot = self._free.pop()
+            slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
             stream.on_close = partial(self._leave, slot)
             self._board.enter(slot, arrival.arrived_s, stream.paced)
@@ -381,7 +381,7 @@ class Runner:
         self._board.leave(slot)
         if self._memory.is_open(slot):
             self._memory.close(slot)
-        self._free.append(slot)
+        self.free_slots.append(slot)
         self._room = True
 
     # ---- readers and text
