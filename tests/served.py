@@ -69,7 +69,7 @@ class Watched:
         later. Another stream would have to wait for a place, where the capacity is one."""
         made = -1
         while made != len(stream.codes):
-            until(lambda: stream.rests, "the stream's buffers to be full")
+            until(lambda: stream.idle, "the stream's buffers to be full")
             made = len(stream.codes)
             time.sleep(0.3)
         return made

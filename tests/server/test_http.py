@@ -196,7 +196,7 @@ def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
         "mktts_underruns_total 0.0",
         'mktts_lanes{engine="fake"} 4.0',
         'mktts_lanes_used{engine="fake"} 1.0',
-        'mktts_streams_carried{engine="fake"} 2.0',
+        "mktts_capacity 2.0",
         'mktts_tick_seconds_count{engine="fake"} 0.0',
     ):
         assert line in page, line

@@ -24,7 +24,6 @@ from served import TEXT, until
 
 import mktts.server
 from mktts.cli import main, parse
-from mktts.engine.serving import SWITCH_S
 from mktts.errors import ServerError
 from mktts.server import Limits
 from mktts.server.loading import runs_apart
@@ -133,7 +132,6 @@ def test_ctrl_c_cancels_what_is_open_after_the_grace_and_the_process_is_as_befor
         with httpx.stream("POST", f"{url}/tts/stream", json=LONG, timeout=60) as answer:
             pieces = answer.iter_raw()
             next(pieces)
-            assert sys.getswitchinterval() == SWITCH_S  # as for many streams, before there are many
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(httpx.RemoteProtocolError):
                 b"".join(pieces)
@@ -158,7 +156,7 @@ def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(chec
                 b"".join(pieces)
 
     assert serve(caplog, client, "--engine-process", "own") == (1, [])
-    assert "process that speaks has ended" in caplog.text
+    assert "engine's process has ended" in caplog.text
 
 
 def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):

@@ -92,10 +92,10 @@ async def test_what_the_text_or_the_client_held_up_is_no_underrun(clock):
     chunks = made.chunks()
     with made.sending((await anext(chunks)).duration_s):
         pass
-    clock.now_s, source.rests = 100.97, True
+    clock.now_s, source.idle = 100.97, True
     assert not made.is_behind  # it waits for text
     made.feed("And more. ")
-    source.rests = False
+    source.idle = False
     with made.sending((await anext(chunks)).duration_s):
         clock.now_s = 105.0  # the client took nothing for four seconds
     with made.sending((await anext(chunks)).duration_s):

@@ -207,7 +207,7 @@ def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(syn
         assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
         server.watched.streams.clear()
         with raw(server, request(ENDLESS), 16 * 1024):
-            until(lambda: server.watched.streams and server.watched.streams[0].rests, "its buffers to be full")
+            until(lambda: server.watched.streams and server.watched.streams[0].idle, "its buffers to be full")
             assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
             until(lambda: stat(server, "listeners") == 0, "the short one's end to be noticed")
             assert server.studio.streams_open == 2

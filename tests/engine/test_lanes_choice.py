@@ -180,7 +180,7 @@ def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakern
     stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, True, single)
     assert sum(chunk.frames for chunk in stream) == 40
     assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
-    assert resting is None or resting.rests
+    assert resting is None or resting.idle
 
 
 # ---- admission to the single engine, on a clock of the test

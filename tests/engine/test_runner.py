@@ -12,9 +12,8 @@ import torch
 from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
-from mktts.engine.admission import HELD_S, AdmissionSettings
+from mktts.engine.admission import HELD_S, AdmissionLimits
 from mktts.engine.scheduler import TickSettings
-from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError, PromptError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -45,10 +44,10 @@ def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
     ("of_the_desk", "frames", "reason"),
     [
         (FULL, 50, "slots"),
-        (SHORT, 122, "pages"),
-        ({"model": TickModel(0.03, 0.02, 0.0, 0.0)}, 50, "listeners"),
+        (SHORT, 122, "memory"),
+        ({"limits": AdmissionLimits(max_streams=1)}, 50, "max_streams"),
     ],
-    ids=["slots", "pages", "listeners"],
+    ids=["slots", "memory", "max_streams"],
 )
 def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, of_the_desk, frames, reason):
     at = desk(**of_the_desk)
@@ -56,19 +55,19 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     at.run(until_s=0.1)
     second = at.say(seed=2, frames=frames, options=HELD)
     at.run(until_s=0.2)
-    door = at.together._door
-    assert at.together._in_line == {second} and door.obstacle(door._first(paced=True), at.lanes.model) == reason
+    queue = at.batch._queue
+    assert at.batch._queued == {second} and queue.obstacle(queue._first(True), at.lanes.model, at.now_s) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)
-    assert at.together._in_line == set() and len(chunks_of(second)) == 2
+    assert at.batch._queued == set() and len(chunks_of(second)) == 2
     second.cancel()
     at.run()
     assert at.all_free()
 
 
 def test_who_has_waited_too_long_is_told_without_any_news(desk):
-    at = desk(slots=1, admission=AdmissionSettings(max_wait_s=0.25))
+    at = desk(slots=1, limits=AdmissionLimits(max_wait_s=0.25))
     at.say(frames=50, options=HELD)
     at.run(until_s=1.0)
     late = at.say(seed=2)
@@ -103,11 +102,11 @@ def test_who_gives_up_in_line_leaves_it_and_holds_up_nobody(desk):
     large = at.say(seed=2, frames=250)  # all four
     behind = small(seed=3)
     at.run(until_s=0.02)
-    assert at.together._in_line == {large, behind}
+    assert at.batch._queued == {large, behind}
     large.cancel()
     at.run()
     assert large.finish_reason == "cancelled" and len(chunks_of(behind)) == 2
-    assert at.together._in_line == set()
+    assert at.batch._queued == set()
     first.cancel(), behind.cancel()
     at.run()
     assert at.all_free()
@@ -155,10 +154,10 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
     long = at.say("a" * 10, "b" * 150, frames=30, options=eight)  # one page, then three
     at.run(until_s=1.0)
     assert sum(chunk.frames for chunk in chunks_of(long)) == 5 and long.open
-    assert at.together._door.reserved_pages == 3 and at.pages.free == 2
+    assert at.batch._queue.reserved_pages == 3 and at.pages.free == 2
     small = at.say(seed=3, frames=20)  # one page would do
     at.turn()
-    assert at.together._in_line == {small}
+    assert at.batch._queued == {small}
     other.cancel()
     at.run()
     assert len(long.codes) == 10 and long.finish_reason == "eos"
@@ -172,7 +171,7 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     at.run()
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
-    (slot,) = at.together._jobs
+    (slot,) = at.batch._streams
     assert (at.board.chunk_start[slot], at.board.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
     script.feed("gh")
@@ -191,11 +190,11 @@ def test_hundreds_of_streams_that_wait_for_text_are_not_looked_at(desk, monkeypa
         script.feed("ab")
     at.run()
     assert [len(job.codes) for job, _ in fed] == [2] * 200 + [0] * 200
-    assert (len(at.together._asleep), len(at.together._outside)) == (200, 200)
+    assert (len(at.batch._asleep), len(at.batch._textless)) == (200, 200)
     looked: list[str] = []
     for job, _ in fed:
         for name in ("input_known", "next_segment", "ready"):
-            monkeypatch.setattr(job.work, name, partial(looked.append, name))
+            monkeypatch.setattr(job, name, partial(looked.append, name))
     monkeypatch.setattr(type(fed[0][0]), "full", lambda job, pending: looked.append("full"))
     speaker = at.say(seed=7, frames=50, options=OFF)
     monkeypatch.setattr(speaker, "full", lambda pending: False, raising=False)
@@ -302,12 +301,12 @@ def served(at: Desk, seed: int = 77) -> None:
 # ---- one stream
 
 
-@pytest.mark.parametrize("name", ["enter", "begin", "_request"])
+@pytest.mark.parametrize("name", ["enter", "begin", "_arrival"])
 def test_a_stream_that_the_lanes_refuse_or_whose_prompt_cannot_be_measured_ends_alone(desk, monkeypatch, name):
     at = desk()
     good = at.say(seed=1, frames=9)
     at.turn()
-    of = at.together if name == "_request" else at.lanes
+    of = at.batch if name == "_arrival" else at.lanes
     fails_at(monkeypatch, of, name, {0}, PromptError("the voice is damaged"))
     bad = at.say(seed=2, frames=9)
     at.run()
@@ -334,7 +333,7 @@ def test_a_lane_that_gave_no_number_ends_its_stream_alone(desk):
     good, bad = at.say(seed=1, frames=12), at.say(seed=2, frames=12)
     for _ in range(6):
         at.now_s = max(at.now_s, at.turn())
-    slot = next(slot for slot, job in at.together._jobs.items() if job is bad)
+    slot = next(slot for slot, job in at.batch._streams.items() if job is bad)
     at.lanes.spoil = lambda lane: lane == slot and bad.open
     at.run()
     assert 0 < len(bad.codes) < 12 and len(good.codes) == 12
@@ -449,13 +448,13 @@ def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_serv
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]
     waiting, script = at.listen()
     at.turn()
-    fails_at(monkeypatch, at.together, where, {1}, KeyError("a wrong book"))
+    fails_at(monkeypatch, at.batch, where, {1}, KeyError("a wrong book"))
     jobs.append(at.say(seed=8, frames=20))
     jobs.append(at.say(seed=9, frames=20))
     with pytest.raises(KeyError):
         at.run()
     at.board.open[:] = False  # whatever the books say then
-    at.together.abandon(KeyError("a wrong book"))
+    at.batch.fail_all(KeyError("a wrong book"))
     for job in (*jobs, waiting):
         assert not job.open
         with pytest.raises((EngineError, KeyError), match="a wrong book"):
@@ -470,6 +469,6 @@ def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
     at.turn()
     for name in ("collect", "leave"):
         fails_at(monkeypatch, at.lanes, name, set(range(100)), RuntimeError("the device is gone"))
-    at.together.close()
+    at.batch.close()
     assert [job.finish_reason for job in jobs] == ["cancelled"] * 4 and not any(job.open for job in jobs)
     assert [chunks_of(job) for job in jobs] == [[]] * 4

@@ -16,8 +16,8 @@ from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined,
 from served import until
 
 from mktts.engine.engine import Engine
+from mktts.engine.process_settings import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
 from mktts.engine.runner import Together
-from mktts.engine.serving import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError
 from mktts.synthesizer import Synthesizer

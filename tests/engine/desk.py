@@ -1,33 +1,31 @@
-"""The executor of many streams without a worker and without a clock: turns are taken by hand, and checked."""
+"""The runner of many streams without a worker and without a clock: turns are taken by hand, and checked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import OFF, FakeBackend, FakeCodec, FakeLanes, fake_model, fake_together
+from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
-from mktts.engine import one_by_one
-from mktts.engine.admission import AdmissionSettings
-from mktts.engine.job import Job
+from mktts.engine import runner
+from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.script import FedScript
+from mktts.engine.script import FedScript, Script
+from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 
-PATIENT = AdmissionSettings()
-
 
 class Desk:
-    """now_s: the time, which passes only where the executor asks for it. lanes, pages, board: of the executor.
+    """now_s: the time, which passes only where the runner asks for it. lanes, pages, board: of the runner.
 
-    executors, models: by engine; a subclass may add one.
+    runners: by engine; a subclass may add one.
     """
 
     def __init__(
@@ -37,25 +35,24 @@ class Desk:
         codec: FakeCodec | None = None,
         *,
         lanes: FakeLanes | None = None,
-        admission: AdmissionSettings = PATIENT,
+        limits: AdmissionLimits = PATIENT,
         prefix: str = "",
         **of_the_lanes: Any,
     ) -> None:
         self.now_s = 0.0
         self.backend = backend or FakeBackend()
         self.lanes = lanes or FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
-        self.together = fake_together(self.lanes, admission, prefix)
-        self.executors: dict[str, Any] = {"batch": self.together}
-        self.models: dict[str, Any] = {"batch": self.together.model}
+        self.admission = Admission(limits)
+        self.batch = fake_batch(self.lanes, self.admission, prefix)
+        self.runners: dict[str, Any] = {"batch": self.batch}
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.turns = 0
         clock = SimpleNamespace(perf_counter=lambda: self.now_s)
-        monkeypatch.setattr(executor, "time", clock)
-        monkeypatch.setattr(one_by_one, "time", clock)
+        monkeypatch.setattr(runner, "time", clock)
 
     @property
     def board(self) -> Any:
-        return self.together._board
+        return self.batch._board
 
     @property
     def pages(self) -> Any:
@@ -70,12 +67,12 @@ class Desk:
         paced: bool = True,
         reference: torch.Tensor | None = None,
         engine: str = "batch",
-    ) -> Job:
+    ) -> Utterance:
         """A stream of these segments."""
         voice = None if reference is None else SimpleNamespace(codes=reference)
         requests = [Request(text, voice=voice) for text in texts or ("Hello.",)]
-        work = self.models[engine].speak(requests, Plan(Sampling(), seed, frames, options), self.now_s)
-        return self._opened(work, options.buffer_frames, paced, engine)
+        script = self.runners[engine].voices.whole(requests, self.now_s)
+        return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 
     def listen(
         self,
@@ -85,30 +82,29 @@ class Desk:
         max_chars: int = 100,
         paced: bool = True,
         engine: str = "batch",
-    ) -> tuple[Job, Writer]:
+    ) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
-        plan = Plan(Sampling(), seed, frames, options)
-        work, script = self.models[engine].listen(Request(""), max_chars, plan)
-        job = self._opened(work, options.buffer_frames, paced, engine)
+        script = self.runners[engine].voices.later(Request(""), max_chars)
+        job = self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
         return job, Writer(script, job)
 
-    def _opened(self, work: Any, buffer_frames: int, paced: bool, engine: str) -> Job:
-        job = Job(buffer_frames, self.inbox, paced=paced)
-        job.begin(work, engine)
-        self.executors[engine].take(job)
+    def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
+        job = Utterance(plan, self.inbox, paced=paced)
+        job.begin(script, engine)
+        self.runners[engine].take(job)
         return job
 
     def hear(self) -> None:
-        """The executors hear the news that has come."""
+        """The runners get the updates that have come."""
         while not self.inbox.empty():
-            job = self.inbox.get().job
-            self.executors[job.engine].hear(job)
+            job = self.inbox.get().state
+            self.runners[job.engine].update(job)
 
     def turn(self) -> float:
         """One turn now, with the news that has come."""
         self.turns += 1
         self.hear()
-        wake_s = self.together.turn(self.now_s, False)
+        wake_s = self.batch.turn(self.now_s, False)
         self.check()
         return wake_s
 
@@ -126,20 +122,18 @@ class Desk:
 
     def check(self) -> None:
         """The books agree with one another."""
-        together, board, pages = self.together, self.board, self.pages
-        slots = set(together._jobs)
-        assert len(together._free) + len(slots) == self.lanes.slots and not slots & set(together._free)
+        batch, board, pages = self.batch, self.board, self.pages
+        slots = set(batch._streams)
+        assert len(batch.free_slots) + len(slots) == self.lanes.slots and not slots & set(batch.free_slots)
         assert set(board.open.nonzero()[0].tolist()) == slots
-        assert set(together._waiting) <= set(together._awake)
-        asleep = set(together._asleep.values())
-        assert not asleep & set(together._awake) and asleep | set(together._awake) == slots
+        assert set(batch._waiting) <= set(batch._awake)
+        asleep = set(batch._asleep.values())
+        assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
         assert not board.text_known[list(asleep)].any()
-        assert all(
-            job.open for job in (*together._jobs.values(), *together._arrived, *together._outside, *together._in_line)
-        )
-        assert together._door.line == len(together._in_line)
-        for slot, job in together._jobs.items():
-            coming = sum(lane.job is job for running in together._running for lane in running.lanes)
+        assert all(job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queued))
+        assert len(batch._queue) == len(batch._queued)
+        for slot, job in batch._streams.items():
+            coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
             assert board.frames_made[slot] == len(job.codes) + coming
         held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
         kept = {page for prefix in pages._kept.values() for page in prefix.pages}
@@ -150,12 +144,12 @@ class Desk:
     def all_free(self) -> bool:
         """Whether nothing is held by anybody, kept prefixes aside."""
         self.check()
-        together = self.together
+        batch = self.batch
         return (
-            together.open_jobs == 0
-            and len(together._free) == self.lanes.slots
+            batch.open_streams == 0
+            and len(batch.free_slots) == self.lanes.slots
             and self.pages.free + self.pages.kept == len(self.pages._users) - 1
-            and not (self.lanes.codecs or self.lanes.segments or together._running or together._waiting)
+            and not (self.lanes.codecs or self.lanes.segments or batch._running or batch._waiting)
         )
 
 
@@ -164,18 +158,18 @@ class Writer:
     """Feeds a script as a session does."""
 
     script: FedScript
-    job: Job
+    job: Utterance
 
     def feed(self, piece: str) -> None:
         self.script.feed(piece)
-        self.job.tell()
+        self.job.update()
 
     def finish(self) -> None:
         self.script.finish()
-        self.job.tell()
+        self.job.update()
 
 
-def chunks_of(job: Job) -> list[Chunk]:
+def chunks_of(job: Utterance) -> list[Chunk]:
     """The chunks that are ready; raises what ended the stream."""
     chunks = []
     while not job._chunks.empty() and (chunk := job.take()) is not None:
@@ -185,14 +179,16 @@ def chunks_of(job: Job) -> list[Chunk]:
 
 def alone(texts: Sequence[str], seed: int, eos_after: int | None, prefix: str = "") -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
-    model = fake_model(FakeBackend(eos_after=eos_after), prefix=prefix)
-    work = model.speak([Request(text) for text in texts], Plan(Sampling(), seed, None, OFF), 0.0)
-    while work.finish_reason is None:
-        work.step()
-    return [frame.tolist() for frame in work.codes]
+    single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
+    job = Utterance(Plan(Sampling(), seed, None, replace(OFF, buffer_frames=10**9)), SimpleQueue())
+    job.begin(single.voices.whole([Request(text) for text in texts], 0.0), "single")
+    single.take(job)
+    while not job.over:
+        single.turn(0.0, False)
+    return [frame.tolist() for frame in job.codes]
 
 
-def frames_of(job: Job) -> list[list[int]]:
+def frames_of(job: Utterance) -> list[list[int]]:
     return [frame.tolist() for frame in job.codes]
 
 

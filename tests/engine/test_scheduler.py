@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mktts.batch.pages import Pages
-from mktts.engine.admission import AdmissionSettings
+from mktts.engine.admission import AdmissionLimits
 from mktts.engine.board import FRAME_S, Board
 from mktts.engine.scheduler import TickSettings, lone_tick, next_tick
 from mktts.engine.tick import TickFit, TickModel
@@ -258,8 +258,8 @@ def test_nobody_starves_even_beyond_the_capacity(paced):
         *((OptionsError, partial(TickModel, *wrong)) for wrong in (
             (-1e-3, 0, 0, 0), (0, 0, 1e-6, 0), (float("nan"), 0, 0, 0), (float("inf"), 0, 0, 0),
         )),
-        *((OptionsError, partial(AdmissionSettings, **wrong)) for wrong in (
-            {"margin": 0.0}, {"margin": 1.1}, {"first_pcm_s": 0.0}, {"max_wait_s": -1.0}, {"max_listeners": 0},
+        *((OptionsError, partial(AdmissionLimits, **wrong)) for wrong in (
+            {"max_streams": 0}, {"min_streams": 0}, {"max_waiting": -1}, {"max_wait_s": -1.0},
         )),
         *((CapacityError, partial(Pages, *wrong)) for wrong in ((1, 2, 64), (4, 0, 64), (4, 2, 0))),
     ],

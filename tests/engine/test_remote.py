@@ -113,7 +113,7 @@ def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_e
 
     stream = far.stream("A long story.", **LONG)
     next(stream)
-    until(lambda: stream.rests, "its buffer to be full")
+    until(lambda: stream.idle, "its buffer to be full")
     assert used() == 1
     before = stream._job.made_frames
     time.sleep(0.3)

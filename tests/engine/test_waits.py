@@ -1,4 +1,4 @@
-"""No stream waits for ever, and each gives what it gives alone: both executors on a clock of the test's own, with
+"""No stream waits for ever, and each gives what it gives alone: both kinds of lanes on a clock of the test's own, with
 random streams, texts, readers and failures."""
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 import torch
 from desk import Desk, alone, fails_at, frames_of
-from fakes import OFF, ROOMY, SETTINGS, FakeBackend, fake_model
+from fakes import OFF, PATIENT, SETTINGS, FakeBackend, fake_single
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mktts.engine.executor import Wishes
-from mktts.engine.job import Job
-from mktts.engine.one_by_one import OneByOne
+from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.scheduler import TickSettings
+from mktts.engine.stream import Utterance
 from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError
 
 BUFFER_FRAMES = 8
-# With a place free: until an engine that does nothing lets the next one in. Without: until that one is refused.
+# With a slot free: a reader who took nothing for 2 s is no listener any more. Without: until the stream is refused.
 # The last tick has begun up to 1.5 s before.
 LONGEST_IDLE_S, LONGEST_HELD_S = 2.0 + 1.5, 10.0 + 1.5
 NEVER = math.inf
@@ -52,7 +51,7 @@ class Visit:
 @dataclass
 class Seen:
     visit: Visit
-    job: Job
+    job: Utterance
     taken: int = 0
     next_read_s: float = 0.0
     read_out: bool = False
@@ -71,25 +70,24 @@ class Place(Desk):
         prefix: str = "",
         fails: tuple[str, set[int]] = ("launch", set()),
         spoils: frozenset[int] = frozenset(),
+        capacity: float | None = None,
         **of_the_lanes: Any,
     ) -> None:
-        """tick_s: of a tick and of a step. admits: as a server asks for it. fails: which calls of the lanes. spoils:
-        frames that have no number."""
+        """tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of
+        30 ms. fails: which calls of the lanes. spoils: frames that have no number."""
         given = {"rows_per_slot": 400, "model": TickModel(tick_s, lane_s, 0.0, 0.0), "slots": 8, **of_the_lanes}
-        super().__init__(patch, FakeBackend(eos_after=eos_after), admission=ROOMY, prefix=prefix, **given)
+        limits = AdmissionLimits() if admits else PATIENT
+        super().__init__(patch, FakeBackend(eos_after=eos_after), limits=limits, prefix=prefix, **given)
+        if capacity is not None:
+            self.admission.measured = Capacity(capacity, "of this test")
+            self.batch.reference_model = TickModel(0.03, 0.0, 0.0, 0.0)
         fails_at(patch, self.lanes, *fails, RuntimeError("an illegal address"))
         frames = itertools.count()
         self.lanes.spoil = lambda slot: next(frames) in spoils
         self.lanes.clock, self.eos_after, self.prefix = self, eos_after, prefix
         self.errors = (CapacityError, *([EngineError] if fails[1] or spoils else []))
         self.single_backend = FakeBackend(eos_after=eos_after, code0=partial(self._step, tick_s))
-        self.models["single"] = fake_model(self.single_backend, prefix=prefix)
-        self.executors["single"] = OneByOne()
-        batch, single = self.executors.values()
-        for one, other in ((batch, single), (single, batch)):
-            one.beside(lambda other=other: other.listeners)
-            if admits:
-                one.admit(Wishes())
+        self.runners["single"] = fake_single(self.single_backend, prefix=prefix, admission=self.admission)
         self.seen: list[Seen] = []
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
@@ -144,7 +142,7 @@ class Place(Desk):
             while self.events and self.events[0][0] <= self.now_s:
                 heapq.heappop(self.events)[2]()
             self.hear()
-            wake_s = min(executor.turn(self.now_s, False) for executor in self.executors.values())
+            wake_s = min(runner.turn(self.now_s, False) for runner in self.runners.values())
             self.check()
             next_s = min(self._read(), self.events[0][0] if self.events else NEVER)
             self._check_line()
@@ -164,16 +162,16 @@ class Place(Desk):
             idle_s = self.now_s - max(self.idle_since_s, first_s)
             assert idle_s <= (LONGEST_IDLE_S if free else LONGEST_HELD_S), f"{idle_s} s of nothing, with a line"
         self.line = [
-            (bool(executor._free) and self.pages.all > 1_000, min(request.arrived_s for request in in_line))
-            for executor in self.executors.values()
-            if (in_line := [*executor._door._listening, *executor._door._unheard])
+            (bool(runner.free_slots) and self.pages.all > 1_000, min(arrival.arrived_s for arrival in waiting))
+            for runner in self.runners.values()
+            if (waiting := [*runner._queue._paced, *runner._queue._unpaced])
         ]
 
     def check_end(self) -> None:
         """Every stream is over, or waits for its own text or its own reader; when those go, nothing is held."""
-        batch, one = self.executors["batch"], self.executors["single"]
-        assert not batch._in_line and not one._in_line and not batch._arrived
-        waiting = {*batch._outside, *batch._asleep, *one._asleep, *one._outside}
+        batch, one = self.runners["batch"], self.runners["single"]
+        assert not batch._queued and not one._queued and not batch._arrived
+        waiting = {*batch._textless, *batch._asleep, *one._asleep, *one._textless}
         for seen in self.seen:
             job, visit = seen.job, seen.visit
             if not job.open:
@@ -187,8 +185,8 @@ class Place(Desk):
             assert its_text or its_reader, (visit, job.made_frames, job.taken_frames)
             job.cancel()
         self.run()
-        assert self.all_free() and not one.open_jobs
-        assert not self.together._running and (self.lanes.overlaps or not self.lanes.wasted)
+        assert self.all_free() and not one.open_streams
+        assert not self.batch._running and (self.lanes.overlaps or not self.lanes.wasted)
 
 
 def play(visits: list[Visit], **of_the_place: Any) -> Place:
@@ -227,6 +225,7 @@ PLACES = st.fixed_dictionaries(
         "overlaps": st.booleans(),
         "settings": st.sampled_from((SETTINGS, replace(SETTINGS, idle_lanes=0, few_lanes=1), TickSettings.cpu())),
         "admits": st.booleans(),
+        "capacity": st.sampled_from((None, 0.5, 1.0, 2.5, 6.0)),
         "eos_after": st.sampled_from((3, 5, 40)),
         "prefix": st.sampled_from(("", "v" * 64, "v" * 90)),
         "fails": st.tuples(st.sampled_from(("launch", "collect")), st.sets(st.integers(0, 30), max_size=1)),
