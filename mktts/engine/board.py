@@ -116,15 +116,20 @@ class Board:
 
     def finish(self, tick: Tick, ended_s: float) -> np.ndarray:
         """The tick's PCM is on the host; before this, `leave` what has ended. Returns seconds (n,) by which each of the
-        tick's lanes was late for its listener, 0 for those in time, first frames and streams that left."""
+        tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk, and
+        streams that left."""
         lanes = tick.lanes
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
         first = here & (tick.frames == 0)
         self.playing_since_s[lanes[first]] = ended_s
         playing = here & ~first & self.paced[lanes] & np.isfinite(self.playing_since_s[lanes])
-        heard_out = playing & (self.frames_taken[lanes] >= tick.frames)
-        late_s = ended_s - (self.playing_since_s[lanes] + FRAME_S * tick.frames)
+        # A chunk is heard when its last frame is made, from the place of its first one on.
+        chunked = self.chunk_end[lanes] > tick.frames
+        whole = ~chunked | (tick.frames + 1 >= self.chunk_end[lanes])
+        start = np.where(chunked, self.chunk_start[lanes], tick.frames)
+        heard_out = playing & whole & (self.frames_taken[lanes] >= start)
+        late_s = ended_s - (self.playing_since_s[lanes] + FRAME_S * start)
         late_s = np.where(heard_out & (late_s > 0), late_s, 0.0)
         self.playing_since_s[lanes] += late_s
         return late_s
