@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mktts.audio import first_audible_sample
+from mktts.engine.chunker import Chunker
 from mktts.engine.options import StreamOptions
-from mktts.engine.utterance import Chunker
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
 
-from mktts.engine import job
+from mktts.engine import stream as streams
 from mktts.errors import EngineError, TextError
 
 # ---- turns
@@ -167,7 +167,7 @@ def test_waiting_streams_cost_no_turns(make):
         session.feed("abc")
         assert [next(session).frames for _ in range(3)] == [1, 1, 1]
         settle(synth)
-        work = session._job._work
+        work = session._utterance
         for name in ("ready", "input_known"):
             plain = getattr(work, name)
             setattr(work, name, partial(lambda plain: asked.append("") or plain(), plain))
@@ -231,8 +231,8 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     synth, backend = held
     stream = speak(synth, seed=1)
     loop, arrived = asyncio.get_running_loop(), threading.Event()
-    put = stream._job._put
-    monkeypatch.setattr(stream._job, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
+    put = stream._utterance._put
+    monkeypatch.setattr(stream._utterance, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
 
     def while_the_consumer_prepares_to_wait() -> asyncio.Future:
         backend.let(1)
@@ -242,7 +242,7 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     late = SimpleNamespace(
         create_future=while_the_consumer_prepares_to_wait, call_soon_threadsafe=loop.call_soon_threadsafe
     )
-    monkeypatch.setattr(job.asyncio, "get_running_loop", lambda: late)
+    monkeypatch.setattr(streams.asyncio, "get_running_loop", lambda: late)
     chunk = await asyncio.wait_for(anext(stream), WAIT_S / 2)  # before the held backend gives up and wakes it
     assert chunk.frames == 1
 
@@ -253,7 +253,7 @@ async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
 
     def abandon() -> None:
         loop = asyncio.new_event_loop()
-        waiting = loop.create_task(stream._job.take_async())
+        waiting = loop.create_task(stream._utterance.take_async())
         loop.run_until_complete(asyncio.sleep(0))
         waiting._log_destroy_pending = False
         loop.close()
@@ -273,7 +273,7 @@ def test_a_stream_begins_with_its_first_visible_text_whoever_waits_for_it(make):
         reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
         session.feed(" \n")
         settle(synth)
-        assert session.engine is None and synth._engine.open_streams == 0 and not session._job.over
+        assert session.engine is None and synth.engine.open_streams == 0 and not session._utterance.over
         session.feed("abc")
         assert session.engine in ("single", "batch")
         joined(reader)

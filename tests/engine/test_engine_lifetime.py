@@ -17,7 +17,7 @@ from served import until
 
 from mktts.engine.engine import Engine
 from mktts.engine.process_settings import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
-from mktts.engine.runner import Together
+from mktts.engine.runner import Runner
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError
 from mktts.synthesizer import Synthesizer
@@ -61,7 +61,7 @@ def test_an_ended_stream_frees_its_state(make, how):
         states = [weakref.ref(backend.states.pop()) for _ in range(len(backend.states))]
         gc.collect()
         assert len(states) > 10 and not any(state() for state in states)
-        assert len(synth._engine._jobs) <= 1  # the worker may still hold the last one it looked at
+        assert len(synth.engine._utterances) <= 1  # the worker may still hold the last one it looked at
 
 
 # ---- failure
@@ -103,7 +103,7 @@ def test_close_ends_open_streams_and_the_thread(held):
     backend.release()
     joined(closing)
     assert (stream.finish_reason, session.finish_reason) == ("cancelled", "cancelled")
-    assert not synth._engine._thread.is_alive()
+    assert not synth.engine._thread.is_alive()
     synth.close()
 
 
@@ -117,7 +117,7 @@ def test_a_closed_synthesizer_says_so(make):
 
 def test_a_dropped_synthesizer_ends_its_thread_once_its_streams_are_read(make):
     synth = make()
-    thread = synth._engine._thread
+    thread = synth.engine._thread
     stream = speak(synth, seed=1, frames=20)
     del synth
     gc.collect()
@@ -206,7 +206,7 @@ def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ende
     first.close()
     is_set(True)
     assert {stream.finish_reason for stream in streams[: MANY + 1]} == {"cancelled"}
-    monkeypatch.setattr(Together, "_look_round", lambda *_: 1 / 0)
+    monkeypatch.setattr(Runner, "_look_round", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         streams[-1].read()
     is_set(False)
@@ -231,7 +231,7 @@ def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
 
 
 def executor_of(synth):
-    return next(iter(synth._engine._worker.executors.values()))
+    return next(iter(synth.engine._worker.runners.values()))
 
 
 @pytest.mark.parametrize("error", [KeyError("a wrong book"), MemoryError("no memory"), SystemExit(1)], ids=repr)
@@ -253,12 +253,12 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         for stream in streams:
             with pytest.raises(EngineError, match=type(error).__name__):
                 stream.read()
-        until(lambda: synth._engine._worker.sleeps and synth._engine._inbox.empty(), "the worker to sleep")
+        until(lambda: synth.engine._worker.sleeps and synth.engine._inbox.empty(), "the worker to sleep")
         assert "a turn failed" in caplog.text and len(turns) <= 3 * len(streams)
         executor.turn = turn
         assert len(list(speak(synth, seed=9))) == 6
         settle(synth)
-        assert synth._engine.open_streams == 0 and executor.open_jobs == 0
+        assert synth.engine.open_streams == 0 and executor.open_streams == 0
 
 
 def test_the_streams_of_another_engine_go_on():
@@ -266,7 +266,7 @@ def test_the_streams_of_another_engine_go_on():
     with fake_synthesizer(backend, engine="auto") as synth:
         single = [speak(synth, seed, frames=30) for seed in (1, 2)]
         together = speak(synth, seed=3, frames=30)
-        broken = synth._engine._worker.executors["batch"]
+        broken = synth.engine._worker.runners["batch"]
         broken._look_round = lambda now_s: 1 / 0
         backend.release()
         with pytest.raises(EngineError, match="ZeroDivisionError"):
@@ -286,13 +286,13 @@ def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog)
     executor_of(synth).close = lambda: 1 / 0
     synth.close()
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 3
-    assert "could not be closed" in caplog.text and not synth._engine._thread.is_alive()
+    assert "could not be closed" in caplog.text and not synth.engine._thread.is_alive()
 
 
 def test_a_closed_synthesizer_lets_go_of_its_models(make):
     synth = make()
-    model = weakref.ref(synth._models.any())
+    model = weakref.ref(next(iter(synth.engine.runners.values())))
     assert len(list(speak(synth, seed=1))) == 6
     synth.close()
     gc.collect()
-    assert model() is None and isinstance(synth._engine, Engine)
+    assert model() is None and isinstance(synth.engine, Engine)

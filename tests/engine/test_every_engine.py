@@ -171,7 +171,7 @@ def test_long_fed_text_becomes_segments_at_sentence_ends(make):
             session.feed(word + " ")
         session.finish()
         session.read()
-        assert [prompt.text for prompt in synth._models.any().prompts.opened] == [
+        assert [prompt.text for prompt in synth._prompts.opened] == [
             "This is the first sentence.",
             "And the second one is here.",
             "Last.",

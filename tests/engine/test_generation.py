@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_model
+from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_single
 
 from mktts.engine.guard import Guard
-from mktts.engine.one_by_one import Generation, StepModel
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.utterance import MAX_SEGMENT_FRAMES
+from mktts.engine.runner import Runner
+from mktts.engine.script import Script
+from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -26,19 +28,28 @@ NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
 
 
 def generation(
-    model: StepModel, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None
-) -> Generation:
-    requests = [Request(text) for text in texts or (HELLO,)]
-    return model.speak(requests, Plan(Sampling(), 5, max_frames, options), time.perf_counter())
+    runner: Runner, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None, started_s: float = 0.0
+) -> Utterance:
+    """A stream of these segments, that the runner has."""
+    script = runner.voices.whole([Request(text) for text in texts or (HELLO,)], started_s or time.perf_counter())
+    return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
 
 
-def run(utterance: Generation, steps: int = 10_000) -> list[Chunk]:
-    """Steps until the end, or until it waits."""
-    chunks = []
-    while utterance.finish_reason is None and steps and utterance.ready():
-        chunk = utterance.step()
-        chunks += [chunk] if chunk is not None else []
+def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
+    utterance = Utterance(replace(plan, options=replace(plan.options, buffer_frames=10**9)), SimpleQueue(), paced=False)
+    utterance.begin(script, "single")
+    utterance.runner = runner
+    runner.take(utterance)
+    return utterance
+
+
+def run(utterance: Utterance, steps: int = 10_000, alone: bool = False) -> list[Chunk]:
+    """Turns, of a frame each, until the end, or until it waits."""
+    while not utterance.over and steps and utterance.runner.turn(time.perf_counter(), alone) == float("-inf"):
         steps -= 1
+    chunks = []
+    while not utterance._chunks.empty() and (chunk := utterance.take()) is not None:
+        chunks.append(chunk)
     return chunks
 
 
@@ -80,22 +91,22 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     options = StreamOptions(schedule=schedule, guard=Guard.off())
     chunks = []
     for backend, codec in ((FakeBackend, FakeCodec), (QueueingBackend, QueueingCodec)):
-        model = fake_model(backend(eos_after=segment_frames), codec())
+        model = fake_single(backend(eos_after=segment_frames), codec())
         chunks.append(run(generation(model, HELLO, "And more.", options=options)))
-    assert model.codec.unmade == queued
+    assert model.lanes.codec.unmade == queued
     assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
     assert np.array_equal(*map(pcm_of, chunks))
 
 
 def test_timings_add_up_over_the_frames_of_a_chunk():
-    chunks = run(generation(fake_model(), max_frames=9))
-    assert [chunk.timings.talker_ms for chunk in chunks] == [1.0 * chunk.frames for chunk in chunks]
-    assert [chunk.timings.predictor_ms for chunk in chunks] == [2.0 * chunk.frames for chunk in chunks]
+    chunks = run(generation(fake_single(), max_frames=9))
+    assert [chunk.timings.talker_ms for chunk in chunks] == pytest.approx([chunk.frames for chunk in chunks])
+    assert [chunk.timings.predictor_ms for chunk in chunks] == pytest.approx([2 * chunk.frames for chunk in chunks])
     assert chunks[0].timings.prefill_ms > 0 and {chunk.timings.prefill_ms for chunk in chunks[1:]} == {0.0}
     ready = [chunk.timings.ready_ms for chunk in chunks]
     assert ready == sorted(ready) and ready[0] > 0
-    earlier = fake_model().speak([Request(HELLO)], Plan(Sampling(), 0, 1, OFF), time.perf_counter() - 100)
-    assert earlier.step().timings.ready_ms > 100_000  # counted from the call
+    (earlier,) = run(generation(fake_single(), max_frames=1, started_s=time.perf_counter() - 100))
+    assert earlier.timings.ready_ms > 100_000  # counted from the call
 
 
 # ---- the end, and segments
@@ -113,51 +124,52 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     ],
 )
 def test_where_an_utterance_ends_and_how_long_its_caches_are(backend, text, options, max_frames, ended, cache_frames):
-    utterance = generation(fake_model(backend), *text.split(), options=options, max_frames=max_frames)
+    utterance = generation(fake_single(backend), *text.split(), options=options, max_frames=max_frames)
     run(utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ended
     assert [state.max_frames for state in backend.states] == cache_frames
 
 
 def test_the_limit_of_the_model_bounds_a_segment():
-    utterance = generation(fake_model(positions=50), "12345")
+    utterance = generation(fake_single(positions=50), "12345")
     run(utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 45)
 
 
 def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
     backend = FakeBackend(eos_after=3)
-    model = fake_model(backend)
+    model = fake_single(backend)
     utterance = generation(model, "One.", "Two.", "Three.")
     chunks = run(utterance, steps=3)
-    assert model.prompts.built == ["One."]  # the others when their turns come
+    assert model.voices.prompts.built == ["One."]  # the others when their turns come
     chunks += run(utterance)
     assert utterance.finish_reason == "eos"
-    assert model.prompts.built == ["One.", "Two.", "Three."]
+    assert model.voices.prompts.built == ["One.", "Two.", "Three."]
     assert [state.seed for state in backend.states] == [5, 6, 7]
-    assert model.codec.starts == 1
+    assert model.lanes.codec.starts == 1
     assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
-    at_once = FakeCodec().decode(torch.stack(utterance.codes), FakeCodecState())
+    at_once = FakeCodec().decode(torch.from_numpy(np.stack(utterance.codes)), FakeCodecState())
     assert np.array_equal(pcm_of(chunks), at_once.numpy())
 
 
 def test_a_cancelled_step_decodes_nothing_more():
-    model = fake_model()
+    model = fake_single()
     utterance = generation(model, options=replace(OFF, schedule=(4,)))
     run(utterance, steps=3)
     utterance.cancelled = True
-    assert utterance.step() is None
-    assert model.codec.decoded == []
+    model.turn(time.perf_counter(), False)
+    assert run(utterance) == [] and model.lanes.codec.decoded == [] and model.open_streams == 0
 
 
 @pytest.mark.parametrize("frames", [1, 2, 16, 21])
 def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
-    plain = run(generation(fake_model(), max_frames=frames))
-    beside = generation(replace(fake_model(), overlaps=True), max_frames=frames)
-    beside.alone = True
-    chunks = run(beside)
+    plain = run(generation(fake_single(), max_frames=frames))
+    runner = fake_single()
+    runner.lanes.decodes_beside = True
+    beside = generation(runner, max_frames=frames)
+    chunks = run(beside, alone=True)
     assert np.array_equal(pcm_of(chunks), pcm_of(plain))
-    assert sum(chunk.frames for chunk in chunks) == frames and beside.pending_frames == 0
+    assert sum(chunk.frames for chunk in chunks) == frames and beside.chunker.pending_frames == 0
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
     ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
     assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
@@ -166,16 +178,34 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
 # ---- fed text
 
 
-def fed(model: StepModel):
-    return model.listen(Request(""), SEGMENT_CHARS, Plan(Sampling(), 5, None, OFF))
+def fed(runner: Runner) -> tuple[Utterance, Writer]:
+    script = runner.voices.later(Request(""), SEGMENT_CHARS)
+    utterance = taken(runner, script, Plan(Sampling(), 5, None, OFF))
+    return utterance, Writer(script, utterance)
+
+
+@dataclass
+class Writer:
+    """Feeds a script as a session does, and the runner hears of it at once."""
+
+    script: Script
+    utterance: Utterance
+
+    def feed(self, piece: str) -> None:
+        self.script.feed(piece)
+        self.utterance.runner.update(self.utterance)
+
+    def finish(self) -> None:
+        self.script.finish()
+        self.utterance.runner.update(self.utterance)
 
 
 def test_the_model_steps_as_far_as_the_text_goes_and_hands_out_what_it_has():
     backend = FakeBackend(eos_after=12)
-    utterance, script = fed(fake_model(backend))
+    utterance, script = fed(fake_single(backend))
     script.feed("abcdef")  # a token a character: the first is in the prompt, five more frames follow
     chunks = run(utterance)
-    assert not utterance.ready() and utterance.finish_reason is None
+    assert utterance.idle and utterance.finish_reason is None
     assert len(utterance.codes) == 6 == backend.entered
     assert [chunk.frames for chunk in chunks] == [1, 1, 2, 2]  # the last one early: the listener need not wait
     script.feed("gh")
@@ -188,7 +218,7 @@ def test_the_model_steps_as_far_as_the_text_goes_and_hands_out_what_it_has():
 
 
 def test_text_that_comes_after_end_of_speech_is_spoken_too():
-    model = fake_model(FakeBackend(eos_after=3))
+    model = fake_single(FakeBackend(eos_after=3))
     utterance, script = fed(model)
     script.feed("Hello there")
     run(utterance)
@@ -196,15 +226,15 @@ def test_text_that_comes_after_end_of_speech_is_spoken_too():
     script.feed(" you")
     script.finish()
     run(utterance)
-    assert [prompt.text for prompt in model.prompts.opened] == ["Hello there", "you"]
+    assert [prompt.text for prompt in model.voices.prompts.opened] == ["Hello there", "you"]
     assert (len(utterance.codes), utterance.finish_reason) == (6, "eos")
 
 
 def test_the_end_of_the_text_after_the_last_frame_ends_the_utterance():
-    utterance, script = fed(fake_model(FakeBackend(eos_after=2)))
+    utterance, script = fed(fake_single(FakeBackend(eos_after=2)))
     script.feed("abc")
     run(utterance)
-    assert not utterance.ready()
+    assert utterance.idle
     script.finish()
     assert run(utterance) == [] and utterance.finish_reason == "eos"
 

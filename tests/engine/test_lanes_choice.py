@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
-from mktts.engine.executor import TICK_BOUNDS_S, TickTimes, Wishes
-from mktts.engine.job import Job
-from mktts.engine.loading import OPEN_SINGLY, SINGLE_STREAMS, Loading, Models
-from mktts.engine.one_by_one import MAX_FRAMES_AHEAD, OneByOne
+from mktts.engine.admission import AdmissionLimits
+from mktts.engine.engine import OPEN_SINGLY, SINGLE_STREAMS
+from mktts.engine.runner import TICK_BOUNDS_S, TickTimes
+from mktts.engine.single import MAX_FRAMES_AHEAD
 from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
+from mktts.loading import Loading
 from mktts.model.sampling import Sampling
-from mktts.synthesizer import BatchSettings, Synthesizer, one_by_one
+from mktts.synthesizer import BatchSettings, Synthesizer
 
-SINGLE, BATCH = SimpleNamespace(), SimpleNamespace(lanes=SimpleNamespace(slots=7))
-TOGETHER = SimpleNamespace(model=BATCH)
 TORCH = Sampling(rng="torch")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 DTYPE = r"dtype must be one of torch.bfloat16, torch.float32"
 
 
 @pytest.mark.parametrize(
-    ("models", "due", "singly", "sampling", "picked"),
+    ("engine", "active", "singly", "sampling", "chosen"),
     [
-        (Models(SINGLE, TOGETHER), 0, 0, Sampling(), (SINGLE, "single")),
-        (Models(SINGLE, TOGETHER), 1, 1, Sampling(), (SINGLE, "single")),
-        (Models(SINGLE, TOGETHER), 2, 2, Sampling(), (BATCH, "batch")),
-        (Models(SINGLE, TOGETHER), 1_000, 2, Sampling(), (BATCH, "batch")),
-        (Models(SINGLE, TOGETHER), 1, 7, Sampling(), (SINGLE, "single")),  # six of those rest
-        (Models(SINGLE, TOGETHER), 0, 8, Sampling(), (BATCH, "batch")),  # all of them may go on at once
-        (Models(SINGLE, TOGETHER), 1_000, 9, TORCH, (SINGLE, "single")),
-        (Models(SINGLE, None), 1_000, 1_000, Sampling(), (SINGLE, "single")),
-        (Models(None, TOGETHER), 0, 0, Sampling(), (BATCH, "batch")),
+        ("auto", 0, 0, Sampling(), "single"),
+        ("auto", 1, 1, Sampling(), "single"),
+        ("auto", 2, 2, Sampling(), "batch"),
+        ("auto", 1_000, 2, Sampling(), "batch"),
+        ("auto", 1, 7, Sampling(), "single"),  # six of those are idle
+        ("auto", 0, 8, Sampling(), "batch"),  # all of them may go on at once
+        ("auto", 1_000, 9, TORCH, "single"),
+        ("single", 1_000, 1_000, Sampling(), "single"),
+        ("batch", 0, 0, Sampling(), "batch"),
     ],
 )
-def test_who_serves_a_stream(models, due, singly, sampling, picked):
-    assert models.pick(due, singly, sampling) == picked
+def test_which_lanes_make_a_stream(engine, active, singly, sampling, chosen):
+    with fake_synthesizer(engine=engine) as synth:
+        counters = synth.engine._counters["single"]
+        counters.opened, counters.idle = singly, singly - active
+        assert synth.engine._choose(sampling).name == chosen
+        counters.opened = counters.idle = 0
 
 
 def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
@@ -120,11 +120,16 @@ def test_what_is_loaded_for_what_is_asked(settings, single, together):
 def test_the_batch_may_be_limited(tiny):
     limits = BatchSettings(max_streams=2, positions=256)
     with Synthesizer.load(tiny, device="cpu", engine="batch", batch=limits) as synth:
-        assert synth._models.room == 2
+        assert synth.lanes.slots == 2
         assert len(list(synth.say_many(["One.", "Two.", "Three."], max_frames=2, seed=1))) == 3
 
 
 SLOW = replace(ONE, buffer_frames=2)
+
+
+def active(synth: Synthesizer) -> int:
+    """Open streams that wait neither for text nor for their readers."""
+    return sum(counters.active for counters in synth.engine._counters.values())
 
 
 @pytest.fixture
@@ -137,7 +142,7 @@ def test_resting_streams_pile_up_on_the_single_engine_only_so_far(synth):
     streams = []
     for seed in range(OPEN_SINGLY + 3):
         streams.append(speak(synth, seed, frames=None, options=SLOW))
-        while synth._engine.due_streams:
+        while active(synth):
             pass  # until its buffer is full
     assert [stream.engine for stream in streams] == ["single"] * OPEN_SINGLY + ["batch"] * 3
 
@@ -154,7 +159,7 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
         for session in sessions:
             assert [next(session).frames for _ in range(6)] == [1] * 6
         settle(synth)
-        assert synth._engine.due_streams == 0
+        assert active(synth) == 0
         backend.hold()
         begun = backend.entered
         for session in sessions:
@@ -162,7 +167,7 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
         backend.wait_entered(begun + 1)
         backend.let(1)  # the worker may have gone on before it heard of all four
         backend.wait_entered(begun + 2)
-        assert synth._engine.due_streams == 4 and speak(synth, seed=9).engine == "batch"
+        assert active(synth) == 4 and speak(synth, seed=9).engine == "batch"
         assert [session.engine for session in sessions] == wanted
         backend.release()
         for session in sessions:
@@ -172,76 +177,34 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(synth, beside):
-    single, batch = synth._models.each()
-    resting = synth._stream("Hello.", {"seed": 2, "options": SLOW}, True, batch) if beside else None
+    choose, chosen = synth.engine._choose, iter(["batch", "single", "single"] if beside else ["single"] * 2)
+    synth.engine._choose = lambda sampling, engine=None: choose(sampling, next(chosen))
+    resting = speak(synth, 2, frames=None, options=SLOW) if beside else None
     settle(synth)
-    launched, frames = [1], single[0].backend.frames
-    single[0].backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
-    stream = synth._stream("Hello.", {"seed": 3, "max_frames": 40, "options": OFF}, True, single)
+    backend = synth.engine.runners["single"].lanes.backend
+    launched, frames = [1], backend.frames
+    backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
+    stream = speak(synth, 3, frames=40, options=OFF)
     assert sum(chunk.frames for chunk in stream) == 40
     assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
     assert resting is None or resting.idle
 
 
-# ---- admission to the single engine, on a clock of the test
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(one_by_one, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    return clock
-
-
-def opened(executor: OneByOne, clock: Any, frame_s: float) -> Job:
-    """A stream whose frames take a time that is known."""
-    work = SimpleNamespace(codes=[], finish_reason=None, cancelled=False, pending_frames=0)
-
-    def step() -> None:
-        clock.now_s += frame_s
-        work.codes.append(0)
-
-    work.ready, work.step, work.close = lambda: True, step, lambda: None
-    job = Job(10_000, SimpleQueue())
-    job.begin(work, "single")
-    executor.take(job)
-    executor.turn(clock.now_s, False)
-    return job
-
-
-def test_one_stream_a_step_carries_as_many_as_its_frames_have_time_for(clock):
-    executor = OneByOne()
-    executor.admit(Wishes(max_waiting=0))
-    first = opened(executor, clock, 0.01)
-    for _ in range(600):
-        executor.turn(clock.now_s, True)
-    # By hand: 80 ms a frame of every listener, less a tenth, in frames of 10 ms and 0.3 ms between two.
-    assert executor.carries == int(0.9 * 80 / 10.3) == 6
-    jobs = [first, *(opened(executor, clock, 0.01) for _ in range(9))]
-    assert [type(job.error) for job in jobs] == [type(None)] * 6 + [BusyError] * 4
-    assert jobs[-1].error.carries == 6 and "about 6 can be carried" in str(jobs[-1].error)
-    assert executor.listeners == 6 and executor.standing.lanes_used == 6
-
-
-def test_nobody_is_refused_before_a_server_asks_for_it(clock):
-    executor = OneByOne()
-    jobs = [opened(executor, clock, 0.05) for _ in range(50)]
-    assert all(job.open and job.error is None for job in jobs)
+# ---- admission
 
 
 @pytest.mark.parametrize("engine", ["single", "batch"])
 def test_a_synthesizer_refuses_by_name_what_a_server_may_not_have(engine):
     with fake_synthesizer(engine=engine) as synthesizer:
-        synthesizer.admit(Wishes(max_listeners=1, max_waiting=0))
-        until(lambda: synthesizer.carries == 1, "the engine to have heard")
-        assert set(synthesizer.standing) == {engine}
+        synthesizer.set_limits(AdmissionLimits(max_streams=1, max_waiting=0))
+        assert synthesizer.capacity == (1, "max_streams") and set(synthesizer.stats) == {engine}
         with synthesizer.stream("One two three.", max_frames=100_000) as first:
             next(first)
             with pytest.raises(BusyError) as refused:
                 synthesizer.stream("Four.", max_frames=2).read()
-            assert refused.value.carries == 1
+            assert refused.value.capacity == 1
             assert len(synthesizer.say("Five.", max_frames=2))  # nobody listens to it
-        until(lambda: not synthesizer.standing[engine].listeners, "the first to have left")
+        until(lambda: not synthesizer.stats[engine].listeners, "the first to have left")
         assert len(synthesizer.stream("Six.", max_frames=2).read())
 
 
@@ -251,9 +214,3 @@ def test_ticks_are_counted_by_how_long_they_took():
         times.add(took_s)
     assert times.counts[:2] == [2, 1] and times.counts[-1] == 1 and sum(times.counts) == 4
     assert times.sum_s == pytest.approx(0.0026 + 9.0)
-
-
-@pytest.mark.parametrize("wrong", [{"max_listeners": 0}, {"max_waiting": -1}, {"max_wait_s": -0.1}])
-def test_impossible_wishes_are_refused(wrong):
-    with pytest.raises(OptionsError):
-        Wishes(**wrong)

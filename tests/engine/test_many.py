@@ -25,7 +25,7 @@ def make(request):
 def open_now(synth) -> int:
     gc.collect()
     settle(synth)
-    return synth._engine.open_streams
+    return synth.engine.open_streams
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 5])
@@ -54,7 +54,7 @@ def test_no_more_streams_are_open_than_asked_for(make, at_once):
 
         def texts():
             for text in TEXTS:
-                open_streams.append(sum(not job.over for job in list(synth._engine._jobs)))
+                open_streams.append(sum(not job.over for job in list(synth.engine._utterances)))
                 yield text
 
         assert len(list(synth.say_many(texts(), at_once=at_once))) == len(TEXTS)
@@ -117,7 +117,7 @@ def test_leaving_early_ends_what_is_open(make, method, leave):
                 made.throw(KeyError())
         del made
         assert open_now(synth) == 0
-        assert all(job.over for job in list(synth._engine._jobs))
+        assert all(job.over for job in list(synth.engine._utterances))
 
 
 def test_how_many_at_once_is_checked_at_the_call():

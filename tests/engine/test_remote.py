@@ -1,11 +1,11 @@
-"""A synthesizer in a process of its own, against one in this process."""
+"""An engine in a process of its own, against one in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +21,9 @@ from served import WAIT_S, until
 from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import python_path
-from mktts.engine.apart import ApartSynthesizer
-from mktts.engine.apart_engine import Over, Wire
-from mktts.engine.executor import Wishes
+from mktts.engine.admission import AdmissionLimits
 from mktts.engine.guard import Guard
+from mktts.engine.messages import VOICES, Over, Wire
 from mktts.engine.options import StreamOptions
 from mktts.errors import BackendUnavailable, BusyError, EngineError, PromptError, TextError
 from mktts.model.voice import Voice
@@ -34,15 +33,15 @@ BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}
 
 
-def apart(name: str, **settings: object) -> ApartSynthesizer:
-    return ApartSynthesizer(open_checkpoint(name), name, None, {**BATCH, **settings})
+def apart(name: str, **settings: object) -> Synthesizer:
+    return Synthesizer.load_apart(open_checkpoint(name), name, None, {**BATCH, **settings})
 
 
 @pytest.fixture(scope="module")
-def far() -> Iterator[ApartSynthesizer]:
-    """Streams wait for their place, however few the machine carries at the moment."""
+def far() -> Iterator[Synthesizer]:
+    """Streams wait for admission, however small the capacity is at the moment."""
     with apart("random:tiny") as synthesizer:
-        synthesizer.admit(Wishes(max_wait_s=WAIT_S))
+        synthesizer.set_limits(AdmissionLimits(max_wait_s=WAIT_S))
         yield synthesizer
 
 
@@ -61,7 +60,7 @@ def test_it_says_in_16_bits_what_one_in_this_process_says(far, near):
     assert sum(chunk.frames for chunk in chunks) == 30
     assert [chunk.start_s for chunk in chunks] == sorted(chunk.start_s for chunk in chunks)
     assert (far.backend_name, far.device, far.dtype) == (near.backend_name, near.device, near.dtype)
-    assert far.serves_many and far.sampling == near.sampling
+    assert far.engine.makes_many and far.sampling == near.sampling
 
 
 def test_many_streams_in_an_event_loop_each_get_their_own(far, near):
@@ -109,64 +108,69 @@ def test_what_is_refused_here_is_refused_by_its_own_error(far):
 
 def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):
     def used() -> int:
-        return far.standing["batch"].lanes_used
+        return far.stats["batch"].lanes_used
 
     stream = far.stream("A long story.", **LONG)
     next(stream)
     until(lambda: stream.idle, "its buffer to be full")
     assert used() == 1
-    before = stream._job.made_frames
+    before = stream._utterance.made_frames
     time.sleep(0.3)
-    assert stream._job.made_frames == before <= 40
+    assert stream._utterance.made_frames == before <= 40
     for _ in range(4):
         next(stream)
-    until(lambda: stream._job.made_frames > before, "more, as it was read from")
+    until(lambda: stream._utterance.made_frames > before, "more, as it was read from")
     stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled"
     for _ in range(3):
         next(far.stream("Nobody reads on.", **LONG))
-    until(lambda: not used() and not far._jobs, "the cancelled and the dropped ones to be gone")
+    until(lambda: not used() and not far.engine._utterances, "the cancelled and the dropped ones to be gone")
 
 
-def test_a_voice_goes_over_once_is_dropped_with_its_last_holder_and_all_end_where_the_process_is_killed(tiny_base):
-    def voice() -> Voice:
-        torch.manual_seed(1)
-        hidden = tiny_base.config.talker.hidden_size
-        return Voice(torch.randn(hidden), None, None, model_size=tiny_base.config.model_size)
-
+def test_a_voice_goes_over_once_and_all_streams_end_where_the_process_is_killed(tiny_base):
+    torch.manual_seed(1)
+    config = tiny_base.config
+    one, other = (Voice(torch.randn(config.talker.hidden_size), None, None, config.model_size) for _ in range(2))
     settings = {"seed": 2, "max_frames": 8}
     with Synthesizer.load(tiny_base, **BATCH) as near, apart("random:tiny:base") as far:
-        one, other = voice(), voice()
         expected = to_pcm16(near.say("In her voice.", voice=one, **settings))
         for _ in range(2):
             assert to_pcm16(far.stream("In her voice.", voice=one, **settings).read()) == expected
         far.stream("And hers.", voice=other, **settings).read()
-        assert len(far._voices) == 2
+        assert list(far.engine._wire._sent)[-2:] == [one.digest, other.digest]
         far.forget(other)
-        del other
-        until(lambda: len(far._voices) == 1, "the voice to be dropped")
         assert to_pcm16(far.stream("In her voice.", voice=one, **settings).read()) == expected
         gone = threading.Event()
-        far.on_gone = gone.set
+        far.engine.on_gone = gone.set
         stream = far.stream("Until somebody pulls the plug.", voice=one, **LONG)
         next(stream)
-        os.kill(far._process.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="process that speaks"):
+        os.kill(far.engine._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="the engine's process"):
             for _ in stream:
                 pass
-        assert gone.wait(WAIT_S) and far.gone
+        assert gone.wait(WAIT_S) and far.engine.gone
         for use in (lambda: far.stream("Hello?", voice=one), far.warm_up):
             with pytest.raises(EngineError):
                 use()
+
+
+def test_voices_beyond_those_that_are_kept_go_over_again():
+    here, there = (Wire(end) for end in socket.socketpair())
+    voices = [Voice(torch.full((4,), float(number)), None, None, "0b6") for number in range(VOICES + 1)]
+    for voice in (*voices, voices[0], voices[-1]):
+        here.send(voice)
+        (got,) = there.receive()
+        assert got.digest == voice.digest
+    assert len(there._voices) == len(here._sent) == VOICES
 
 
 def test_it_ends_with_the_process_that_it_speaks_for():
     program = (
         "import os, time\n"
         "from mktts.checkpoint import open_checkpoint\n"
-        "from mktts.engine.apart import ApartSynthesizer\n"
-        "far = ApartSynthesizer(open_checkpoint('random:tiny'), 'random:tiny', None, {'device': 'cpu'})\n"
-        "print(far._process.pid, flush=True)\n"
+        "from mktts import Synthesizer\n"
+        "far = Synthesizer.load_apart(open_checkpoint('random:tiny'), 'random:tiny', None, {'device': 'cpu'})\n"
+        "print(far.engine._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = {**os.environ, **python_path()}
@@ -188,30 +192,30 @@ def _runs(pid: int) -> bool:
 def test_what_loading_raises_is_raised_here():
     checkpoint = open_checkpoint("random:tiny")
     with pytest.raises(BackendUnavailable):
-        ApartSynthesizer(checkpoint, "random:tiny", None, {"device": "cuda:77"})
+        Synthesizer.load_apart(checkpoint, "random:tiny", None, {"device": "cuda:77"})
 
 
 def test_an_error_that_cannot_be_sent_is_told_in_words():
     error = ValueError("beyond words")
     error.cause = threading.Lock()
-    here, there = multiprocessing.Pipe()
-    Wire(here).send([Over(1, None, error), Over(2, "eos", None)])
-    told, other = Wire(there).receive()
+    here, there = (Wire(end) for end in socket.socketpair())
+    here.send(Over(1, None, error), Over(2, "eos", None))
+    told, other = there.receive()
     assert type(told.error) is EngineError and "ValueError: beyond words" in str(told.error)
     assert other == Over(2, "eos", None)
 
 
 # The last one of this file: afterwards the process of `far` is gone.
 def test_admission_speaks_through_it_and_closing_ends_streams_and_the_process(far):
-    far.admit(Wishes(max_listeners=1, max_waiting=0, max_wait_s=0.0))
+    far.set_limits(AdmissionLimits(max_streams=1, max_waiting=0, max_wait_s=0.0))
     first = far.stream("The only place.", **LONG)
     next(first)
     with pytest.raises(BusyError) as refused:
         far.stream("One too many.", **LONG).read()
-    assert refused.value.carries == 1
-    until(lambda: far.carries == 1, "the standing")
+    assert refused.value.capacity == 1
+    until(lambda: far.capacity.streams == 1, "the capacity")
     far.close()
-    assert far._process.returncode == 0 and not far.gone
+    assert far.engine._process.returncode == 0 and not far.engine.gone
     assert list(first) == [] and first.finish_reason == "cancelled"
     far.close()
     with pytest.raises(EngineError, match="closed"):
