@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mktts.audio import read_audio, write_audio
     from mktts.batch.settings import BatchSettings
-    from mktts.commands.cloning import clone_voice
     from mktts.engine.guard import Guard
     from mktts.engine.options import Chunk, StreamOptions
     from mktts.engine.stream import Session, Stream
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
     from mktts.model.sampling import Choice, Sampling
     from mktts.model.voice import Voice
     from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth.cloning import clone_voice
+    from mktts.synth.synthesizer import Synthesizer
 
 __version__ = "0.1.0"
 
@@ -54,8 +54,8 @@ _ROOMS = {
     "mktts.engine.guard": ("Guard",),
     "mktts.engine.options": ("Chunk", "StreamOptions"),
     "mktts.engine.stream": ("Session", "Stream"),
-    "mktts.commands.cloning": ("clone_voice",),
-    "mktts.synthesizer": ("Synthesizer",),
+    "mktts.synth.cloning": ("clone_voice",),
+    "mktts.synth.synthesizer": ("Synthesizer",),
 }  # fmt: skip
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [

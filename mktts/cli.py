@@ -26,9 +26,9 @@ Group = dict[str, tuple[str, str]]
 # Heading -> what is typed after `python -m mktts` -> (its module, what it does).
 GROUPS: dict[str, Group] = {
     "speak": {
-        "say": ("mktts.commands.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
-        "speak-all": ("mktts.commands.speak_all", "speak a table of sentences into a folder of audio files"),
-        "voice": ("mktts.commands.cloning", "make a voice file from a recording"),
+        "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
+        "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
+        "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
         "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),

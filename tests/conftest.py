@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mktts import loading
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
 from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
+from mktts.synth import loading
 
 pytest_plugins = ["time_limits"]
 

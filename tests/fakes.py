@@ -33,7 +33,7 @@ from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, MODEL_TYPES, NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 WAIT_S = 60.0  # before a test that hangs fails
 _OF_BOOKS = 17 * torch.arange(NUM_CODEBOOKS)

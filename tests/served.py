@@ -21,7 +21,7 @@ from mktts.server import Limits, listen, url_of
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
 from mktts.server.uploads import VoiceFolder
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
 WAIT_S = 60.0

@@ -132,7 +132,7 @@ def test_importing_the_package_pulls_in_nothing_heavy():
         "pandas", "pyarrow", "librosa", "soundfile", "torchaudio", "huggingface_hub", "fastapi", "uvicorn",
         "mktts.checkpoint.random.make",
     )  # fmt: skip
-    modules = "sys, mktts, mktts.synthesizer, mktts.cli"
+    modules = "sys, mktts, mktts.synth.synthesizer, mktts.cli"
     code = f"import {modules}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

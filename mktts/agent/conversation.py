@@ -42,7 +42,7 @@ from mktts.engine.guard import Guard
 from mktts.engine.options import StreamOptions
 from mktts.pipecat import LocalSource, MkttsTTSService, Style, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 # Of silence that ends a turn which the turn model takes for unfinished. Pipecat's own 3 s are long where the model is
 # wrong: of our recorded questions it gives "what time is it" 0.69 to 0.81, where below 0.5 counts as unfinished.

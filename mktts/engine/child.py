@@ -99,7 +99,7 @@ class Child:
     def load(self, checkpoint: str, revision: str | None, settings: dict[str, Any]) -> tuple[Any, ...]:
         """The first call: see `RemoteEngine`."""
         from mktts.checkpoint import open_checkpoint
-        from mktts.synthesizer import Synthesizer
+        from mktts.synth import Synthesizer
 
         synthesizer = Synthesizer.load(open_checkpoint(checkpoint, revision), **settings)
         self._engine = synthesizer.engine

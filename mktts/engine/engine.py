@@ -260,7 +260,7 @@ class Engine:
         return self.capacity
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns or raises, run between two ticks. Raises TimeoutError where the worker has no time for it."""
+        """What `call` returns or raises, run between two ticks. Raises TimeoutError where it has no time."""
         done: Future[Any] = Future()
 
         def work() -> None:

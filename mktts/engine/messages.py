@@ -98,12 +98,16 @@ class Wire:
 
     def receive(self) -> tuple[Any, ...]:
         """The next messages."""
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            raise ConnectionError("the other process has closed its end")
-        reader = pickle.Unpickler(io.BytesIO(self._reader.read(*_LENGTH.unpack(head))))
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        reader = pickle.Unpickler(io.BytesIO(self._read(length)))
         reader.persistent_load = self._voice
         return reader.load()
+
+    def _read(self, count: int) -> bytes:
+        data = self._reader.read(count)
+        if len(data) < count:
+            raise ConnectionError("the other process has closed its end")
+        return data
 
     def close(self) -> None:
         """The other process's `receive` ends, and this one's, though a thread waits in it."""

@@ -1,6 +1,6 @@
 """A cloned voice: what a Base checkpoint hears in a reference recording, kept in one file.
 
-`mktts.commands.cloning.clone_voice` makes one.
+`mktts.synth.cloning.clone_voice` makes one.
 """
 
 from __future__ import annotations

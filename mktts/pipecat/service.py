@@ -51,7 +51,7 @@ from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
 from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
 from mktts.spec import LANGUAGE_CODES
-from mktts.synthesizer import BackendName
+from mktts.synth.synthesizer import BackendName
 
 AUTO = "auto"  # the model infers the language from the text
 _SAMPLE_BYTES = 2

@@ -20,7 +20,7 @@ from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synthesizer import BackendName, StreamSettings, Synthesizer
+from mktts.synth.synthesizer import BackendName, StreamSettings, Synthesizer
 
 _KEPT_VOICES = 8
 

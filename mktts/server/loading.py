@@ -13,7 +13,7 @@ from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
     from mktts.server.service import SpeechService
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
 
 def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, SpeechService]:
@@ -23,7 +23,7 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     from mktts.model.voice import Voice
     from mktts.server.service import SpeechService
     from mktts.server.uploads import VoiceFolder
-    from mktts.synthesizer import BatchSettings, Synthesizer
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")

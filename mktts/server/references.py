@@ -11,10 +11,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from mktts.audio.untrusted import DecodingLimits, decode_untrusted
-from mktts.commands.cloning import clone_voice
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.server.api_errors import ApiError
 from mktts.server.limits import Limits
+from mktts.synth.cloning import clone_voice
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint

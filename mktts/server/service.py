@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mktts.model.tokenizer import TextTokenizer
     from mktts.model.voice import Voice
     from mktts.server.uploads import VoiceFolder
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 _POLL_S = 0.02

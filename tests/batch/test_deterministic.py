@@ -21,7 +21,7 @@ from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")

@@ -223,7 +223,7 @@ def test_bf16_can_be_captured(tiny):
 def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
     from mktts.engine.guard import Guard
     from mktts.engine.options import StreamOptions
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     options = StreamOptions(guard=Guard.off())
     with Synthesizer.load(tiny, device="cuda", backend="torch") as synthesizer:

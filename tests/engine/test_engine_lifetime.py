@@ -20,7 +20,7 @@ from mktts.engine.process_settings import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, ma
 from mktts.engine.runner import Runner
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 FAILURE = (RuntimeError, EngineError)  # of the backend's step, or of a lane that gave no number
 

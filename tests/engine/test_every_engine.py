@@ -18,7 +18,7 @@ from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 THREE = "The first sentence. And a second one here. The third ends it."
 SEGMENTS = replace(OFF, max_chars_per_segment=25)

@@ -15,9 +15,9 @@ from mktts.engine.engine import OPEN_SINGLY, SINGLE_STREAMS
 from mktts.engine.runner import TICK_BOUNDS_S, TickTimes
 from mktts.engine.single import MAX_FRAMES_AHEAD
 from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
-from mktts.loading import Loading
 from mktts.model.sampling import Sampling
-from mktts.synthesizer import BatchSettings, Synthesizer
+from mktts.synth.loading import Loading
+from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
 TORCH = Sampling(rng="torch")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

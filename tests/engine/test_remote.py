@@ -27,7 +27,7 @@ from mktts.engine.messages import VOICES, Over, Wire
 from mktts.engine.options import StreamOptions
 from mktts.errors import BackendUnavailable, BusyError, EngineError, PromptError, TextError
 from mktts.model.voice import Voice
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 BATCH = {"device": "cpu", "engine": "batch"}
 LONG = {"max_frames": 2_000, "options": StreamOptions(guard=Guard.off(), buffer_frames=32)}

@@ -23,7 +23,7 @@ from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes, compare_prompts
 from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 MAX_BYTES = 32 * 10**6
 SPEAKERS = ("rms", "awb", "slt")  # programs take the first where none is named

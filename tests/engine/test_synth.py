@@ -25,12 +25,12 @@ from mktts.engine.guard import Guard
 from mktts.engine.options import SCHEDULE, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
-from mktts.loading import step_backend
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Choice, Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
+from mktts.synth.loading import step_backend
 from mktts.text import FrontEnd
 from mktts.text.split import MAX_TEXT_CHARS
 
@@ -193,7 +193,7 @@ def test_auto_takes_the_torch_backend_where_the_megakernel_cannot_be_built_and_s
 
     monkeypatch.setattr("mktts.kernel.backend.MegakernelBackend", refuse)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("mktts.loading.TorchBackend", lambda *a: a[2])
+    monkeypatch.setattr("mktts.synth.loading.TorchBackend", lambda *a: a[2])
     assert step_backend("auto", tiny, cuda, torch.bfloat16) == cuda
     assert "no compiler today" in caplog.text
     caplog.clear()

@@ -22,7 +22,7 @@ from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 REQUEST = Request("Hello there.", "english", "ryan")
 

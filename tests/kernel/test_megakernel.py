@@ -16,7 +16,7 @@ from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 pytestmark = pytest.mark.gpu
 TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from upstream_models import loaded
 
 from mktts.audio import write_audio
-from mktts.commands.cloning import clone_voice
 from mktts.errors import VoiceError
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.synth.cloning import clone_voice
 
 TEXT = "What the reference says."
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mktts.checkpoint import Checkpoint
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 
 @pytest.fixture(scope="module")

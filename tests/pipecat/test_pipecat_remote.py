@@ -29,7 +29,7 @@ from mktts.server import Limits, listen
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"
 MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold

@@ -42,7 +42,7 @@ from mktts.pipecat import (
     close_shared_synthesizers,
     shared_synthesizer,
 )
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 from mktts.text.split import MAX_TEXT_CHARS
 
 SHORT = Guard(frames_per_text_token=0.5, slack_frames=6)  # random weights never end by themselves

@@ -14,7 +14,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.server import Limits
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 
 
 class Api(TestClient):

@@ -11,7 +11,7 @@ from test_training_teacher import PROGRAM
 
 from mktts.checkpoint import open_checkpoint
 from mktts.cli import COMMANDS, main
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer
 from mktts.training import voice_report
 
 CODEC = (

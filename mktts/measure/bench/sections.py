@@ -129,7 +129,7 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 def load(settings: BenchSettings) -> Measured:
     """Seconds to load (files in the page cache), and peak resident bytes of this process: of its imports, after
     loading, and after a first utterance, which reads all of the memory-mapped weights."""
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     checkpoint, loading = settings.open(), settings.loading()
     imported_bytes, begun_s = peak_rss_bytes(), time.perf_counter()
@@ -145,7 +145,7 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
     from mktts.engine.guard import Guard
     from mktts.engine.options import Chunk, StreamOptions
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     checkpoint = settings.open()
     short, sentence = request_of(checkpoint, settings), sentence_of(checkpoint)
@@ -268,7 +268,7 @@ def text(settings: BenchSettings) -> Measured:
 
 def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
     from mktts.engine.admission import Admission
-    from mktts.loading import single_runner
+    from mktts.synth.loading import single_runner
 
     checkpoint, device = settings.open(), torch.device(settings.device)
     runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())

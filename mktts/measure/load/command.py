@@ -44,7 +44,7 @@ from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_f
 from mktts.measure.metrics import cell
 
 if TYPE_CHECKING:
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
 _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
@@ -149,7 +149,7 @@ class Subject:
     @cached_property
     def source(self) -> Synthesizer:
         """Warmed up. Raises what Synthesizer.load raises."""
-        from mktts.synthesizer import Synthesizer
+        from mktts.synth import Synthesizer
 
         synthesizer = Synthesizer.load(self.checkpoint, **self.settings.loading())
         synthesizer.warm_up()

@@ -20,7 +20,7 @@ from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
 
 if TYPE_CHECKING:
-    from mktts.synthesizer import StreamSettings
+    from mktts.synth.synthesizer import StreamSettings
 
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
 SHORT_ROWS = 32

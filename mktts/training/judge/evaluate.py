@@ -236,7 +236,7 @@ def speed(judge: Judge, record: Record) -> None:
     import torch
 
     from mktts.engine.metrics import summarise
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     threads = torch.get_num_threads()
     with Synthesizer.load(judge.checkpoint, backend="torch", device="cpu") as synthesizer:
@@ -259,7 +259,7 @@ SECTIONS = {
 
 def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, most: int) -> list[Spoken]:
     """Every sentence of the teacher's shards by both; what `keep` has of these weights is not spoken again."""
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     found: list[Spoken] = []
     weights = sorted(open_checkpoint(checkpoint).folder.rglob("*.safetensors"))

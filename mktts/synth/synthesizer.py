@@ -22,10 +22,10 @@ from mktts.engine.runner import EngineStats
 from mktts.engine.stream import EngineName, Session, Stream
 from mktts.engine.tick import TICKS
 from mktts.errors import OptionsError, PromptError
-from mktts.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
+from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.text import FrontEnd
 from mktts.text.split import clean_text, segment_chars, split_text
 

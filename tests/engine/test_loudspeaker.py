@@ -10,9 +10,9 @@ import pytest
 import soundfile
 
 from mktts.cli import main
-from mktts.commands.say import Loudspeaker
 from mktts.errors import BackendUnavailable
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth.say import Loudspeaker
 
 SAY = ["say", "Hello there.", "--checkpoint", "random:tiny", "--seed", "1", "--max-frames", "4"]
 

@@ -14,11 +14,11 @@ from mktts.audio import format_of, require_format, to_pcm16, write_audio
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.commands.cloning import recorded_voice
 from mktts.common import require_writable
 from mktts.engine.metrics import StreamMetrics, summarise
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth.cloning import recorded_voice
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
     from mktts.checkpoint import open_checkpoint
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     _check(arguments)
     tempo = None if arguments.speed == 1 else Tempo(arguments.speed)

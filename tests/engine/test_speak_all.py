@@ -18,14 +18,13 @@ from commands import run
 from fakes import FakeBackend, fake_synthesizer
 
 from mktts.audio import to_pcm16
-from mktts.commands import speak_all
-from mktts.commands.sentences import COLUMNS, Sentence, read_table
-from mktts.commands.speak_all import RETRIES, derived_seed, speak_into_folder
 from mktts.engine.many import Said
 from mktts.errors import BackendUnavailable, MkttsError, PromptError, SentencesError
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.synthesizer import Synthesizer
+from mktts.synth import Synthesizer, speak_all
+from mktts.synth.sentences import COLUMNS, Sentence, read_table
+from mktts.synth.speak_all import RETRIES, derived_seed, speak_into_folder
 
 RANDOM = ("--checkpoint", "random:tiny", "--device", "cpu", "--seed", "3")
 

@@ -24,7 +24,6 @@ from mktts.audio import encoded, require_format
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.commands.sentences import COLUMNS, NEEDED, Sentence, read_table
 from mktts.common import python_path, whole_number
 from mktts.engine.many import Asked, Said
 from mktts.engine.options import StreamOptions
@@ -40,10 +39,11 @@ from mktts.errors import (
 from mktts.model.sampling import MAX_SEED
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth.sentences import COLUMNS, NEEDED, Sentence, read_table
 
 if TYPE_CHECKING:
     from mktts.checkpoint import Checkpoint
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
 OUTPUTS = ("wav", "flac", "opus", "mp3")
 RETRIES = 3
@@ -166,7 +166,7 @@ class _RayActor:
 
     def __init__(self, source: str, revision: str | None, model: dict[str, Any], how: tuple[Any, ...]) -> None:
         from mktts.checkpoint import open_checkpoint
-        from mktts.synthesizer import Synthesizer
+        from mktts.synth import Synthesizer
 
         self._how, self._synthesizer = how, Synthesizer.load(open_checkpoint(source, revision), **model)
 
@@ -281,7 +281,7 @@ def _outcomes(
     arguments: argparse.Namespace, checkpoint: Checkpoint, folder: Path, left: list[Sentence]
 ) -> Iterator[Outcome]:
     """Many together wherever the backend allows it: nobody listens."""
-    from mktts.synthesizer import Synthesizer
+    from mktts.synth import Synthesizer
 
     engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
     model = {**loading(arguments), "engine": engine, "batch": BatchSettings(codec=arguments.codec_precision)}

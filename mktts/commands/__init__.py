@@ -1,1 +1,0 @@
-"""Commands that speak: say, speak-all, and voices from recordings."""
