@@ -261,13 +261,13 @@ def refusal(reason: Reason, arrival: Arrival, memory: Memory, open_streams: int,
     return error
 
 
-def measured_streams(frame_s: float, row_s: float) -> float:
-    """Listeners whose frames and prompts are made in time. frame_s: of one frame; row_s: of a prompt's row.
+def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
+    """Listeners whose frames and prompts are made in time. frame_s: of one frame; row_s: of a prompt's row; margin: of
+    the ticks' time that is used.
 
     Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the load benchmark.
     """
-    return MARGIN / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
+    return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
 
 
-MARGIN = 0.9  # of the ticks' time: the rest is for what comes unevenly
 _MEAN_ROWS, _MEAN_S = 32.0, 7.0

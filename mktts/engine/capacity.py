@@ -28,6 +28,7 @@ from mktts.model.sampling import Sampling
 FRAMES = 16  # of a measurement, for each number of lanes
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the most lanes of a tick, where it may have any number
 _HOST_S = 0.3e-3  # between two ticks
+_FEW, _QUICKER = 4, 0.8
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
@@ -63,7 +64,18 @@ def measure(runner: Runner, prompt: Any) -> Capacity:
     frame_s, count, tick_s = min(found[:-1] or found) if found[-1][2] > settings.max_tick_s else min(found)
     runner.reference_model = fit.model
     basis = f"measured {date.today().isoformat()}: {count} lanes in {1e3 * tick_s:.3g} ms"
-    return Capacity(round(measured_streams(frame_s, fit.model.row_s), 2), basis)
+    return Capacity(round(measured_streams(frame_s, fit.model.row_s, settings.margin), 2), basis)
+
+
+def outdated(runner: Runner, prompt: Any) -> bool:
+    """Whether ticks of few lanes are much quicker than the kept measurement says: the machine was busy then. In the
+    worker's thread."""
+    fit, expected = TickFit(runner.lanes.model), runner.reference_model
+    with borrowed(runner, _FEW) as slots:
+        tick_s = tick_times(runner.lanes, slots, prompt, fit)
+        bucket = runner.lanes.settings.bucket(runner.lanes.model, len(slots), 0)
+    context_rows = len(slots) * (len(prompt.embeds) + FRAMES // 2)
+    return tick_s < _QUICKER * expected.predict(*bucket, context_rows)
 
 
 def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
@@ -73,7 +85,7 @@ def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
     frame_s = (time.perf_counter() - begun_s) / FRAMES
     runner.reference_model = runner.model
     basis = f"measured {date.today().isoformat()}: a frame in {1e3 * frame_s:.3g} ms"
-    return Capacity(round(measured_streams(frame_s, 0.0), 2), basis)
+    return Capacity(round(measured_streams(frame_s, 0.0, runner.lanes.settings.margin), 2), basis)
 
 
 @contextlib.contextmanager

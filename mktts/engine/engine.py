@@ -248,6 +248,10 @@ class Engine:
         runner = self._runners.get("batch") or self._runners["single"]
         key = f"{self._capacity_key}; {runner.name}"
         found = None if renew else capacities.kept(key, runner)
+        if found is not None and not only_kept and runner.name == "batch":
+            self.warm_up(request)
+            if self._on_worker(lambda: capacities.outdated(runner, runner.voices.build(request))):
+                found = None
         if found is None and not only_kept:
             self.warm_up(request)
             if runner.name == "single":

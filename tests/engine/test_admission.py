@@ -208,5 +208,5 @@ def test_late_frames_in_slow_ticks_lower_the_capacity_and_only_quicker_ticks_rai
 
 def test_what_is_measured_becomes_streams_by_hand():
     # A frame in 2.5 ms is 32 listeners; a prompt of 32 rows of 0.1 ms every 7 s takes 0.46 ms a second of each.
-    assert measured_streams(2.5e-3, 0.0) == pytest.approx(0.9 * 32)
-    assert measured_streams(2.5e-3, 1e-4) == pytest.approx(0.9 / (1 / 32 + 32 * 1e-4 / 7))
+    assert measured_streams(2.5e-3, 0.0, 0.9) == pytest.approx(0.9 * 32)
+    assert measured_streams(2.5e-3, 1e-4, 0.9) == pytest.approx(0.9 / (1 / 32 + 32 * 1e-4 / 7))

@@ -39,7 +39,7 @@ def capacity_of(model: TickModel, ticks: TickSettings) -> float:
     sizes = ticks.sizes if ticks.buckets else range(1, ticks.max_lanes + 1)
     times_s = {count: model.predict(count, 0, 50 * count) for count in sizes}
     frame_s = min((tick_s + HOST_S) / count for count, tick_s in times_s.items() if tick_s <= ticks.max_tick_s)
-    return measured_streams(frame_s, model.row_s)
+    return measured_streams(frame_s, model.row_s, 0.9)
 
 
 def arrivals(
