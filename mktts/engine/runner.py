@@ -108,8 +108,8 @@ class TickPace:
 
     def __init__(self, believed: TickModel, width: int) -> None:
         """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
-        fit = TickFit if width > 1 else MeanTick
-        self._device, self._steps = fit(believed), fit(believed)
+        self._device = TickFit(believed) if width > 1 else MeanTick(believed)
+        self._steps = TickFit(believed) if width > 1 else None  # one stream's ticks have no pause between them
         self.model = self.step_model = believed
         self.early_s = _EARLY_S
 
@@ -117,7 +117,9 @@ class TickPace:
         """A tick was read. follows: it was launched while the one before it ran."""
         paused_s = made.idle_s if follows else 0.0
         self.model = self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
-        self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        self.step_model = self.model
+        if self._steps is not None:
+            self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
         if follows:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
@@ -403,22 +405,30 @@ class Runner:
     def _look_at_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
         board, streams = self._board, list(self._awake.values())
+        if len(streams) == 1:  # what looks at many takes a twentieth of a millisecond for one
+            (slot,), (stream,) = self._awake, streams
+            taken, frames = stream.taken_frames, int(board.frames_made[slot])
+            crowded = frames - taken >= stream.buffer_frames
+            if crowded or stream.watched or board.full[slot]:
+                self._look_at_reader(slot, stream, frames, crowded)
+            if board.frames_taken[slot] != taken:
+                board.frames_taken[slot], board.taken_s[slot] = taken, now_s
+            return
         slots = np.fromiter(self._awake, np.int64, len(streams))
         taken = np.array([stream.taken_frames for stream in streams], np.int64)
         watched = np.array([stream.watched for stream in streams], bool)
         frames = board.frames_made[slots]
         crowded = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
         for index in np.flatnonzero(crowded | watched | board.full[slots]).tolist():
-            slot, stream = int(slots[index]), streams[index]
-            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-            read = crowded[index] or watched[index]
-            full = bool(
-                (crowded[index] and stream.unread) or (read and stream.full(frames[index] - stream.made_frames))
-            )
-            self._room |= full and not board.full[slot]  # it may be no listener any more
-            board.full[slot] = full
-            stream.set_idle(full)
+            self._look_at_reader(int(slots[index]), streams[index], int(frames[index]), bool(crowded[index]))
         board.read(slots, taken, now_s)
+
+    def _look_at_reader(self, slot: int, stream: Utterance, frames: int, crowded: bool) -> None:
+        # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+        full = (crowded and stream.unread) or ((crowded or stream.watched) and stream.full(frames - stream.made_frames))
+        self._room |= full and not self._board.full[slot]  # it may be no listener any more
+        self._board.full[slot] = full
+        stream.set_idle(full)
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""

@@ -227,7 +227,7 @@ def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples
 
     options = StreamOptions(guard=Guard.off())
     with Synthesizer.load(tiny, device="cuda", backend="torch") as synthesizer:
-        assert isinstance(synthesizer._models.any().codec, GraphedCodec)
+        assert isinstance(synthesizer.engine.runners["single"].lanes.codec, GraphedCodec)
         synthesizer.warm_up()
         speaker = next(iter(tiny.config.speakers))
         with synthesizer.stream("Words.", speaker=speaker, seed=0, max_frames=31, options=options) as stream:

@@ -240,7 +240,7 @@ def test_only_the_worker_uses_the_cpu_threads_asked_for(tiny, asked, used, monke
 def test_every_type_warms_up(request, checkpoint):
     with Synthesizer.load(request.getfixturevalue(checkpoint), device="cpu") as synth:
         synth.warm_up()
-        assert len(synth.standing) == 2 and all(sum(one.ticks.counts) for one in synth.standing.values())
+        assert len(synth.stats) == 2 and all(sum(one.ticks.counts) for one in synth.stats.values())
     with pytest.raises(EngineError):
         synth.warm_up()
 
@@ -399,12 +399,11 @@ def synthesizer(request, tiny_base):
 def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
     """Which caches hold something of the voice."""
     found = set()
-    for model, engine in synthesizer._models.each():
-        primed = model.primed if engine == "single" else model.lanes._primed
+    for engine, runner in synthesizer.engine.runners.items():
+        primed = runner.lanes.primed if engine == "single" else runner.lanes._primed
         found |= {"codec"} if id(of.codes) in primed._states else set()
-        found |= {"rows"} if any(of.digest in key for key in model.prompts._heads) else set()
-        if engine == "batch":
-            found |= {"pages"} if model.lanes.pages.known(lambda key: of.digest in key) else set()
+        found |= {"rows"} if any(of.digest in key for key in runner.voices.prompts._heads) else set()
+        found |= {"pages"} if runner.lanes.pages.known(lambda key: of.digest in key) else set()
     return found
 
 
@@ -434,7 +433,7 @@ def reading(request):
 
 
 def test_known_text_is_given_to_the_model_as_words_and_cut_by_their_length(reading):
-    built = reading._models.any().prompts.built
+    built = reading._prompts.built
     reading.say("DR. Smith paid $12")
     assert built == ["Doctor smith paid twelve dollars."]
     reading._whole_chars = 100
@@ -454,7 +453,7 @@ def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading
             session.feed(piece)
         session.finish()
         session.read()
-    (prompt,) = reading._models.any().prompts.opened
+    (prompt,) = reading._prompts.opened
     assert prompt.text == "I pay twelve dollars and fifty cents on january fifth to doctor no."
     with reading.open(options=ONE) as session:
         session.feed("… 😀")
