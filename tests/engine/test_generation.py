@@ -1,9 +1,9 @@
-"""One utterance, step by step, without threads, its text known or fed; and the options of a stream."""
+"""One utterance, step by step, without threads; and the options of a stream."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -21,7 +21,6 @@ from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
-from mktts.text.split import SEGMENT_CHARS
 
 HELLO = "Hello."
 NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
@@ -173,70 +172,6 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
     ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
     assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
-
-
-# ---- fed text
-
-
-def fed(runner: Runner) -> tuple[Utterance, Writer]:
-    script = runner.voices.later(Request(""), SEGMENT_CHARS)
-    utterance = taken(runner, script, Plan(Sampling(), 5, None, OFF))
-    return utterance, Writer(script, utterance)
-
-
-@dataclass
-class Writer:
-    """Feeds a script as a session does, and the runner hears of it at once."""
-
-    script: Script
-    utterance: Utterance
-
-    def feed(self, piece: str) -> None:
-        self.script.feed(piece)
-        self.utterance.runner.update(self.utterance)
-
-    def finish(self) -> None:
-        self.script.finish()
-        self.utterance.runner.update(self.utterance)
-
-
-def test_the_model_steps_as_far_as_the_text_goes_and_hands_out_what_it_has():
-    backend = FakeBackend(eos_after=12)
-    utterance, script = fed(fake_single(backend))
-    script.feed("abcdef")  # a token a character: the first is in the prompt, five more frames follow
-    chunks = run(utterance)
-    assert utterance.idle and utterance.finish_reason is None
-    assert len(utterance.codes) == 6 == backend.entered
-    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 2]  # the last one early: the listener need not wait
-    script.feed("gh")
-    chunks += run(utterance)
-    assert (len(utterance.codes), utterance.finish_reason) == (8, None)
-    script.finish()
-    chunks += run(utterance)
-    assert (len(utterance.codes), utterance.finish_reason) == (12, "eos")
-    assert sum(chunk.frames for chunk in chunks) == 12
-
-
-def test_text_that_comes_after_end_of_speech_is_spoken_too():
-    model = fake_single(FakeBackend(eos_after=3))
-    utterance, script = fed(model)
-    script.feed("Hello there")
-    run(utterance)
-    assert (len(utterance.codes), utterance.finish_reason) == (3, None)
-    script.feed(" you")
-    script.finish()
-    run(utterance)
-    assert [prompt.text for prompt in model.voices.prompts.opened] == ["Hello there", "you"]
-    assert (len(utterance.codes), utterance.finish_reason) == (6, "eos")
-
-
-def test_the_end_of_the_text_after_the_last_frame_ends_the_utterance():
-    utterance, script = fed(fake_single(FakeBackend(eos_after=2)))
-    script.feed("abc")
-    run(utterance)
-    assert utterance.idle
-    script.finish()
-    assert run(utterance) == [] and utterance.finish_reason == "eos"
 
 
 # ---- options
