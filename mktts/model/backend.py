@@ -106,7 +106,7 @@ def device_named(name: str | torch.device) -> torch.device:
         raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise BackendUnavailable(
             f"device {name!r} was asked for and torch sees {torch.cuda.device_count()}: name another"
         )

@@ -90,7 +90,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
         document["settings"]["random_weights"] = subject.random_weights
         document |= {"points": [], "figures": {}, "missing": {}}
-        extra = {"capacity_said": {**subject.capacity(arguments.capacity), "unit": "listeners", "n": 1}}
+        said = subject.capacity(arguments.capacity)
+        extra = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in () if only_capacity else listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)

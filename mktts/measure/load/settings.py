@@ -105,7 +105,8 @@ class LoadSettings:
         rng = np.random.default_rng(self.seed)
         low, high = self.frames
         if self.burst:
-            return [(self.warm_s + _BURST_S * i / listeners, (low + high) // 2) for i in range(listeners)]
+            at_s = self.warm_s + (10 + np.arange(listeners) / listeners) * _BURST_S  # in the held time, all of them
+            return [(float(one_s), (low + high) // 2) for one_s in at_s]
         mean_s = (low + high) / 2 / FRAME_RATE_HZ
         found = [
             (at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))
