@@ -32,8 +32,6 @@ RECOGNISER_RATE_HZ = 16_000
 _TITLES = {"mr": "mister", "mrs": "missus", "dr": "doctor"}
 _YEARS = range(1_100, 2_000)  # four digits that are read in pairs
 _LONGEST_DIGITS = 9  # of a number without commas; more are read one by one
-_DRAWS = 10_000
-_TAIL_PERCENT = 2.5
 _HALF_TAPS = 96  # of the low pass
 _CUTOFF = 0.95  # of the recogniser's Nyquist frequency
 
@@ -104,32 +102,6 @@ class Recogniser:
         return found.hypstr if found else ""
 
 
-class ClosedRecogniser(Recogniser):
-    """The recogniser that hears one of a few texts, whichever fits best: a test of what was said, not of how well."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        """texts: of words in lower case. Words that the dictionary lacks are passed over.
-
-        Raises BackendUnavailable without pocketsphinx, MetricsError where no text has a word that it knows.
-        """
-        super().__init__(None)
-        self.name = f"choice {_digest(texts)}"
-        self._texts: dict[str, str] = {}  # as the grammar has them -> as given; of two that look the same the first
-        for text in texts:
-            known = " ".join(word for word in text.split() if self.knows(word))
-            if known:
-                self._texts.setdefault(known, text)
-        if not self._texts:
-            raise MetricsError(f"expected texts with words of the recogniser's dictionary, got {list(texts)[:3]}")
-        grammar = f"#JSGF V1.0;\ngrammar choice;\npublic <choice> = {' | '.join(self._texts)} ;\n"
-        self._decoder.add_jsgf_string("choice", grammar)
-        self._decoder.activate_search("choice")
-
-    def hear(self, pcm: np.ndarray) -> str:
-        """float32 (n,) at 24 kHz -> the text as it was given, "" where none fits."""
-        return self._texts.get(super().hear(pcm), "")
-
-
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:
     """The different words of all sentences, sorted."""
     return sorted({word for text in sentences for word in words(text)})
@@ -174,20 +146,3 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
 def errors_by_sound(said: str, heard: str, sound: Callable[[str], str]) -> int:
     """Errors between two texts where words of one `sound` are one word: "to" and "two" count as the same."""
     return word_errors([sound(word) for word in words(said)], [sound(word) for word in words(heard)])
-
-
-def rate_ratio(teacher: Sequence[int], student: Sequence[int], seed: int = 0) -> tuple[float, float, float] | None:
-    """Ratio of two error rates on the same sentences, and its 95 % interval (percentile bootstrap over sentences).
-
-    teacher, student: errors of each sentence. None where the teacher made no error: there is no ratio then. Draws in
-    which it made none are left out. Raises MetricsError where the sentences are not the same number, or none.
-    """
-    if len(teacher) != len(student) or not len(teacher):
-        raise MetricsError(f"expected errors of the same sentences, got {len(teacher)} and {len(student)}")
-    a, b = np.asarray(teacher, np.float64), np.asarray(student, np.float64)
-    if not a.sum():
-        return None
-    drawn = np.random.default_rng(seed).integers(len(a), size=(_DRAWS, len(a)))
-    below, above = a[drawn].sum(1), b[drawn].sum(1)
-    low, high = np.percentile(above[below > 0] / below[below > 0], (_TAIL_PERCENT, 100 - _TAIL_PERCENT))
-    return float(b.sum() / a.sum()), float(low), float(high)

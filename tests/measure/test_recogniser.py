@@ -7,12 +7,10 @@ import pytest
 from absent import needs
 
 from mktts.agent.user_speech import load
-from mktts.errors import MetricsError
 from mktts.measure.recogniser import (
     Recogniser,
     errors_by_sound,
     loop_model,
-    rate_ratio,
     to_16_khz,
     vocabulary_of,
     word_errors,
@@ -46,16 +44,6 @@ def test_words_of_one_sound_are_one_word():
     sound = {"to": "T UW", "two": "T UW"}
     assert errors_by_sound("To me.", "two me", lambda word: sound.get(word, word)) == 0
     assert errors_by_sound("To me.", "two we", lambda word: sound.get(word, word)) == 1
-
-
-def test_ratio_of_rates_and_its_interval():
-    assert rate_ratio([1, 2, 0], [2, 4, 0]) == (2.0, 2.0, 2.0)
-    assert rate_ratio([0, 0], [1, 0]) is None
-    drawn = np.random.default_rng(3)
-    few, many = (rate_ratio(drawn.poisson(1, n), drawn.poisson(1.5, n)) for n in (10, 250))
-    assert many[1] < 1.5 < many[2] and many[2] - many[1] < 0.4 * (few[2] - few[1])  # narrows as 1 / sqrt(n): a fifth
-    with pytest.raises(MetricsError):
-        rate_ratio([1], [1, 2])
 
 
 def test_a_tone_at_16_khz_keeps_frequency_phase_and_level_and_what_would_fold_is_gone():
