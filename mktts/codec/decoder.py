@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
 from mktts.errors import CodecError
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
 
@@ -41,26 +41,27 @@ class CodecState:
     @property
     def keys(self) -> Tensor:
         """(layers, heads, window - 1, head_dim), rotated, oldest first."""
-        return self._views[0]
+        return self.views[0][0]
 
     @property
     def values(self) -> Tensor:
         """As `keys`."""
-        return self._views[1]
+        return self.views[1][0]
 
     @property
     def history(self) -> tuple[Tensor, ...]:
         """(P, C) rows before each layer that looks back, in the order of the pass."""
-        return self._views[2:-1]
+        return tuple(rows[0] for rows in self.views[2:-1])
 
     @property
     def position(self) -> Tensor:
         """() int64: frames decoded, on the device."""
-        return self._views[-1]
+        return self.views[-1][0]
 
     @cached_property
-    def _views(self) -> tuple[Tensor, ...]:
-        return self.layout.views(self.flat)
+    def views(self) -> tuple[Tensor, ...]:
+        """All tensors, as of a batch of one stream."""
+        return self.layout.views(self.flat[None])
 
     def copy(self) -> CodecState:
         """A second stream that continues from here."""
@@ -69,7 +70,7 @@ class CodecState:
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._views)
+        return sum(tensor.nbytes for tensor in self.views)
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class StateLayout:
         return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position in `flat` (bytes,) uint8."""
+        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...)."""
         shapes = (self.cache, self.cache, *self.history, ())
         return tuple(
-            flat[start : start + count * dtype.itemsize].view(dtype).view(shape)
+            flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)
             for (start, count, dtype), shape in zip(self.places, shapes, strict=True)
         )
 
@@ -223,24 +224,32 @@ class CodecDecoder(StreamingCodec):
         tables = torch.cat([_codebook(tensors, book, precision) for book in books]).to(device, dtype)
         self.first_row = torch.arange(NUM_CODEBOOKS, device=device) * config.codebook_size
         self.book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
-        self.pre_conv = CausalConv.load(w, "pre_conv")
+        self.pre_conv = CausalConv.load(w, "pre_conv", rows=1)
         self.transformer = CodecTransformer(config, w, "pre_transformer")
         self.stages = _stages(config, w)
         self.last_snake = SnakeBeta.load(w, f"decoder.{len(config.upsample_rates) + 1}")
-        self.last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}")
+        self.last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}", SAMPLES_PER_FRAME)
         layers = (self.pre_conv, *self.stages, self.last_conv)
         shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
         super().__init__(config, tables, StateLayout(self.transformer.cache_shape, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        history = iter(state.history)
-        x = F.embedding(codes + self.first_row, self.books)  # (T, 16, codebook_dim / 2)
-        x = self.book_out[0](x[:, 0]) + self.book_out[1](x[:, 1:].sum(1))
-        x = self.transformer(self.pre_conv(x, history), state.keys, state.values, state.position)
+        return self.together(codes[None], state.views)[0]
+
+    def together(self, codes: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """The next T frames of B streams: codes (B, T, 16) int64 -> PCM (B, T * 1920) float32.
+
+        states: as of `StateLayout.views`, updated in place.
+        """
+        keys, values, *histories, position = states
+        history = iter(histories)
+        x = F.embedding(codes + self.first_row, self.books)  # (B, T, 16, codebook_dim / 2)
+        x = self.book_out[0](x[:, :, 0]) + self.book_out[1](x[:, :, 1:].sum(2))
+        x = self.transformer(self.pre_conv(x, history), keys, values, position)
         for stage in self.stages:
             x = stage(x) if isinstance(stage, SnakeBeta) else stage(x, history)
-        pcm = self.last_conv(self.last_snake(x), history)
-        return pcm[:, 0].float().clamp_(-1.0, 1.0)
+        pcm = self.last_conv.over(self.last_snake.extended(x, history))
+        return pcm[:, :, 0].float().clamp_(-1.0, 1.0)
 
 
 class _Moved(dict[str, Tensor]):
@@ -257,11 +266,12 @@ def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:
     stages: list = []
     for i, stride in enumerate(config.upsampling_ratios):
         stages += [Upsampling.load(w, f"upsample.{i}.0", stride), ConvNeXt.load(w, f"upsample.{i}.1")]
-    stages.append(CausalConv.load(w, "decoder.0"))
+    rows = math.prod(config.upsampling_ratios)
+    stages.append(CausalConv.load(w, "decoder.0", rows))
     for i, stride in enumerate(config.upsample_rates, start=1):
-        block = f"decoder.{i}.block"
+        block, rows = f"decoder.{i}.block", rows * stride
         stages += [SnakeBeta.load(w, f"{block}.0"), Upsampling.load(w, f"{block}.1", stride)]
-        stages += [ResidualUnit.load(w, f"{block}.{j}", d) for j, d in enumerate(config.dilations, start=2)]
+        stages += [ResidualUnit.load(w, f"{block}.{j}", rows, d) for j, d in enumerate(config.dilations, start=2)]
     return stages
 
 

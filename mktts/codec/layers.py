@@ -1,15 +1,16 @@
-"""Layers of the streaming codec decoder, on channels-last signals (L, C) of one stream.
+"""Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams.
 
-Every layer is causal. One that looks back takes `history`, an iterator over the state's tensors: it takes the next
-one, reads the rows that came before `x`, and writes the newest rows back in place, so addresses never change and
+Every layer is causal. One that looks back takes `history`, an iterator over the states' tensors (B, P, C): it takes the
+next one, reads the rows that came before `x`, and writes the newest rows back in place, so addresses never change and
 nothing depends on data: the whole pass can be captured in a CUDA graph.
-Convolutions are matrix products: no layout copies on CPU, and no TF32 on CUDA, where cuDNN would use it by default.
+On a CPU in fp32 a frame's last bits depend neither on the streams nor on the frames that it is decoded with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +26,21 @@ CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
 # Below, MKL sums in another order: one row on all processors, two and three on some (AMD, with AVX-512).
 LEAST_ROWS = 4
 _LONGEST_SUM = 768  # terms
+_LONG_ROWS = 64  # of a frame, from which on copied windows cost more than a convolution
+_WIDTH = 96  # of rows that elementwise operators take
 
 
 def extended(x: Tensor, history: History) -> Tensor:
-    """`x` (L, C) with the P rows before it: (P + L, C). The history (P, C) then holds the newest P rows."""
+    """`x` (B, L, C) with the P rows before it: (B, P + L, C). The history (B, P, C) then holds the newest P rows."""
     rows = next(history)
-    whole = torch.cat((rows, x))
-    rows.copy_(whole[len(x) :])
+    whole = torch.cat((rows, x), 1)
+    rows.copy_(whole[:, x.shape[1] :])
     return whole
+
+
+def at_once(channels: int, most: int) -> int:
+    """How many rows of so many channels are taken as one, of at most `most` columns."""
+    return max(times for times in (1, 2, 4, 8) if times == 1 or times * channels <= most)
 
 
 def filled_up(x: Tensor) -> Tensor:
@@ -59,17 +67,17 @@ class Linear:
         weight = tensors[f"{name}.weight"]
         return cls(weight.flatten(1).t().contiguous(), tensors[f"{name}.bias"] if bias else None)
 
-    def __call__(self, *parts: Tensor) -> Tensor:
-        """`parts` (L, n each, `in` in all) -> (L, out)."""
-        if parts[0].device.type != "cpu" or parts[0].dtype == torch.bfloat16:
-            return self._product(torch.cat(parts, 1) if len(parts) > 1 else parts[0], self.weight)
-        rows, y, row = len(parts[0]), None, 0
-        for x in (piece for part in parts for piece in part.split(_LONGEST_SUM, 1)):
-            x = filled_up(x)
-            weight = self.weight[row : row + x.shape[1]]
-            row += x.shape[1]
-            y = self._product(x, weight) if y is None else y.addmm_(x, weight)
-        return y[:rows]
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` (..., in) -> (..., out)."""
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type != "cpu" or x.dtype == torch.bfloat16:
+            return self._product(rows, self.weight).view(*x.shape[:-1], -1)
+        count, y, first = len(rows), None, 0
+        for piece in filled_up(rows).split(_LONGEST_SUM, 1):
+            weight = self.weight[first : first + piece.shape[1]]
+            first += piece.shape[1]
+            y = self._product(piece, weight) if y is None else y.addmm_(piece, weight)
+        return y[:count].view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight if self.bias is None else torch.addmm(self.bias, x, weight)
@@ -77,25 +85,48 @@ class Linear:
 
 @dataclass(frozen=True)
 class CausalConv:
-    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j]."""
+    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j].
+
+    A product of copied windows; on a CPU, where that costs more, oneDNN's convolution, whose sums no length changes. On
+    CUDA never: cuDNN would use TF32 by default.
+    """
 
     taps: Linear  # (k * C in, C out)
     kernel: int
     dilation: int
+    long: bool  # whether a frame has many rows for the size of the weights
 
     @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], name: str, dilation: int = 1) -> CausalConv:
+    def load(cls, tensors: Mapping[str, Tensor], name: str, rows: int, dilation: int = 1) -> CausalConv:
+        """rows: that a frame has."""
         weight = tensors[f"{name}.conv.weight"]  # (C out, C in, k)
         taps = weight.permute(2, 1, 0).reshape(-1, len(weight))
-        return cls(Linear(taps.contiguous(), tensors[f"{name}.conv.bias"]), weight.shape[2], dilation)
+        bias = tensors[f"{name}.conv.bias"]
+        return cls(Linear(taps.contiguous(), bias), weight.shape[2], dilation, rows >= _LONG_ROWS)
 
     @property
     def history_shapes(self) -> list[Shape]:
         return [((self.kernel - 1) * self.dilation, len(self.taps.weight) // self.kernel)]
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
-        whole = extended(x, history)
-        return self.taps(*(whole[j * self.dilation :][: len(x)] for j in range(self.kernel)))
+        return self.over(extended(x, history))
+
+    def over(self, whole: Tensor) -> Tensor:
+        """`whole` (B, P + L, C in), contiguous -> (B, L, C out)."""
+        if self.long and whole.device.type == "cpu" and whole.dtype == torch.float32:
+            image, dilation = whole.transpose(1, 2)[:, :, None], (1, self.dilation)
+            y = torch.mkldnn_convolution(image, self._image, self.taps.bias, (0, 0), (1, 1), dilation, 1)
+            return y[:, :, 0].transpose(1, 2)
+        streams, rows, channels = whole.shape
+        shape = streams, rows - (self.kernel - 1) * self.dilation, self.kernel, channels
+        windows = whole.as_strided(shape, (whole.stride(0), channels, self.dilation * channels, 1))
+        return self.taps(windows.reshape(*shape[:2], -1))
+
+    @cached_property
+    def _image(self) -> Tensor:
+        """The weights of a convolution of images of one line: (C out, C in, 1, k)."""
+        image = self.taps.weight.unflatten(0, (self.kernel, -1)).permute(2, 1, 0)[:, :, None]
+        return image.contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -125,10 +156,9 @@ class Upsampling:
     def __call__(self, x: Tensor, history: History) -> Tensor:
         if self.history_shapes:
             whole = extended(x, history)
-            y = self.linear(whole[:-1], whole[1:])
-        else:
-            y = self.linear(x)
-        return y.view(-1, self.c_out)
+            # a row and the one before it lie side by side
+            x = whole.as_strided((*x.shape[:2], 2 * self.c_in), whole.stride())
+        return self.linear(x).view(len(x), -1, self.c_out)
 
 
 @dataclass(frozen=True)
@@ -142,9 +172,32 @@ class SnakeBeta:
     def load(cls, tensors: Mapping[str, Tensor], name: str) -> SnakeBeta:
         return cls(tensors[f"{name}.alpha"].exp(), 1.0 / (tensors[f"{name}.beta"].exp() + 1e-9))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        wave = (x * self.frequency).sin_().square_()
-        return torch.addcmul(x, wave, self.magnitude)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x` (..., L, C), contiguous -> (..., L, C), into `out` where that is given, which may be `x`."""
+        frequency, magnitude = self._wide
+        if x.shape[-2] * x.shape[-1] % len(frequency):
+            frequency, magnitude = self.frequency, self.magnitude
+        out = torch.empty_like(x) if out is None else out
+        wide, wide_out = (signal.view(*x.shape[:-2], -1, len(frequency)) for signal in (x, out))
+        wave = (wide * frequency).sin_().square_()
+        torch.addcmul(wide, wave, magnitude, out=wide_out)
+        return out
+
+    def extended(self, x: Tensor, history: History) -> Tensor:
+        """`extended` of what this makes of `x`."""
+        rows = next(history)
+        before = rows.shape[1]
+        whole = x.new_empty(len(x), before + x.shape[1], x.shape[2])
+        whole[:, :before] = rows
+        self(x, whole[:, before:])
+        rows.copy_(whole[:, x.shape[1] :])
+        return whole
+
+    @cached_property
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """For several rows as one: twelve channels by themselves would leave a processor's vectors half empty."""
+        times = at_once(len(self.frequency), _WIDTH)
+        return self.frequency.repeat(times), self.magnitude.repeat(times)
 
 
 @dataclass(frozen=True)
@@ -157,10 +210,11 @@ class ResidualUnit:
     mix: Linear
 
     @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], name: str, dilation: int) -> ResidualUnit:
+    def load(cls, tensors: Mapping[str, Tensor], name: str, rows: int, dilation: int) -> ResidualUnit:
+        """rows: that a frame has."""
         return cls(
             SnakeBeta.load(tensors, f"{name}.act1"),
-            CausalConv.load(tensors, f"{name}.conv1", dilation),
+            CausalConv.load(tensors, f"{name}.conv1", rows, dilation),
             SnakeBeta.load(tensors, f"{name}.act2"),
             Linear.load(tensors, f"{name}.conv2.conv"),
         )
@@ -170,7 +224,8 @@ class ResidualUnit:
         return self.conv.history_shapes
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
-        return self.mix(self.second(self.conv(self.first(x), history))).add_(x)
+        h = self.conv.over(self.first.extended(x, history))
+        return self.mix(self.second(h, h)).add_(x)
 
 
 @dataclass(frozen=True)
@@ -202,8 +257,9 @@ class ConvNeXt:
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
         k, channels = self.taps.shape
-        windows = extended(x, history).as_strided((len(x), k, channels), (channels, channels, 1))
-        h = (windows * self.taps).sum(1) + self.bias
+        whole = extended(x, history)
+        windows = whole.as_strided((*x.shape[:2], k, channels), (*whole.stride()[:2], channels, 1))
+        h = (windows * self.taps).sum(2) + self.bias
         h = F.layer_norm(h, (channels,), *self.norm, eps=CONVNEXT_EPS)
         return torch.addcmul(x, self.shrink(F.gelu(self.expand(h))), self.gamma)
 
@@ -230,18 +286,21 @@ class CodecTransformer:
         return c.num_hidden_layers, c.num_attention_heads, c.sliding_window - 1, c.head_dim
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """`x` (n, latent), the first row at `position` (). Updates keys, values and position in place."""
-        steps = torch.arange(len(x), device=x.device)
-        angle = torch.outer((steps + position).float(), self.inverse_frequency)  # fp32, as upstream
-        angle = torch.cat((angle, angle), -1)
-        rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        """`x` (B, n, latent), each stream's first row at its `position` (B,).
+
+        Updates keys and values (B, layers, heads, window - 1, head_dim) and position in place.
+        """
+        at = position[:, None] + torch.arange(x.shape[1], device=x.device)
+        angle = at[..., None].float() * self.inverse_frequency  # fp32, as upstream
+        angle = torch.cat((angle, angle), -1)[:, :, None, None]
+        rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # (B, n, 1, 1, head_dim)
         window = self.config.sliding_window
         before = window - 1 - torch.arange(window, device=x.device)  # how far back each place of the window lies
-        absent = before > (steps + position)[:, None]  # (n, window): places before the first frame
+        absent = (before > at[..., None])[:, None, :, None]  # (B, 1, n, 1, window): places before the first frame
         x = self.input(x)
-        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+        for layer, layer_keys, layer_values in zip(self.layers, keys.unbind(1), values.unbind(1), strict=True):
             x = layer(x, layer_keys, layer_values, rotary, absent)
-        position += len(x)
+        position += x.shape[1]
         return self.output(rms_norm(x, self.norm, self.config.rms_norm_eps))
 
 
@@ -282,30 +341,32 @@ class AttentionLayer:
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], absent: Tensor
     ) -> Tensor:
-        """`x` (n, hidden); `keys` and `values` (heads, window - 1, head_dim) move on by n places."""
-        n, (heads, _, head_dim) = len(x), keys.shape
-        q, k, v = self.qkv(rms_norm(x, self.input_norm, self.eps)).view(n, 3, heads, head_dim).permute(1, 2, 0, 3)
-        k, v = torch.cat((keys, rotate(k, *rotary)), 1), torch.cat((values, v), 1)
-        keys.copy_(k[:, n:])
-        values.copy_(v[:, n:])
-        attended = window_attention(rotate(q, *rotary), k, v, absent)
-        x = torch.addcmul(x, self.out(attended.transpose(0, 1).reshape(n, -1)), self.attention_scale)
+        """`x` (B, n, hidden); `keys` and `values` (B, heads, window - 1, head_dim) move on by n places."""
+        (streams, n, _), (heads, _, head_dim) = x.shape, keys.shape[1:]
+        qkv = self.qkv(rms_norm(x, self.input_norm, self.eps)).view(streams, n, 3, heads, head_dim)
+        q, k = rotate(qkv[:, :, :2], *rotary).permute(2, 0, 3, 1, 4)
+        k, v = torch.cat((keys, k), 2), torch.cat((values, qkv[:, :, 2].transpose(1, 2)), 2)
+        keys.copy_(k[:, :, n:])
+        values.copy_(v[:, :, n:])
+        attended = window_attention(q, k, v, absent).transpose(1, 2).reshape(streams, n, -1)
+        x = torch.addcmul(x, self.out(attended), self.attention_scale)
         gate, up = self.gate_up(rms_norm(x, self.post_norm, self.eps)).chunk(2, -1)
         return torch.addcmul(x, self.down(F.silu(gate) * up), self.mlp_scale)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, absent: Tensor) -> Tensor:
-    """Attention of query t to keys t .. t + window - 1: (heads, n, head_dim).
+    """Attention of query t to keys t .. t + window - 1: (B, heads, n, head_dim).
 
-    `q` (heads, n, head_dim); `k`, `v` (heads, window - 1 + n, head_dim); `absent` (n, window) is True before frame 0.
-    Every query sees its own copy of its window, so its sums do not depend on how many queries come with it.
+    `q` (B, heads, n, head_dim); `k`, `v` (B, heads, window - 1 + n, head_dim); `absent` (B, 1, n, 1, window) is True
+    before frame 0. Every query sees its own copy of its window, so its sums do not depend on how many queries come
+    with it.
     """
-    window = absent.shape[1]
+    window = absent.shape[-1]
     blocks = []
-    for start in range(0, q.shape[1], _QUERY_BLOCK):
+    for start in range(0, q.shape[2], _QUERY_BLOCK):
         block = slice(start, start + _QUERY_BLOCK)
-        keys, values = (t.unfold(1, window, 1)[:, block].transpose(2, 3).contiguous() for t in (k, v))
-        scores = (q[:, block, None] * q.shape[-1] ** -0.5) @ keys.transpose(2, 3)  # (heads, n, 1, window)
-        scores = scores.masked_fill(absent[block, None], -torch.inf).softmax(-1)
-        blocks.append((scores @ values)[:, :, 0])
-    return torch.cat(blocks, 1)
+        keys, values = (t.unfold(2, window, 1)[:, :, block].transpose(3, 4).contiguous() for t in (k, v))
+        scores = (q[:, :, block, None] * q.shape[-1] ** -0.5) @ keys.transpose(3, 4)  # (B, heads, n, 1, window)
+        scores = scores.masked_fill_(absent[:, :, block], -torch.inf).softmax(-1)
+        blocks.append((scores @ values)[:, :, :, 0])
+    return torch.cat(blocks, 2)
