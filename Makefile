@@ -29,9 +29,13 @@ STRIP := -m nbstripout --keep-id --extra-keys "metadata.papermill metadata.widge
   cell.metadata.execution $(LANGUAGE_INFO:%=metadata.language_info.%)"
 CLEAN = p="$(abspath $(BIN))/python"; if [ -x "$$p" ]; then "$$p" $(STRIP); else cat; fi
 REFERENCE_RUNS := outputs/reference-runs
+SPOKEN := This voice comes with the program. Its model is small enough for two processor cores, and it begins to speak \
+  long before the sentence has been computed. Every eighty milliseconds it chooses sixteen numbers, and they become \
+  sound. The notebooks show how that works, step by step, from the first word down to one kernel on a graphics card.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab site lint format docs bench load clean-nb reference
+.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab site lint format docs bench load clean-nb
+.PHONY: bare reference
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
@@ -107,11 +111,19 @@ format: $(STAMP) ## ruff, changing files
 clean-nb: $(STAMP) ## take outputs and run metadata out of the notebooks
 	$(BIN)/python $(STRIP) $(NOTEBOOKS)
 
+# Outside the checkout, of which git has to clone what is committed.
+bare: ## 01 and 04 as Colab runs them, in a fresh environment with pip alone: minutes, and its PyTorch
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && $(PYTHON) -m venv . && \
+	bin/python -m pip install --quiet "$(TORCH)" ipykernel papermill && \
+	for name in 01_one_frame 04_streaming; do env -u PYTHONPATH bin/python -m papermill "$(CURDIR)/notebooks/$$name.ipynb" \
+	  $$name.ipynb -p REPOSITORY "$(CURDIR)" -k python3 || exit 1; done
+
 # The grid runs first, so that 10_report has it to report on.
-reference: $(STAMP) ## replace the notebooks' reference results, the agent's picture and the README's figures by new ones
+reference: $(STAMP) ## replace the notebooks' reference results, what the README shows and its figures by new ones
 	rm -rf $(REFERENCE_RUNS)
 	$(BIN)/python -m mktts run notebooks/05_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
 	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2 --set REPEATS=3
 	$(BIN)/python -m mktts run $(NOTEBOOKS) --out $(REFERENCE_RUNS)/runs --publish outputs/reference $(RUN_ARGS)
+	$(BIN)/python -m mktts say "$(SPOKEN)" --speaker rms --seed 0 -o outputs/reference/spoken.mp3
 	PYTHONPATH=tests $(BIN)/python tests/agent/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py

@@ -104,23 +104,16 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
 def recording(path: Path, label: str, *, random_weights: bool) -> None:
     """Shows the sound file `path` with an audio element that holds all of it, as MP3.
 
-    Raises MkttsError where it cannot be read. Without soundfile, or one without MP3, the file is named only.
+    Raises MkttsError where it cannot be read.
     """
     notes = [path.name, *([RANDOM_WEIGHTS] if random_weights else [])]
-    try:
-        data, mime = as_mp3(path), "audio/mpeg"
-    except ImportError:
-        data, mime = b"", ""
-    _show_audio(label, notes, path.name, data, mime)
+    _show_audio(label, notes, path.name, as_mp3(path), "audio/mpeg")
 
 
 def as_mp3(path: Path) -> bytes:
-    """The sound file `path` as MP3, its channels and rate kept. Raises MkttsError where it cannot be read, ImportError
-    without a soundfile that writes MP3."""
+    """The sound file `path` as MP3, its channels and rate kept. Raises MkttsError where it cannot be read."""
     import soundfile
 
-    if "MP3" not in soundfile.available_formats():
-        raise ImportError("this soundfile does not write MP3")
     try:
         samples, rate_hz = soundfile.read(path, dtype="float32")
     except (soundfile.SoundFileError, OSError) as error:
@@ -172,8 +165,8 @@ def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: 
     """`name`, of the sound file in the run's folder, is the element's title: `publish` makes a link of it."""
     about = ", ".join(notes)
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
-    player = f'<br><audio controls title="{html.escape(name)}" src="{source}"></audio>' if data else ""
-    _show_html(f"<b>{html.escape(label)}</b> ({html.escape(about)}){player}", f"{label} ({about})")
+    player = f'<audio controls title="{html.escape(name)}" src="{source}"></audio>'
+    _show_html(f"<b>{html.escape(label)}</b> ({html.escape(about)})<br>{player}", f"{label} ({about})")
 
 
 # ---- widgets

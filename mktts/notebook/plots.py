@@ -55,7 +55,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",
 }
-DPI = 144
+DPI = 120
 DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as large as the notebook's
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
 BESIDE = {"textcoords": "offset points", "va": "center"}  # of a note to the right of a point
@@ -138,8 +138,8 @@ def save(figure: Figure, folder: Path, name: str) -> Figure:
 
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
-    # A palette: a third of the bytes, which executed notebooks carry in base64.
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(packed, "png", optimize=True)
+    # A palette: a fifth of the bytes, which executed notebooks carry in base64.
+    Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(packed, "png", optimize=True)
     data = packed.getvalue()
     write_whole(Path(folder) / f"{name}.png", data)
     width_px = round(figure.get_figwidth() * DISPLAY_DPI)

@@ -144,18 +144,16 @@ def verdict(run_dir: Path, question: str, answer: str, figures: Sequence[dict[st
     stated = {"question": question, "answer": answer, "figures": list(figures), "limit": limit}
     write_json(Path(run_dir) / VERDICT, stated)
     display(Markdown(f"**{question}** {answer}"))
-    columns = ("unit", "n", "checked", "machine")
-    rows = [
-        {"figure": one["name"], "value": short(one["value"]), **{key: one[key] for key in columns}} for one in figures
-    ]
-    table(rows)
-    display(Markdown(f"*The limit of it:* {limit}"))
+    table([one | {"checked": one["checked"].replace(" ", "\N{NO-BREAK SPACE}")} for one in figures])
+    display(Markdown(f"*Limits:* {limit}"))
 
 
 def verdicts(folder: Path) -> list[dict[str, Any]]:
-    """The verdicts of all runs in `folder`, each with its notebook, in the notebooks' order."""
-    found = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"))
-    return [{"notebook": path.parent.name, **read_object(path, MetricsError)} for path in found]
+    """A verdict of each notebook that was run in `folder`, in their order: of a run without values that were set, if
+    there is one."""
+    paths = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"), reverse=True)
+    found = {path.parent.name.partition("-")[0]: path for path in paths}  # the shortest name comes last, and stays
+    return [{"notebook": name, **read_object(found[name], MetricsError)} for name in sorted(found)]
 
 
 # ---- runs of notebooks

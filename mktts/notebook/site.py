@@ -98,6 +98,9 @@ class Prose(IPythonRenderer):
     def block_text(self, text: str) -> str:
         return super().block_text(self._kept(text))
 
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        return text  # a badge lies elsewhere, and is named only
+
     def block_math(self, body: str) -> str:
         return f'<div class="formula">{_mathml(body, "block")}</div>'
 
@@ -159,8 +162,8 @@ def found(runs: Sequence[Path]) -> list[Page]:
     for folder in runs:
         for path in [*folder.glob("*/executed.ipynb"), *folder.glob("*/*/executed.ipynb")]:
             page = Page(path.parent, "".join(path.relative_to(folder).parts[:-2]))
-            metrics = stored("metrics", page.folder)
-            if _NAME.fullmatch(page.folder.name) and (metrics is None or metrics.get("status") == "ok"):
+            status = (stored("metrics", page.folder) or {}).get("status")
+            if _NAME.fullmatch(page.folder.name) and status == "ok":
                 pages.setdefault(page.address, page)
     return [pages[address] for address in sorted(pages)]
 

@@ -90,11 +90,12 @@ def test_a_figure_states_what_was_checked_of_it_or_is_none(bound, checked):
 
 def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
     figure = records.figure("frames", 3, "", 1, records.here(), equal=3)
-    for stem in ("10_report", "01_one_frame", "h200"):
+    for stem in ("10_report", "01_one_frame", "01_one_frame-SEED=1", "02_weights-SEED=1", "h200"):
         (tmp_path / stem).mkdir()
-        records.verdict(tmp_path / stem, "Why?", "So.", [figure], "Once.")
-    expected = {"question": "Why?", "answer": "So.", "figures": [figure], "limit": "Once."}
-    assert records.verdicts(tmp_path) == [{"notebook": stem, **expected} for stem in ("01_one_frame", "10_report")]
+        records.verdict(tmp_path / stem, "Why?", stem, [figure], "Once.")
+    found = {"01_one_frame": "01_one_frame", "02_weights": "02_weights-SEED=1", "10_report": "10_report"}
+    expected = {"question": "Why?", "figures": [figure], "limit": "Once."}
+    assert records.verdicts(tmp_path) == [{"notebook": n, **expected, "answer": run} for n, run in found.items()]
 
 
 def test_the_published_verdicts_are_those_of_the_published_notebooks():

@@ -19,7 +19,7 @@ from mktts.common import write_json
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 
 
-def write_run(folder, question, html, prose):
+def write_run(folder, question, html, prose, status="ok"):
     """A run's folder as `mktts run` leaves it: a notebook with a picture and `html` as outputs, and its verdict."""
     folder.mkdir(parents=True)
     outputs = [
@@ -32,6 +32,7 @@ def write_run(folder, question, html, prose):
     figure = {"name": "frames <made>", "value": 2 / 3, "unit": "ms", "n": 5, "machine": "2 cores", "checked": "≤ 1"}
     verdict = {"question": question, "answer": "Yes & no.", "figures": [figure], "limit": "none"}
     write_json(folder / "verdict.json", verdict)
+    write_json(folder / "metrics.json", {"status": status})
 
 
 @needs("nbconvert", "latex2mathml")
@@ -41,14 +42,14 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
     heard = f'<audio controls title="said.wav" src="data:audio/wav;base64,{data}"></audio>'
     heard += '<iframe src="http://127.0.0.1:1/?key=k"></iframe>'
     prose = (
-        r"**Before** this: nothing, **after** it: [05_next](05_next.ipynb), [file](../README.md). Zebras: $\arg x_1$."
+        r"**Before** this: nothing, **after** it: [05_next](05_next.ipynb), [file](../README.md). Zebras: $\arg x_1$. "
+        "![A badge](https://elsewhere/badge.svg)"
     )
     write_run(runs / "04_first", "Can it be heard?", heard, prose)
     write_audio(runs / "04_first" / "said.wav", np.zeros(2_400, np.float32))
     (runs / "04_first-SEED=1").mkdir()
     (runs / "04_first-SEED=1" / "executed.ipynb").write_text("not read")
-    write_run(runs / "05_next", "How did it fail?", "", "")
-    write_json(runs / "05_next" / "metrics.json", {"status": "error"})
+    write_run(runs / "05_next", "How did it fail?", "", "", "error")
     link = '<a href="spoken.mp3">spoken.mp3</a>'
     write_run(reference / "05_next", "How fast?", link, "See [first](../04_first/executed.ipynb).\n\n$$y = x^2$$")
     (reference / "05_next" / "spoken.mp3").write_bytes(b"sound")
@@ -68,7 +69,11 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
 
     first, following = pages["04_first.html"], pages["05_next.html"]
     assert "An older one?" not in first and PNG in first and "<math" in first and "arg</mo>" in first
-    assert '<a href="05_next.html">05_next</a>, file.' in first and '<a href="04_first.html">first</a>' in following
+    assert (
+        '<a href="05_next.html">05_next</a>, file.' in first
+        and "A badge" in first
+        and '<a href="04_first.html">first</a>' in following
+    )
     assert '<a href="#listen">Listen</a>' in first and '<h2 id="listen">' in first
     along = [re.findall(r'rel="(\w+)"[^>]*>[← ]*(.+?)[→ ]*</a>', text) for text in (first, following)]
     assert along == [[("next", "04_first on H200")], [("prev", "04_first on H200")]]
