@@ -126,8 +126,8 @@ class SingleLanes:
         pass
 
     def leave(self, slot: int) -> None:
-        here = self._slots.pop(slot)
-        if here.ahead is not None:
+        here = self._slots.pop(slot, None)
+        if here is not None and here.ahead is not None:
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:

@@ -177,7 +177,7 @@ class Place(Desk):
             if not job.open:
                 assert job.error is None or isinstance(job.error, self.errors), job.error
                 if job.error is None and not job.cancelled and not visit.pieces:
-                    assert frames_of(job) == alone(visit.texts, 1, self.eos_after, self.prefix)[: visit.frames]
+                    assert frames_of(job) == alone(visit.texts, 1, self.eos_after, self.prefix, visit.frames)
                 continue
             unread = job.made_frames - job.taken_frames
             its_text = visit.pieces and not visit.ends and job in waiting
