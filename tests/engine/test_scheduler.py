@@ -283,9 +283,10 @@ def test_slots_are_entered_and_left_once():
 
 
 @settings(deadline=None)
-@given(STREAM)
-def test_a_stream_that_is_alone_runs_as_it_would_by_what_orders_many(stream):
-    board = board_of([stream])
+@given(STREAM, st.integers(0, 60), st.booleans(), st.floats(0.0, 1.0))
+def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream, chunk_start, leaves, took_s):
+    board = board_of([stream] + new(1))
+    board.leave(1)
     assume(len(board.able()))
     expected = next_tick(board, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())
     found = lone_tick(board, 0, NOW_S)
@@ -294,6 +295,14 @@ def test_a_stream_that_is_alone_runs_as_it_would_by_what_orders_many(stream):
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
     for name in ("bucket", "new_lanes", "pieces", "context_rows", "wake_s", "empty"):
         assert getattr(found, name) == getattr(expected, name)
+    board.begin(found)
+    board.chunk(0, chunk_start, chunk_start + 2)
+    if leaves:
+        board.leave(0)
+    many = copy.deepcopy(board)
+    both = replace(found, **{name: np.append(getattr(found, name), 1) for name in ("lanes", "frames", "serials")})
+    assert board.finish(found, NOW_S + took_s).tolist() == many.finish(both, NOW_S + took_s).tolist()[:1]
+    assert all(np.array_equal(array, getattr(many, name)) for name, array in vars(board).items())
 
 
 # (lanes, prompt rows): ms of a tick, frame and codec and PCM on the host, one H200, all lanes at 400 rows
