@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from desk import Desk, alone, chunks_of, fails_at, frames_of
@@ -119,16 +118,6 @@ def test_who_gives_up_in_line_leaves_it_and_holds_up_nobody(together):
 
 
 # ---- what each is given
-
-
-def test_a_stream_goes_on_over_a_join_without_a_jump(desk):
-    at = desk(FakeBackend(eos_after=5))
-    job = at.say("One.", "Two.", "Three.", options=ONE)
-    at.run()
-    pcm = np.concatenate([chunk.pcm for chunk in chunks_of(job)])
-    assert len(pcm) == 15 * SAMPLES_PER_FRAME
-    steps = np.abs(np.diff(pcm))
-    assert steps.max() <= 1.0 / SAMPLES_PER_FRAME  # the fake codec slides from level to level
 
 
 def test_a_reference_is_heard_before_the_first_frame(desk):
@@ -251,24 +240,6 @@ def test_a_reader_that_was_slow_once_does_not_wake_the_worker_for_ever(desk):
         job.take()
     at.turn()  # it is full no more
     assert not job.watched
-
-
-def test_streams_that_are_ahead_wait_for_their_readers_and_are_woken_by_them(together):
-    """Ticks that hold everybody back who is ahead: the worker sleeps, and what is taken wakes it."""
-    settings = TickSettings(max_lanes=8, max_rows=64, min_rows=8, few_lanes=1, idle_lanes=0)
-    at = together(settings=settings)
-    jobs = [at.say(seed=seed, frames=60, options=ONE) for seed in (1, 2)]
-    taken = [0, 0]
-    for _ in range(1_000):
-        at.run()
-        for i, job in enumerate(jobs):
-            if job.open:
-                assert not job._chunks.empty()
-            taken[i] += len(chunks_of(job))
-        if all(job.over for job in jobs):
-            break
-        assert not at.inbox.empty(), "nobody would wake the worker"
-    assert taken == [60, 60]
 
 
 # ---- kept prefixes
