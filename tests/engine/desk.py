@@ -34,7 +34,6 @@ class Desk:
         self,
         monkeypatch: pytest.MonkeyPatch,
         backend: FakeBackend | None = None,
-        codec: FakeCodec | None = None,
         *,
         lanes: FakeLanes | SingleLanes | None = None,
         limits: AdmissionLimits = PATIENT,
@@ -43,7 +42,7 @@ class Desk:
     ) -> None:
         self.now_s = 0.0
         self.backend = backend or FakeBackend()
-        self.lanes = lanes or FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
+        self.lanes = lanes or FakeLanes(self.backend, FakeCodec(), **of_the_lanes)
         self.admission = Admission(limits)
         self.batch = fake_batch(self.lanes, self.admission, prefix)
         self.runners: dict[str, Any] = {"batch": self.batch}

@@ -30,8 +30,8 @@ def together(request, monkeypatch):
 def desk(request, monkeypatch):
     """Makes desks with lanes of both kinds."""
 
-    def singly(backend=None, codec=None, slots=32, rows_per_slot=10_000, **of_the_desk) -> Desk:
-        lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), rows_per_slot)
+    def singly(backend=None, slots=32, rows_per_slot=10_000, **of_the_desk) -> Desk:
+        lanes = SingleLanes(backend or FakeBackend(), FakeCodec(), rows_per_slot)
         lanes.slots = slots
         return Desk(monkeypatch, lanes.backend, lanes=lanes, **of_the_desk)
 
@@ -122,7 +122,7 @@ def test_who_gives_up_in_line_leaves_it_and_holds_up_nobody(together):
 
 def test_a_reference_is_heard_before_the_first_frame(desk):
     codes = torch.full((3, NUM_CODEBOOKS), 5)
-    at = desk(codec=FakeCodec())
+    at = desk()
     job, plain = at.say(frames=1, reference=codes), at.say(frames=1)
     at.run()
     (heard,), (not_heard,) = chunks_of(job), chunks_of(plain)
@@ -179,14 +179,14 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
 
 def test_hundreds_of_streams_that_wait_for_text_are_not_looked_at(desk, monkeypatch):
     """Half of them spoke what they had, the other half has no whole word yet."""
-    at = desk(slots=300, pages=2_000)
+    at = desk(slots=300)
     fed = [at.listen(seed=seed, options=ONE, frames=30) for seed in range(400)]
     for _, script in fed[:200]:
         script.feed("ab")
     at.run()
     assert [len(job.codes) for job, _ in fed] == [2] * 200 + [0] * 200
     assert (len(at.batch._asleep), len(at.batch._textless)) == (200, 200)
-    looked: list[str] = []
+    looked = []
     for job, _ in fed:
         for name in ("input_known", "next_segment", "ready"):
             monkeypatch.setattr(job, name, partial(looked.append, name))
@@ -195,7 +195,6 @@ def test_hundreds_of_streams_that_wait_for_text_are_not_looked_at(desk, monkeypa
     monkeypatch.setattr(speaker, "full", lambda pending: False, raising=False)
     at.run()
     assert len(speaker.codes) == 50 and looked == []
-    monkeypatch.undo()
 
 
 def test_text_after_the_end_of_speech_is_a_new_segment(desk):
@@ -431,8 +430,7 @@ def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_serv
     waiting, script = at.listen()
     at.turn()
     fails_at(monkeypatch, at.batch, where, {1}, KeyError("a wrong book"))
-    jobs.append(at.say(seed=8, frames=20))
-    jobs.append(at.say(seed=9, frames=20))
+    jobs += [at.say(seed=seed, frames=20) for seed in (8, 9)]
     with pytest.raises(KeyError):
         at.run()
     at.board.open[:] = False  # whatever the books say then
