@@ -104,7 +104,7 @@ class Lanes(Protocol):
         """Copies rows of pages behind what was launched and before what will be."""
 
     def leave(self, slot: int) -> None:
-        """The stream is over; a tick that still runs may have a lane of it."""
+        """The stream is over, or `enter` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
         """Queues one tick. rows: for each of `tick.lanes` the text row (H,), None exactly for the `new_lanes`.

@@ -126,8 +126,8 @@ class SingleLanes:
         pass
 
     def leave(self, slot: int) -> None:
-        here = self._slots.pop(slot)
-        if here.ahead is not None:
+        here = self._slots.pop(slot, None)
+        if here and here.ahead:
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
@@ -161,7 +161,7 @@ class SingleLanes:
     def _frame(self, here: _Slot, row: Tensor | None) -> Frame:
         """The next frame; several are asked for at once where no other stream waits and their inputs are known."""
         backend = self.backend
-        if here.ahead is None:
+        if not here.ahead:
             chunker = here.segment.stream.chunker
             first = here.codec_state is None and not chunker.pending_frames
             if first and chunker.missing_frames == 1 and self._queues:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
+from mktts.batch.pages import Pages
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.options import Chunk, Plan, StreamOptions
 from mktts.engine.script import FedScript, Script
+from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -32,16 +34,15 @@ class Desk:
         self,
         monkeypatch: pytest.MonkeyPatch,
         backend: FakeBackend | None = None,
-        codec: FakeCodec | None = None,
         *,
-        lanes: FakeLanes | None = None,
+        lanes: FakeLanes | SingleLanes | None = None,
         limits: AdmissionLimits = PATIENT,
         prefix: str = "",
         **of_the_lanes: Any,
     ) -> None:
         self.now_s = 0.0
         self.backend = backend or FakeBackend()
-        self.lanes = lanes or FakeLanes(self.backend, codec or FakeCodec(), **of_the_lanes)
+        self.lanes = lanes or FakeLanes(self.backend, FakeCodec(), **of_the_lanes)
         self.admission = Admission(limits)
         self.batch = fake_batch(self.lanes, self.admission, prefix)
         self.runners: dict[str, Any] = {"batch": self.batch}
@@ -135,22 +136,22 @@ class Desk:
         for slot, job in batch._streams.items():
             coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
             assert board.frames_made[slot] == len(job.codes) + coming
-        held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
-        kept = {page for prefix in pages._kept.values() for page in prefix.pages}
-        assert pages.free + len(held | kept) == len(pages._users) - 1
-        assert not (held | kept) & set(pages._free)
         assert not [slot for slot in range(self.lanes.slots) if pages.is_open(slot) and slot not in slots]
+        if isinstance(pages, Pages):
+            held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
+            kept = {page for prefix in pages._kept.values() for page in prefix.pages}
+            assert pages.free + len(held | kept) == len(pages._users) - 1
+            assert not (held | kept) & set(pages._free)
 
     def all_free(self) -> bool:
         """Whether nothing is held by anybody, kept prefixes aside."""
         self.check()
-        batch = self.batch
-        return (
-            batch.open_streams == 0
-            and len(batch.free_slots) == self.lanes.slots
-            and self.pages.free + self.pages.kept == len(self.pages._users) - 1
-            and not (self.lanes.codecs or self.lanes.segments or batch._running or batch._waiting)
-        )
+        batch, lanes, pages = self.batch, self.lanes, self.pages
+        if batch.open_streams or len(batch.free_slots) < lanes.slots or batch._running or batch._waiting:
+            return False
+        if isinstance(lanes, SingleLanes):
+            return not lanes._slots
+        return pages.free + pages.kept == len(pages._users) - 1 and not (lanes.codecs or lanes.segments)
 
 
 @dataclass
@@ -177,10 +178,12 @@ def chunks_of(job: Utterance) -> list[Chunk]:
     return chunks
 
 
-def alone(texts: Sequence[str], seed: int, eos_after: int | None, prefix: str = "") -> list[list[int]]:
+def alone(
+    texts: Sequence[str], seed: int, eos_after: int | None, prefix: str = "", frames: int | None = None
+) -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
-    job = Utterance(Plan(Sampling(), seed, None, replace(OFF, buffer_frames=10**9)), SimpleQueue())
+    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
     job.begin(single.voices.whole([Request(text) for text in texts], 0.0), "single")
     single.take(job)
     while not job.over:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mktts.batch.pages import Pages
 from mktts.engine.admission import (
-    HELD_S,
     Admission,
     AdmissionLimits,
     AdmissionQueue,
@@ -134,15 +133,6 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     error = refusal(reason, arrival, place.pages, 1, place.admission.capacity)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
-
-
-def test_slots_that_are_held_without_a_tick_end_every_wait_by_name():
-    place = Place(slots=1)
-    place.submit(paced=False)
-    assert place.submit(paced=False, arrived_s=2.0) == "waited"
-    place.queue.set_idle(True, 3.0)
-    assert place.queue.wake_s(4.0) == 3.0 + HELD_S
-    assert place.queue.pop(3.0 + HELD_S, MODEL)[1] == "held"
 
 
 @settings(max_examples=60, deadline=None)

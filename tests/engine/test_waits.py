@@ -91,7 +91,7 @@ class Place(Desk):
         self.seen: list[Seen] = []
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
-        self.idle_since_s = 0.0
+        self.idle_since_s = self.wake_s = 0.0
         self.work_done = 0
         self.line: list[tuple[bool, float]] = []  # of each executor with one: a place is free; its first arrival
 
@@ -112,6 +112,7 @@ class Place(Desk):
         else:
             job, writer = self.say(*visit.texts, **how), None
         self.seen.append(Seen(visit, job))
+        self.wake_s = self.now_s
         self.at(visit.cancel_s, job.cancel)
         when_s = self.now_s
         for after_s, text in visit.pieces:
@@ -141,16 +142,18 @@ class Place(Desk):
         for _ in range(most_turns):
             while self.events and self.events[0][0] <= self.now_s:
                 heapq.heappop(self.events)[2]()
-            self.hear()
-            wake_s = min(runner.turn(self.now_s, False) for runner in self.runners.values())
-            self.check()
+            if self.now_s >= self.wake_s or not self.inbox.empty():  # as the worker: nothing else wakes it
+                self.hear()
+                self.wake_s = min(runner.turn(self.now_s, False) for runner in self.runners.values())
+                self.check()
             next_s = min(self._read(), self.events[0][0] if self.events else NEVER)
             self._check_line()
             if not self.inbox.empty():
                 continue
-            if min(wake_s, next_s) == NEVER:
+            next_s = min(next_s, self.wake_s)
+            if next_s == NEVER:
                 return
-            self.now_s = max(self.now_s + 1e-5, min(wake_s, next_s))
+            self.now_s = max(self.now_s + 1e-5, next_s)
         raise AssertionError(f"no rest after {most_turns} turns, at {self.now_s} s")
 
     def _check_line(self) -> None:
@@ -177,7 +180,7 @@ class Place(Desk):
             if not job.open:
                 assert job.error is None or isinstance(job.error, self.errors), job.error
                 if job.error is None and not job.cancelled and not visit.pieces:
-                    assert frames_of(job) == alone(visit.texts, 1, self.eos_after, self.prefix)[: visit.frames]
+                    assert frames_of(job) == alone(visit.texts, 1, self.eos_after, self.prefix, visit.frames)
                 continue
             unread = job.made_frames - job.taken_frames
             its_text = visit.pieces and not visit.ends and job in waiting
@@ -240,6 +243,11 @@ WRITER = Visit(frames=10, pieces=((0.0, "A first"),), ends=False)
 @given(place=PLACES, visits=st.lists(VISITS, min_size=1, max_size=8), data=st.data())
 def test_no_stream_waits_beside_lanes_that_do_nothing(engines, place, visits, data):
     play([replace(visit, engine=data.draw(st.sampled_from(engines))) for visit in visits], **place)
+
+
+def test_readers_of_streams_that_are_ahead_wake_the_worker():
+    visits = [Visit(frames=60, reads_hz=reads_hz) for reads_hz in (3.0, 4.0)]
+    play(visits, tick_s=0.001, settings=replace(SETTINGS, idle_lanes=0, few_lanes=1))  # to their ends
 
 
 @pytest.mark.parametrize("engine", ["batch", "single"])
