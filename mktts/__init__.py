@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mktts.audio import read_audio, write_audio
     from mktts.batch.settings import BatchSettings
-    from mktts.engine.guard import Guard
-    from mktts.engine.options import Chunk, StreamOptions
+    from mktts.engine.options import Chunk, Guard, StreamOptions
     from mktts.engine.stream import Session, Stream
     from mktts.errors import (
         AudioError,
@@ -51,8 +50,7 @@ _ROOMS = {
     "mktts.model.sampling": ("Choice", "Sampling"),
     "mktts.model.voice": ("Voice",),
     "mktts.spec": ("FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ"),
-    "mktts.engine.guard": ("Guard",),
-    "mktts.engine.options": ("Chunk", "StreamOptions"),
+    "mktts.engine.options": ("Chunk", "Guard", "StreamOptions"),
     "mktts.engine.stream": ("Session", "Stream"),
     "mktts.synth.cloning": ("clone_voice",),
     "mktts.synth.synthesizer": ("Synthesizer",),

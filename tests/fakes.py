@@ -19,9 +19,8 @@ from mktts.batch.pages import NOBODY, Pages
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
-from mktts.engine.guard import Guard
 from mktts.engine.lanes import Copy, Made
-from mktts.engine.options import SCHEDULE, StreamOptions
+from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.runner import Runner, Voices
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.single import SingleLanes

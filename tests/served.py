@@ -13,8 +13,7 @@ from typing import Any
 import uvicorn
 
 from mktts.checkpoint import Checkpoint
-from mktts.engine.guard import Guard
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
 from mktts.server import Limits, listen, url_of

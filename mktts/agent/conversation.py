@@ -38,8 +38,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.checkpoint import open_checkpoint
-from mktts.engine.guard import Guard
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Guard, StreamOptions
 from mktts.pipecat import LocalSource, MkttsTTSService, Style, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer

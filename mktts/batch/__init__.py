@@ -1,5 +1,5 @@
 """Many utterances at once.
 
-scheduler, board, tick, admission and pages decide, without a device. executor and model serve streams by what they
+scheduler, tick, admission and pages decide, without a device. executor and model serve streams by what they
 decide, on `lanes`: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph.
 """

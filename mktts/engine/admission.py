@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mktts.common import counted
-from mktts.engine.board import FRAME_S, Board
 from mktts.engine.lanes import Memory
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings
 from mktts.engine.tick import TickModel
 from mktts.errors import BusyError, CapacityError, OptionsError
 
@@ -135,15 +134,15 @@ class Admission:
 class AdmissionQueue:
     """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
 
-    The caller opens what is admitted (memory, `Board.enter`, `Board.prompt`) before it asks again.
+    The caller opens what is admitted (memory, `StreamTable.enter`, `StreamTable.prompt`) before it asks again.
     first_pcm_s: the longest predicted wait for a first PCM. reserved_pages: that open streams wait for between two
     segments.
     """
 
     def __init__(
-        self, admission: Admission, board: Board, memory: Memory, ticks: TickSettings, first_pcm_s: float
+        self, admission: Admission, table: StreamTable, memory: Memory, ticks: TickSettings, first_pcm_s: float
     ) -> None:
-        self._admission, self._board, self._memory, self._ticks = admission, board, memory, ticks
+        self._admission, self._table, self._memory, self._ticks = admission, table, memory, ticks
         self._first_pcm_s = first_pcm_s
         self.reserved_pages = 0
         self._paced: deque[Arrival] = deque()
@@ -201,7 +200,7 @@ class AdmissionQueue:
         """
         if not len(self) and not self.reserved_pages:
             return math.inf
-        changes_s = [self._board.changes_s(now_s), self._idle_since_s + HELD_S]
+        changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
         if (first := self._first(paced=False)) is not None:
             changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
         changes_s = [at_s for at_s in changes_s if at_s > now_s]
@@ -214,22 +213,22 @@ class AdmissionQueue:
 
         One that would be the only listener is let in however slow the machine is and however long the prompt.
         """
-        board, admission = self._board, self._admission
-        if board.open.all():
+        table, admission = self._table, self._admission
+        if table.open.all():
             return "slots"
         if not self._memory.fits(arrival.max_rows, arrival.key, self.reserved_pages):
             return "memory"
         listeners = admission.count(now_s)
         if arrival.paced and listeners >= admission.most:
             return "max_streams" if listeners >= (admission.limits.max_streams or math.inf) else "capacity"
-        rows = int(board.prompt_rows[board.open].sum())
+        rows = int(table.prompt_rows[table.open].sum())
         if not listeners or not rows:
             return ""
         # The tick that runs, and those that the prompts take.
         ticks = 1 + math.ceil((rows + arrival.prompt_rows) / self._ticks.max_rows)
         lanes = min(listeners, self._ticks.max_lanes)
         row_s = model.row_s * (rows + arrival.prompt_rows)
-        taken_s = ticks * model.predict(lanes, 0, lanes * float(board.context_rows[board.open].mean())) + row_s
+        taken_s = ticks * model.predict(lanes, 0, lanes * float(table.context_rows[table.open].mean())) + row_s
         return "first_pcm" if taken_s > self._first_pcm_s else ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from mktts.engine.messages import Call, ChunkMade, Idle, Over, Reply, State, Wire
+from mktts.engine.messages import Call, ChunkMade, Idle, Over, Reply, State, Wire, sendable
 from mktts.engine.options import Chunk, Plan
 from mktts.engine.script import Script
 from mktts.engine.stream import Utterance
@@ -36,7 +36,7 @@ class StreamSink:
         if chunk is not None:
             self._child.add(ChunkMade(self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
         elif not at_once:  # otherwise it was cancelled, by the other process
-            self._child.add(Over(self._id, state.finish_reason, state.error))
+            self._child.add(Over(self._id, state.finish_reason, sendable(state.error)))
 
     def idle(self, state: Utterance) -> None:
         self._child.add(Idle(self._id, state.idle, state.late_s))
@@ -88,7 +88,7 @@ class Child:
         try:
             reply = Reply(call.number, getattr(of, call.method)(*call.arguments))
         except Exception as error:
-            reply = Reply(call.number, None, error)
+            reply = Reply(call.number, None, sendable(error))
             if call.number is None:
                 logging.getLogger(__name__).exception("%s failed", call.method)
         if call.number is not None:
@@ -144,7 +144,7 @@ class Child:
             yield
         except Exception as error:
             self._streams.pop(id, None)
-            self._out.put([Over(id, None, error)])
+            self._out.put([Over(id, None, sendable(error))])
 
 
 def main(handle: int) -> None:

@@ -28,8 +28,7 @@ import torch
 
 from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
-from mktts.engine.guard import Guard
-from mktts.engine.options import SCHEDULE, Plan, StreamOptions
+from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats, Runner
 from mktts.engine.script import Script
@@ -240,7 +239,7 @@ class Engine:
         allocated and compiled. One chunk of every size of the default schedule is made."""
         self._check_open()
         for runner in list(self._runners.values()):
-            self._crowd(runner, request, sum(SCHEDULE), 1)
+            self._make_streams(runner, request, sum(SCHEDULE), 1)
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
@@ -255,7 +254,7 @@ class Engine:
         if found is None and not only_kept:
             self.warm_up(request)
             if runner.name == "single":
-                speak = partial(self._crowd, runner, request, capacities.FRAMES, 1)
+                speak = partial(self._make_streams, runner, request, capacities.FRAMES, 1)
                 found = capacities.measure_single(runner, speak)
             else:
                 found = self._on_worker(lambda: capacities.measure(runner, runner.voices.build(request)))
@@ -276,7 +275,7 @@ class Engine:
         self._inbox.put(work)
         return done.result(_MEASURE_S)
 
-    def _crowd(self, runner: Runner, request: Request, frames: int, count: int) -> None:
+    def _make_streams(self, runner: Runner, request: Request, frames: int, count: int) -> None:
         """Makes so many unpaced streams of so many frames on these lanes."""
         options = StreamOptions(guard=Guard.off())
         plans = [Plan(Sampling(), seed, frames, options) for seed in range(count)]

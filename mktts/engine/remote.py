@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -36,9 +38,10 @@ from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 
-_TOLD_S = 0.01  # what listeners have taken is told together: the engine plans ticks of as much
+_TOLD_S = 0.01  # what consumers have taken is told together: the engine plans ticks of as much
 _END_S = 10.0  # for the other process to go
 _DEAD_S = 0.5  # until the system says that it is dead
+_CLOSED = "the synthesizer is closed: load another one"
 _LOG = logging.getLogger(__name__)
 
 
@@ -67,14 +70,13 @@ class RemoteEngine:
         self.gone = self.closed = False
         self.on_gone: Callable[[], None] | None = None
         self.runners: dict[EngineName, Any] = {}  # are in the other process
-        self._inbox: SimpleQueue[StreamUpdate | None] = SimpleQueue()  # to the teller; None: closed
+        self._inbox: SimpleQueue[StreamUpdate | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
         self._ids: dict[Utterance, int] = {}
         self._numbers = itertools.count()
-        self._asked: dict[int, SimpleQueue[Reply]] = {}
+        self._replies: dict[int, Future[Any]] = {}
         self._state = State({}, Capacity(1, "not measured"))
-        self._ended = False
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
@@ -82,7 +84,7 @@ class RemoteEngine:
             environment = {**os.environ, **python_path()}
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         self._wire = Wire(here)
-        self._threads = [threading.Thread(target=call, daemon=True) for call in (self._hear, self._tell)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._tell)]
         for thread in self._threads:
             thread.start()
         try:
@@ -97,8 +99,7 @@ class RemoteEngine:
     def submit(self, requests: Sequence[Request], plan: Plan, started_s: float, *, paced: bool = True) -> Utterance:
         """As `Engine.submit`; timings count from when the other process has it."""
         utterance = self.reserve(plan, paced=paced)
-        id = self._begin(utterance, _SentText(lambda text: None))
-        self._send("submit", id, requests, plan, paced)
+        self._begin(utterance, "submit", requests, plan, paced)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
@@ -110,18 +111,21 @@ class RemoteEngine:
 
     def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
         """As `Engine.begin_fed`."""
-        script = _SentText(lambda text: utterance.over or self._send("feed", id, text))
-        id = self._begin(utterance, script)
-        self._send("begin_fed", id, request, utterance.plan, max_chars, texts)
-        return script
+        return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
-    def _begin(self, utterance: Utterance, script: Script) -> int:
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> Script:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], self._ids[utterance] = utterance, id
+        script = _SentText(partial(self._feed, id))
         utterance.begin(script, "batch")
-        return id
+        self._send(method, id, *arguments)
+        return script
+
+    def _feed(self, id: int, text: str | None) -> None:
+        if id in self._utterances:
+            self._send("feed", id, text)
 
     def check(self, sampling: Sampling) -> None:
         """As `Engine.check`, but of the draws, which the other process looks at."""
@@ -160,9 +164,6 @@ class RemoteEngine:
         """Ends every stream and the other process. Idempotent."""
         with self._lock:
             self.closed = True
-            was_ended, self._ended = self._ended, True
-        if was_ended:
-            return
         self._inbox.put(None)
         self._wire.close()
         try:
@@ -173,13 +174,12 @@ class RemoteEngine:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)
-        self._end_all(None)
-
-    # ---- the wire
 
     def _check_open(self) -> None:
         if self.closed:
-            raise EngineError("the synthesizer is closed: load another one")
+            raise self._death() if self.gone else EngineError(_CLOSED)
+
+    # ---- the wire
 
     def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         try:
@@ -188,41 +188,35 @@ class RemoteEngine:
             raise self._death() from None
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        number = next(self._numbers)
-        asked = self._asked[number] = SimpleQueue()
+        number, reply = next(self._numbers), Future()
+        with self._lock:
+            self._check_open()
+            self._replies[number] = reply
         self._send(method, *arguments, number=number)
-        reply = asked.get()
-        del self._asked[number]
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
+        return reply.result()  # ends with the other process at the latest
 
     def _tell(self) -> None:
         """Thread: tells what consumers have taken and cancelled."""
-        with contextlib.suppress(EngineError):
-            while self._told(self._inbox.get()):  # whose names are gone when it waits again: it keeps no stream
-                pass
+        while not self.closed:
+            with contextlib.suppress(EngineError):
+                self._tell_next()  # a function, so that no stream is kept while it waits
 
-    def _told(self, update: StreamUpdate | None) -> bool:
-        """Tells an update, and those that come within _TOLD_S of it. False: the engine was closed."""
-        time.sleep(_TOLD_S if update is not None else 0.0)
+    def _tell_next(self) -> None:
+        updates = [self._inbox.get()]
+        time.sleep(_TOLD_S)
+        while not self._inbox.empty():
+            updates.append(self._inbox.get())
         taken: dict[int, int | None] = {}
-        while update is not None:
-            if (id := self._ids.get(update.state)) is not None:  # else it had not begun, or is over
-                taken[id] = None if update.state.cancelled else update.state.taken_frames
-                if update.state.cancelled:
-                    self._forget(id)
-            try:
-                update = self._inbox.get_nowait()
-            except Empty:
-                break
-        else:
-            return False
+        for update in updates:
+            if update is None or (id := self._ids.get(update.state)) is None:
+                continue  # it had not begun, or is over
+            taken[id] = None if update.state.cancelled else update.state.taken_frames
+            if update.state.cancelled:
+                self._forget(id)
         self._send("taken", taken)
-        return True
 
-    def _hear(self) -> None:
-        """Thread: hands on what the other process says."""
+    def _receive(self) -> None:
+        """Thread: hands on what the other process says, to its end."""
         with contextlib.suppress(OSError):
             while True:
                 for message in self._wire.receive():
@@ -231,15 +225,18 @@ class RemoteEngine:
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
-        closed, self.closed = self.closed, True
-        error = None if closed else self._death()
-        self._end_all(error)
-        for asked in list(self._asked.values()):
-            asked.put(Reply(0, None, error or EngineError("the synthesizer is closed: load another one")))
+        with self._lock:
+            self.gone, self.closed = not self.closed, True
+        self._inbox.put(None)
+        for id, utterance in list(self._utterances.items()):
+            self._forget(id)
+            utterance.fail(self._death()) if self.gone else utterance.cancel()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
         self._notifier.flush()
-        if not closed:
-            self.gone = True
-            _LOG.error("%s", error)
+        if self.gone:
+            _LOG.error("%s", self._death())
             if self.on_gone is not None:
                 self.on_gone()
 
@@ -247,7 +244,8 @@ class RemoteEngine:
         if isinstance(message, State):
             self._state = message
         elif isinstance(message, Reply):
-            self._asked[message.number].put(message)
+            reply = self._replies.pop(message.number)
+            reply.set_result(message.value) if message.error is None else reply.set_exception(message.error)
         elif (utterance := self._utterances.get(message.id)) is None:
             return  # it was cancelled
         elif isinstance(message, ChunkMade):
@@ -262,11 +260,6 @@ class RemoteEngine:
 
     def _forget(self, id: int) -> None:
         self._ids.pop(self._utterances.pop(id, None), None)
-
-    def _end_all(self, error: EngineError | None) -> None:
-        for id, utterance in list(self._utterances.items()):
-            self._forget(id)
-            utterance.cancel() if error is None else utterance.fail(self._death())
 
     def _death(self) -> EngineError:
         with contextlib.suppress(subprocess.TimeoutExpired):

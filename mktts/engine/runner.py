@@ -21,9 +21,8 @@ import numpy as np
 
 from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal, too_long
-from mktts.engine.board import Board
 from mktts.engine.lanes import Lanes, Made
-from mktts.engine.scheduler import lone_tick, next_tick
+from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
 from mktts.engine.script import CollectedScript, FedScript, Script, WholeScript
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
@@ -172,9 +171,9 @@ class Runner:
     def _reset(self) -> None:
         """Nothing is open."""
         slots = self.lanes.slots
-        self._board = Board(slots)
+        self._table = StreamTable(slots)
         self._queue = AdmissionQueue(
-            self.admission, self._board, self._memory, self._settings, self._settings.first_pcm_s
+            self.admission, self._table, self._memory, self._settings, self._settings.first_pcm_s
         )
         self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
@@ -185,7 +184,7 @@ class Runner:
         self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
-        self._room = False  # a stream has ended, or is not read any more, since the queue was looked at
+        self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
     @property
     def model(self) -> TickModel:
@@ -194,7 +193,7 @@ class Runner:
 
     def count_listeners(self, now_s: float) -> int:
         """Open streams that need frames in time. Any thread."""
-        return int(self._board.listened(now_s).sum())
+        return int(self._table.listening(now_s).sum())
 
     @property
     def open_streams(self) -> int:
@@ -229,7 +228,7 @@ class Runner:
             self._arrived.append(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:
             stream.set_idle(False)
-            self._board.resumed[slot] = True
+            self._table.resumed[slot] = True
             self._awake[slot] = stream
             self._waiting[slot] = None
 
@@ -244,20 +243,20 @@ class Runner:
         self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
-        self._look_round(now_s)
+        self._update_streams(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         tick = self._next_tick(begins_s)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.set_idle(not self._running, now_s)
         if running is not None:
-            self._let_in(now_s, running.ends_s)
+            self._take_arrivals(now_s, running.ends_s)
             self._read()
         if self._running and self.lanes.overlaps:
             return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
         if self._running:
             self._read()
-        elif tick.empty and running is None and not self._room and not self._arrived:
+        elif tick.empty and running is None and not self._freed and not self._arrived:
             return self._pause(tick, now_s)
         return float("-inf")
 
@@ -285,14 +284,14 @@ class Runner:
     def _next_tick(self, begins_s: float) -> Tick:
         if self._settings.max_lanes == 1 and len(self._awake) == 1:
             (slot,) = self._awake
-            if self._board.text_known[slot] and not self._board.full[slot]:
-                return lone_tick(self._board, slot, begins_s)
-        return next_tick(self._board, begins_s, self._pace.model, self._settings)
+            if self._table.text_known[slot] and not self._table.full[slot]:
+                return lone_tick(self._table, slot, begins_s)
+        return next_tick(self._table, begins_s, self._pace.model, self._settings)
 
     def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without an update; -inf where one has come."""
-        for slot in self._board.able().tolist():  # they are ahead, and what their readers take is an update
-            if self._streams[slot].watch() != self._board.frames_taken[slot]:
+        for slot in self._table.able().tolist():  # they are ahead, and what their readers take is an update
+            if self._streams[slot].watch() != self._table.frames_taken[slot]:
                 return float("-inf")
         return min(tick.wake_s, self._queue.wake_s(now_s))
 
@@ -300,18 +299,18 @@ class Runner:
 
     def _admit(self, now_s: float, until_s: float) -> None:
         """Streams that arrived, as far as there is time, and streams that wait."""
-        self._let_in(now_s, until_s)
-        self._room = False
+        self._take_arrivals(now_s, until_s)
+        self._freed = False
         while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
             self._queued.discard(left[0].name)
             self._decided(*left, now_s)
 
-    def _let_in(self, now_s: float, until_s: float) -> None:
+    def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
-        board, most_rows = self._board, self._settings.max_rows
+        table, most_rows = self._table, self._settings.max_rows
         while self._arrived:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
-            if late_s >= _LATE_S or (late_s >= 0 and board.prompt_rows[board.open].sum() >= most_rows):
+            if late_s >= _LATE_S or (late_s >= 0 and table.prompt_rows[table.open].sum() >= most_rows):
                 return
             stream = self._arrived.popleft()
             settled = self._settled(stream, now_s)
@@ -352,7 +351,7 @@ class Runner:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
             stream.on_close = partial(self._leave, slot)
-            self._board.enter(slot, arrival.arrived_s, stream.paced)
+            self._table.enter(slot, arrival.arrived_s, stream.paced)
             try:
                 self.lanes.enter(slot, stream.reference)
                 if self.lanes.submit is not None:
@@ -371,8 +370,8 @@ class Runner:
         rows = len(prompt.embeds)
         kept, copies = self._memory.open(slot, rows + segment.max_frames, kept_under(prompt))
         self.lanes.begin(slot, segment, copies)
-        self._board.prompt(slot, rows - kept, kept)
-        self._board.text(slot, True, now_s)
+        self._table.prompt(slot, rows - kept, kept)
+        self._table.text(slot, True, now_s)
 
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
@@ -380,54 +379,56 @@ class Runner:
         self._asleep.pop(self._streams.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
-        self._board.leave(slot)
+        self._table.leave(slot)
         if self._memory.is_open(slot):
             self._memory.close(slot)
         self.free_slots.append(slot)
-        self._room = True
+        self._freed = True
 
     # ---- readers and text
 
-    def _look_round(self, now_s: float) -> None:
+    def _update_streams(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
         for stream in [stream for stream in self._queued if stream.cancelled]:
             self._queued.discard(stream)
             self._queue.cancel(stream)
-            self._room = True  # those behind it may come in
+            self._freed = True  # those behind it may come in
             stream.end(None)
         for stream in [stream for stream in self._awake.values() if stream.cancelled]:
             stream.end(None)
-        self._look_at_readers(now_s)
+        self._update_readers(now_s)
         self._queue.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
 
-    def _look_at_readers(self, now_s: float) -> None:
+    def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
-        board, streams = self._board, list(self._awake.values())
+        table, streams = self._table, list(self._awake.values())
         if len(streams) == 1:  # what looks at many takes a twentieth of a millisecond for one
             (slot,), (stream,) = self._awake, streams
-            taken, frames = stream.taken_frames, int(board.frames_made[slot])
-            crowded = frames - taken >= stream.buffer_frames
-            if crowded or stream.watched or board.full[slot]:
-                self._look_at_reader(slot, stream, frames, crowded)
-            if board.frames_taken[slot] != taken:
-                board.frames_taken[slot], board.taken_s[slot] = taken, now_s
+            taken, frames = stream.taken_frames, int(table.frames_made[slot])
+            at_limit = frames - taken >= stream.buffer_frames
+            if at_limit or stream.watched or table.full[slot]:
+                self._update_reader(slot, stream, frames, at_limit)
+            if table.frames_taken[slot] != taken:
+                table.frames_taken[slot], table.taken_s[slot] = taken, now_s
             return
         slots = np.fromiter(self._awake, np.int64, len(streams))
         taken = np.array([stream.taken_frames for stream in streams], np.int64)
         watched = np.array([stream.watched for stream in streams], bool)
-        frames = board.frames_made[slots]
-        crowded = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
-        for index in np.flatnonzero(crowded | watched | board.full[slots]).tolist():
-            self._look_at_reader(int(slots[index]), streams[index], int(frames[index]), bool(crowded[index]))
-        board.read(slots, taken, now_s)
+        frames = table.frames_made[slots]
+        at_limit = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
+        for index in np.flatnonzero(at_limit | watched | table.full[slots]).tolist():
+            self._update_reader(int(slots[index]), streams[index], int(frames[index]), bool(at_limit[index]))
+        table.read(slots, taken, now_s)
 
-    def _look_at_reader(self, slot: int, stream: Utterance, frames: int, crowded: bool) -> None:
+    def _update_reader(self, slot: int, stream: Utterance, frames: int, at_limit: bool) -> None:
         # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-        full = (crowded and stream.unread) or ((crowded or stream.watched) and stream.full(frames - stream.made_frames))
-        self._room |= full and not self._board.full[slot]  # it may be no listener any more
-        self._board.full[slot] = full
+        full = (at_limit and stream.unread) or (
+            (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
+        )
+        self._freed |= full and not self._table.full[slot]  # it may be no listener any more
+        self._table.full[slot] = full
         stream.set_idle(full)
 
     def _resume(self, slot: int, now_s: float) -> None:
@@ -437,14 +438,14 @@ class Runner:
             if self._memory.is_open(slot):
                 if stream.input_known():
                     del self._waiting[slot]
-                    self._board.text(slot, True, now_s)
+                    self._table.text(slot, True, now_s)
                     return
             elif stream.next_segment() and self._goes_on(slot, now_s):
                 return
             if stream.ready() and not stream.unread:
                 stream.advance(stream.flush)  # nothing comes for now: the listener gets what there is
                 if stream.open:
-                    self._board.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+                    self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
             if stream.open and not stream.unread and (stream.segment is None or self._memory.is_open(slot)):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot
@@ -470,7 +471,7 @@ class Runner:
     # ---- ticks
 
     def _launch(self, tick: Tick, now_s: float, begins_s: float, alone: bool) -> None:
-        board = self._board
+        table = self._table
         lanes, rows = [], []
         for slot in tick.lanes.tolist():
             stream = self._streams[slot]
@@ -487,13 +488,13 @@ class Runner:
         follows = bool(self._running)
         ends_s = begins_s + tick.predicted_s
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
-        board.begin(tick)
+        table.begin(tick)
         for slot, stream, _ in lanes:
             stream.has_launched()
             if not stream.may_go_on:
-                board.text_known[slot] = False
+                table.text_known[slot] = False
             elif stream.row is None:
-                board.text(slot, False, now_s)
+                table.text(slot, False, now_s)
                 self._waiting[slot] = None
 
     def _fail_tick(self, streams: Sequence[Utterance], error: Exception) -> None:
@@ -511,9 +512,9 @@ class Runner:
             self._fail_tick(running.streams, error)
             return
         ended_s = time.perf_counter()
-        tick, board = running.tick, self._board
+        tick, table = running.tick, self._table
         self._pace.observe(tick, made, running.follows)
-        late_s = board.finish(tick, ended_s)
+        late_s = table.finish(tick, ended_s)
         self._ticks.add(made.took_s)
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
         self._compare(running, made, ended_s, late_s)
@@ -533,7 +534,7 @@ class Runner:
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
-        board, pcm16 = self._board, None
+        table, pcm16 = self._table, None
         if made.pcm is not None and any(lane.stream.paced for lane in running.lanes):
             pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
         predictor_ms = 1e3 * made.predictor_s
@@ -544,7 +545,7 @@ class Runner:
                 continue
             ended = bool(made.ended[index])
             if stream.segment_number != segment or stream.segment is None or ended:
-                board.frames_made[slot] -= 1  # nothing came of it
+                table.frames_made[slot] -= 1  # nothing came of it
             if stream.segment_number != segment or stream.segment is None:
                 continue  # the speech had ended when this was launched
             if not ended and made.codes[index, 0] < 0:
@@ -560,10 +561,10 @@ class Runner:
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                board.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+                table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
             if ended:
                 self._memory.close(slot)
-                board.text_known[slot] = False
+                table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
 

@@ -13,18 +13,22 @@ A stream that waits for text, or for its reader, is in no tick.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from mktts.engine.board import FRAME_S, Board
 from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE
 from mktts.engine.tick import Piece, Tick, TickModel
-from mktts.errors import OptionsError
+from mktts.errors import EngineError, OptionsError
+from mktts.spec import FRAME_RATE_HZ
 
+FRAME_S = 1 / FRAME_RATE_HZ
+# A full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more.
+ABSENT_S = 2.0
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
-_RUSH = 32  # first frames of a tick: those that are not pressed for time leave it to so many
+_MANY_NEW = 32  # first frames of a tick: those that are not pressed for time leave it to so many
 _LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
 _PROMPT_ROWS = (0, 64, 256, 1_024)
 _WIDE = 768  # lanes from which 64 prompt rows save nothing against 256
@@ -165,22 +169,202 @@ class TickSettings:
         return max(((b, p) for b, p in self.buckets if b >= least and p >= rows), key=frames_hz)
 
 
-def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
-    """The tick to run at `now_s`. Changes nothing: `Board.begin` does, when it runs. About 0.1 ms at 1 000 streams."""
-    able = board.able()
+class StreamTable:
+    """What the scheduler knows of the open streams. All arrays have one entry a slot; read them freely, change them by
+    the methods. Times are seconds of one clock, which the caller reads.
+
+    A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
+    the frames after it are wanted that much later.
+
+    open: in use. paced: somebody listens in real time; otherwise the frames are wanted as soon as others allow it.
+    text_known: the talker's next input is there. full: the reader's buffer takes no more. serial: counts the streams
+    that a slot has had. prompt_rows: rows of the prompt still to enter. context_rows: rows in the keys and values.
+    frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
+    where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
+    arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame
+    that the reader took). resumed: waited for its text, which has come, and was in no tick since.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.open = np.zeros(slots, bool)
+        self.paced = np.zeros(slots, bool)
+        self.text_known = np.zeros(slots, bool)
+        self.full = np.zeros(slots, bool)
+        self.resumed = np.zeros(slots, bool)
+        self.serial = np.zeros(slots, np.int64)
+        self.prompt_rows = np.zeros(slots, np.int64)
+        self.context_rows = np.zeros(slots, np.int64)
+        self.frames_made = np.zeros(slots, np.int64)
+        self.frames_taken = np.zeros(slots, np.int64)
+        self.chunk_start = np.zeros(slots, np.int64)
+        self.chunk_end = np.zeros(slots, np.int64)
+        self.arrived_s = np.zeros(slots)
+        self.newest_s = np.zeros(slots)
+        self.playing_since_s = np.full(slots, -np.inf)
+        self.taken_s = np.zeros(slots)
+
+    # ---- what happens to a stream
+
+    def enter(self, slot: int, arrived_s: float, paced: bool = True) -> None:
+        """A stream takes a free slot. It makes nothing before `prompt`. Raises EngineError where the slot is in use."""
+        if self.open[slot]:
+            raise EngineError(f"slot {slot} belongs to an open stream: leave it first")
+        self.open[slot], self.paced[slot] = True, paced
+        self.text_known[slot], self.full[slot], self.resumed[slot] = True, False, False
+        self.serial[slot] += 1
+        for array in (
+            self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
+        ):  # fmt: skip
+            array[slot] = 0
+        self.arrived_s[slot] = self.newest_s[slot] = self.taken_s[slot] = arrived_s
+        self.playing_since_s[slot] = -np.inf
+
+    def leave(self, slot: int) -> None:
+        """The stream is over, or cancelled: it is in no tick from now on. Raises EngineError for a free slot."""
+        if not self.open[slot]:
+            raise EngineError(f"slot {slot} has no open stream")
+        self.open[slot] = False
+
+    def prompt(self, slot: int, rows: int, kept_rows: int = 0) -> None:
+        """A segment begins: `rows` (> 0) are to enter behind `kept_rows` that lie in shared pages already."""
+        if rows < 1:
+            raise EngineError(f"a prompt has at least one row to compute, got {rows}")
+        self.prompt_rows[slot], self.context_rows[slot] = rows, kept_rows
+
+    def text(self, slot: int, known: bool, now_s: float) -> None:
+        """Whether the talker's next input is known. A listener who waited for text hears a pause: no frame was late
+        before the text came, and the next one has a frame's time."""
+        if known and not self.text_known[slot]:
+            latest_s = now_s - FRAME_S * (self.frames_made[slot] - 1)
+            if np.isfinite(self.playing_since_s[slot]):
+                self.playing_since_s[slot] = max(self.playing_since_s[slot], latest_s)
+        self.text_known[slot] = known
+
+    def chunk(self, slot: int, start: int, end: int) -> None:
+        """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
+        self.chunk_start[slot], self.chunk_end[slot] = start, end
+
+    def taken(self, slot: int, frames: int, full: bool = False) -> None:
+        """The reader has taken `frames` in all; `full`: its buffer takes no more."""
+        self.frames_taken[slot], self.full[slot] = frames, full
+
+    def read(self, slots: Sequence[int], frames: Sequence[int], now_s: float) -> None:
+        """The readers of these slots have taken so many frames in all by now."""
+        where, taken = np.asarray(slots, np.int64), np.asarray(frames, np.int64)
+        self.taken_s[where[self.frames_taken[where] != taken]] = now_s
+        self.frames_taken[where] = taken
+
+    # ---- ticks
+
+    def begin(self, tick: Tick) -> None:
+        """The tick runs now: the next one may be planned as if it had ended."""
+        for piece in tick.pieces:
+            self.prompt_rows[piece.slot] -= piece.rows
+            self.context_rows[piece.slot] += piece.rows
+            self.resumed[piece.slot] = False
+        self.resumed[tick.lanes] = False
+        self.frames_made[tick.lanes] += 1
+        self.context_rows[tick.lanes[tick.new_lanes :]] += 1  # a new lane's first frame comes from its last prompt row
+
+    def finish(self, tick: Tick, ended_s: float) -> np.ndarray:
+        """The tick's PCM is on the host; before this, `leave` what has ended. Returns seconds (n,) by which each of the
+        tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk, and
+        streams that left."""
+        lanes = tick.lanes
+        if len(lanes) == 1:
+            return np.array([self._finish_one(int(lanes[0]), int(tick.frames[0]), int(tick.serials[0]), ended_s)])
+        here = self.open[lanes] & (self.serial[lanes] == tick.serials)
+        self.newest_s[lanes[here]] = ended_s
+        first = here & (tick.frames == 0)
+        self.playing_since_s[lanes[first]] = ended_s
+        playing = here & ~first & self.paced[lanes] & np.isfinite(self.playing_since_s[lanes])
+        # A chunk is heard when its last frame is made, from the place of its first one on.
+        chunked = self.chunk_end[lanes] > tick.frames
+        whole = ~chunked | (tick.frames + 1 >= self.chunk_end[lanes])
+        start = np.where(chunked, self.chunk_start[lanes], tick.frames)
+        heard_out = playing & whole & (self.frames_taken[lanes] >= start)
+        late_s = ended_s - (self.playing_since_s[lanes] + FRAME_S * start)
+        late_s = np.where(heard_out & (late_s > 0), late_s, 0.0)
+        self.playing_since_s[lanes] += late_s
+        return late_s
+
+    def _finish_one(self, slot: int, frame: int, serial: int, ended_s: float) -> float:
+        """As `finish`, of one lane: what does it for many takes as long as for a hundred."""
+        if not self.open[slot] or self.serial[slot] != serial:
+            return 0.0
+        self.newest_s[slot] = ended_s
+        if frame == 0:
+            self.playing_since_s[slot] = ended_s
+            return 0.0
+        chunked = self.chunk_end[slot] > frame
+        start = int(self.chunk_start[slot]) if chunked else frame
+        whole = not chunked or frame + 1 >= self.chunk_end[slot]
+        if not (whole and self.paced[slot] and self.frames_taken[slot] >= start):
+            return 0.0
+        late_s = max(0.0, ended_s - (float(self.playing_since_s[slot]) + FRAME_S * start))
+        if np.isinf(late_s):  # it plays nothing yet
+            return 0.0
+        self.playing_since_s[slot] += late_s
+        return late_s
+
+    # ---- for admission
+
+    def listening(self, now_s: float) -> np.ndarray:
+        """Slots (bool) of streams that need frames in time: paced ones, but those whose readers have gone away, and
+        those that wait for their text and have played what was made."""
+        absent = self.full & (now_s >= self.taken_s + ABSENT_S)
+        return self.open & self.paced & (self.text_known | (self.played_until_s > now_s)) & ~absent
+
+    def changes_s(self, now_s: float) -> float:
+        """When `listening` next changes by time alone; inf for never."""
+        gone_s = self.taken_s[self.open & self.full] + ABSENT_S
+        played_s = self.played_until_s[self.open & ~self.text_known]
+        return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
+
+    @property
+    def played_until_s(self) -> np.ndarray:
+        """When a listener will have played what was made; -inf before the first PCM."""
+        return self.playing_since_s + FRAME_S * self.frames_made
+
+    # ---- for the scheduler
+
+    def able(self) -> np.ndarray:
+        """Slots (n,) that could be in a tick now. One that waits for text or for its reader is none of them."""
+        ready = (self.prompt_rows > 0) | (self.context_rows > 0)
+        return np.flatnonzero(self.open & self.text_known & ~self.full & ready)
+
+    def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
+        """Seconds (n,) from now until each stream's next frame is wanted.
+
+        What the reader has not taken is certainly ahead, whatever the clock says. An unpaced stream's next frame is
+        wanted `unpaced_s` after its last one; a stream that made none, at once (-inf).
+        """
+        made = self.frames_made[slots]
+        heard = np.where(made < self.chunk_end[slots], self.chunk_start[slots], made)  # as far as chunks are whole
+        ahead_s = FRAME_S * (heard - self.frames_taken[slots])
+        lead_s = self.playing_since_s[slots] + FRAME_S * heard - now_s
+        lead_s = np.where(ahead_s > 0, np.maximum(lead_s, ahead_s), lead_s)  # else late ones would be equally late
+        return np.where(self.paced[slots], lead_s, self.newest_s[slots] + unpaced_s - now_s)
+
+
+def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
+    """The tick to run at `now_s`. Changes nothing: `StreamTable.begin` does, when it runs. Takes about 0.1 ms
+    at 1,000 streams."""
+    able = table.able()
     if not len(able):
         return Tick()
-    lead_s = board.lead_s(able, now_s, settings.lead_s)
+    lead_s = table.lead_s(able, now_s, settings.lead_s)
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
-    waiting = board.prompt_rows[able] > 0
+    waiting = table.prompt_rows[able] > 0
     speaking = np.flatnonzero(~waiting)
-    resumed = speaking[board.resumed[able[speaking]]]
+    resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    settled_s = _settled_s(board, able[speaking], leads_s, settings)
-    context_rows = float(board.context_rows[able].mean())
+    settled_s = _settled_s(table, able[speaking], leads_s, settings)
+    context_rows = float(table.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
@@ -191,18 +375,18 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
         pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
-        order = _order(board, able[entering], lead_s[entering], now_s, settings)
-        pieces = _pieces(board, order, budget, max(most - pressed, 1), settings.whole_prompts)
+        order = _order(table, able[entering], lead_s[entering], now_s, settings)
+        pieces = _pieces(table, order, budget, max(most - pressed, 1), settings.whole_prompts)
     new = [piece.slot for piece in pieces if piece.last]
-    if len(new) >= _RUSH:
+    if len(new) >= _MANY_NEW:
         due = min(due, pressed)  # the others can wait until those who came have heard something
 
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
-            return Tick(wake_s=_wake_s(board, able, now_s, settings), lead_s=settled_s)
-        order = _order(board, able[waiting], lead_s[waiting], now_s, settings)
-        pieces = _pieces(board, order[:1], settings.min_rows, 1, settings.whole_prompts)
+            return Tick(wake_s=_wake_s(table, able, now_s, settings), lead_s=settled_s)
+        order = _order(table, able[waiting], lead_s[waiting], now_s, settings)
+        pieces = _pieces(table, order[:1], settings.min_rows, 1, settings.whole_prompts)
         new = [piece.slot for piece in pieces if piece.last]
         count = min(settings.idle_lanes, most, len(speaking)) if not pieces else 0
     rows = sum(piece.rows for piece in pieces)
@@ -214,13 +398,13 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
         bucket = len(new) + count, rows
     old = able[speaking[:count]]
     lanes = np.concatenate((np.array(new, np.int64), old))
-    context_rows = int(board.context_rows[old].sum()) + sum(piece.start + piece.rows for piece in pieces)
+    context_rows = int(table.context_rows[old].sum()) + sum(piece.start + piece.rows for piece in pieces)
     return Tick(
         bucket=bucket,
         lanes=lanes.astype(np.int32),
         new_lanes=len(new),
-        frames=board.frames_made[lanes],
-        serials=board.serial[lanes],
+        frames=table.frames_made[lanes],
+        serials=table.serial[lanes],
         pieces=tuple(pieces),
         context_rows=context_rows,
         predicted_s=model.predict(*bucket, context_rows),
@@ -229,28 +413,28 @@ def next_tick(board: Board, now_s: float, model: TickModel, settings: TickSettin
     )
 
 
-def lone_tick(board: Board, slot: int, now_s: float) -> Tick:
+def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
     """`next_tick` with `TickSettings.one()` where no slot but this one is able: it runs, whatever its lead. What orders
     many takes a fifth of a millisecond for one, of every frame and of the time to the first."""
     lanes = np.array([slot], np.int32)
-    context, rows = int(board.context_rows[slot]), int(board.prompt_rows[slot])
+    context, rows = int(table.context_rows[slot]), int(table.prompt_rows[slot])
     pieces = (Piece(slot, context, rows, True),) if rows else ()
     return Tick(
         bucket=(1, rows),
         lanes=lanes,
         new_lanes=len(pieces),
-        frames=board.frames_made[lanes],
-        serials=board.serial[lanes],
+        frames=table.frames_made[lanes],
+        serials=table.serial[lanes],
         pieces=pieces,
         context_rows=context + rows,
         wake_s=now_s,
     )
 
 
-def _settled_s(board: Board, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
+def _settled_s(table: StreamTable, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
     """`Tick.lead_s`, of `slots` by their `leads_s`, ascending. A stream's first chunks are small, so it cannot be far
     ahead before it comes to those that stay as large as they are."""
-    settled = board.paced[slots] & (board.chunk_start[slots] >= sum(settings.chunks[:-1]))
+    settled = table.paced[slots] & (table.chunk_start[slots] >= sum(settings.chunks[:-1]))
     leads_s = leads_s[settled]
     return float(leads_s[len(leads_s) // 4]) if len(leads_s) else float(np.inf)
 
@@ -270,38 +454,40 @@ def _row_budget(lanes: int, leads_s: np.ndarray, context_rows: float, model: Tic
     return int(np.clip(rows, settings.min_rows, settings.max_rows))
 
 
-def _order(board: Board, slots: np.ndarray, lead_s: np.ndarray, now_s: float, settings: TickSettings) -> np.ndarray:
+def _order(
+    table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, now_s: float, settings: TickSettings
+) -> np.ndarray:
     """Slots with waiting prompts by the time since when each is wanted: a new stream since it arrived, the next segment
     of a playing one since its lead fell below the limit."""
-    fresh = board.frames_made[slots] == 0
-    arrived_s = board.arrived_s[slots] + np.where(board.paced[slots], 0.0, _PATIENCE_S)
+    fresh = table.frames_made[slots] == 0
+    arrived_s = table.arrived_s[slots] + np.where(table.paced[slots], 0.0, _PATIENCE_S)
     since_s = np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s)
-    return slots[np.argsort(np.where(board.resumed[slots], -np.inf, since_s), kind="stable")]
+    return slots[np.argsort(np.where(table.resumed[slots], -np.inf, since_s), kind="stable")]
 
 
-def _pieces(board: Board, order: np.ndarray, rows: int, seats: int, whole: bool) -> list[Piece]:
-    """What enters of the prompts in `order`: up to `rows`, and up to `seats` prompts to their end. `whole`: none is
-    cut, and one enters always."""
+def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
+    """What enters of the prompts in `order`: up to `rows`, and up to `most_prompts` of them to their end.
+    `whole`: none is cut, and one enters always."""
     pieces: list[Piece] = []
     for slot in order.tolist():
-        left = int(board.prompt_rows[slot])
+        left = int(table.prompt_rows[slot])
         taken = min(left, rows)
         if whole and taken < left:
             taken = 0 if pieces else left
         last = taken == left
-        if not taken or (last and not seats):
+        if not taken or (last and not most_prompts):
             break
-        pieces.append(Piece(slot, int(board.context_rows[slot]), taken, last))
+        pieces.append(Piece(slot, int(table.context_rows[slot]), taken, last))
         rows -= taken
-        seats -= last
+        most_prompts -= last
     return pieces
 
 
-def _wake_s(board: Board, able: np.ndarray, now_s: float, settings: TickSettings) -> float:
-    """When the first of the streams that are ahead will be wanted, if no news comes. What the reader has not taken does
+def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, settings: TickSettings) -> float:
+    """When the first of the streams that are ahead will be wanted, without an update. What the reader has not taken does
     not become less by waiting."""
-    ahead_s = FRAME_S * (board.frames_made[able] - board.frames_taken[able])
+    ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
     heard_out = able[ahead_s <= settings.lead_s]
     if not len(heard_out):
         return float(np.inf)
-    return now_s + float(board.lead_s(heard_out, now_s, settings.lead_s).min()) - settings.lead_s
+    return now_s + float(table.lead_s(heard_out, now_s, settings.lead_s).min()) - settings.lead_s

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
-from mktts.engine.guard import FinishReason, GuardState
-from mktts.engine.options import SCHEDULE, Chunk, Plan
+from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan
 from mktts.engine.script import Script
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows

@@ -24,10 +24,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """What runs next. An `empty` one runs nothing: ask again when there is news, at `wake_s` at the latest.
+    """What runs next. An `empty` one runs nothing: ask again when there is an update, at `wake_s` at the latest.
 
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
-    frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see Board.
+    frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
     pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
     attends to. lead_s: of those who have listened for a while, a quarter is less ahead than this.
     """

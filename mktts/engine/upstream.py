@@ -27,8 +27,8 @@ from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
 from mktts.common import whole_number
-from mktts.engine.guard import FinishReason, GuardState
 from mktts.engine.lanes import Copy, Made
+from mktts.engine.options import FinishReason, GuardState
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.single import SLOTS, OwnMemory
 from mktts.engine.stream import Segment

@@ -20,7 +20,7 @@ from websockets.frames import CloseCode
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import one_of
-from mktts.engine.guard import FinishReason
+from mktts.engine.options import FinishReason
 from mktts.errors import (
     AccessError,
     BusyError,

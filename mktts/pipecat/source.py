@@ -12,8 +12,7 @@ from typing import Protocol, Self
 import torch
 
 from mktts.checkpoint import Checkpoint
-from mktts.engine.guard import FinishReason
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import FinishReason, StreamOptions
 from mktts.engine.stream import Session, Stream
 from mktts.errors import EngineError, TextError
 from mktts.model.prompt import Layout

@@ -15,9 +15,8 @@ from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import whole_number
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.guard import FinishReason, Guard
 from mktts.engine.many import Asked, Said, say_each, say_many
-from mktts.engine.options import Chunk, Plan, StreamOptions, Timings
+from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
 from mktts.engine.stream import EngineName, Session, Stream
 from mktts.engine.tick import TICKS

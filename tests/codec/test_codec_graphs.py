@@ -221,8 +221,7 @@ def test_bf16_can_be_captured(tiny):
 
 @pytest.mark.gpu
 def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
-    from mktts.engine.guard import Guard
-    from mktts.engine.options import StreamOptions
+    from mktts.engine.options import Guard, StreamOptions
     from mktts.synth import Synthesizer
 
     options = StreamOptions(guard=Guard.off())

@@ -25,7 +25,7 @@ from mktts.model.sampling import Sampling
 
 
 class Desk:
-    """now_s: the time, which passes only where the runner asks for it. lanes, pages, board: of the runner.
+    """now_s: the time, which passes only where the runner asks for it. lanes, pages, table: of the runner.
 
     runners: by engine; a subclass may add one.
     """
@@ -52,8 +52,8 @@ class Desk:
         monkeypatch.setattr(runner, "time", clock)
 
     @property
-    def board(self) -> Any:
-        return self.batch._board
+    def table(self) -> Any:
+        return self.batch._table
 
     @property
     def pages(self) -> Any:
@@ -123,19 +123,19 @@ class Desk:
 
     def check(self) -> None:
         """The books agree with one another."""
-        batch, board, pages = self.batch, self.board, self.pages
+        batch, table, pages = self.batch, self.table, self.pages
         slots = set(batch._streams)
         assert len(batch.free_slots) + len(slots) == self.lanes.slots and not slots & set(batch.free_slots)
-        assert set(board.open.nonzero()[0].tolist()) == slots
+        assert set(table.open.nonzero()[0].tolist()) == slots
         assert set(batch._waiting) <= set(batch._awake)
         asleep = set(batch._asleep.values())
         assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
-        assert not board.text_known[list(asleep)].any()
+        assert not table.text_known[list(asleep)].any()
         assert all(job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queued))
         assert len(batch._queue) == len(batch._queued)
         for slot, job in batch._streams.items():
             coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
-            assert board.frames_made[slot] == len(job.codes) + coming
+            assert table.frames_made[slot] == len(job.codes) + coming
         assert not [slot for slot in range(self.lanes.slots) if pages.is_open(slot) and slot not in slots]
         if isinstance(pages, Pages):
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}

@@ -18,8 +18,7 @@ from mktts.engine.admission import (
     measured_streams,
     refusal,
 )
-from mktts.engine.board import Board
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import StreamTable, TickSettings
 from mktts.engine.tick import TickModel
 
 MODEL = TickModel.h200()
@@ -29,11 +28,11 @@ class Place:
     """A queue, and streams that were admitted from it."""
 
     def __init__(self, capacity: float | None = None, slots: int = 3_000, pages: int = 9_000, **limits) -> None:
-        self.board, self.pages = Board(slots), Pages(pages, slots, 2_048)
+        self.table, self.pages = StreamTable(slots), Pages(pages, slots, 2_048)
         self.admission = Admission(AdmissionLimits(**limits))
         self.admission.measured = None if capacity is None else Capacity(capacity, "measured by hand")
-        self.admission.listeners.append(lambda now_s: int(self.board.listened(now_s).sum()))
-        self.queue = AdmissionQueue(self.admission, self.board, self.pages, TickSettings.h200(), 0.1)
+        self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
+        self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200(), 0.1)
         self.inside = 0
 
     def submit(self, **arrival) -> str:
@@ -45,13 +44,13 @@ class Place:
 
     def enter(self, arrival: Arrival) -> None:
         self.pages.open(self.inside, arrival.max_rows)
-        self.board.enter(self.inside, arrival.arrived_s, arrival.paced)
-        self.board.context_rows[self.inside] = 107
+        self.table.enter(self.inside, arrival.arrived_s, arrival.paced)
+        self.table.context_rows[self.inside] = 107
         self.inside += 1
 
     def leave(self) -> None:
         self.inside -= 1
-        self.board.leave(self.inside)
+        self.table.leave(self.inside)
         self.pages.close(self.inside)
 
     def fill(self, most: int = 5_000, **arrival) -> str:
@@ -94,7 +93,7 @@ def test_a_machine_slower_than_real_time_refuses_nobody_for_that():
 def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
     place = Place(2_000)
     place.fill(most=100)
-    place.board.prompt_rows[:100] = 332
+    place.table.prompt_rows[:100] = 332
     assert place.obstacle() == "first_pcm"
     assert Place(2_000).submit(prompt_rows=2_000, max_rows=2_048) == ""  # alone, a long prompt may take its time
 
@@ -102,23 +101,23 @@ def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
 def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_one_who_plays_does():
     place = Place(2)
     place.fill()
-    place.board.taken(0, 5, full=True)
-    place.board.taken(1, 5, full=True)
-    place.board.read([0, 1], [6, 5], now_s=1.5)
+    place.table.taken(0, 5, full=True)
+    place.table.taken(1, 5, full=True)
+    place.table.read([0, 1], [6, 5], now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
     assert [place.admission.count(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
     assert place.queue.pop(0.2, MODEL) is None
     place.queue.cancel(None)
-    place.board.read([0, 1], [7, 7], now_s=4.0)
+    place.table.read([0, 1], [7, 7], now_s=4.0)
     assert place.submit(arrived_s=4.1) == "waited"
-    place.board.text(0, False, 4.2)
+    place.table.text(0, False, 4.2)
     assert place.queue.pop(4.3, MODEL)[1] == ""
 
 
 def test_the_queue_is_looked_at_again_when_a_reader_may_be_gone():
     place = Place(1, max_wait_s=60.0)
     place.submit()
-    place.board.taken(0, 5, full=True)
+    place.table.taken(0, 5, full=True)
     assert place.submit(arrived_s=1.0) == "waited"
     assert place.queue.wake_s(1.0) == 2.0  # two seconds after it took something
     assert place.queue.wake_s(2.5) == 61.0

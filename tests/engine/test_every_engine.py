@@ -13,8 +13,7 @@ from fakes import OFF, ONE, FakeBackend, FakeCodec, fake_synthesizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mktts.engine.guard import Guard
-from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, StreamOptions
+from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME

@@ -12,8 +12,7 @@ import pytest
 import torch
 from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_single
 
-from mktts.engine.guard import Guard
-from mktts.engine.options import Chunk, Plan, StreamOptions
+from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.script import Script
 from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance

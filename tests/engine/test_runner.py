@@ -167,7 +167,7 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
     (slot,) = at.batch._streams
-    assert (at.board.chunk_start[slot], at.board.chunk_end[slot]) == (6, 10)
+    assert (at.table.chunk_start[slot], at.table.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
     script.feed("gh")
     at.run()
@@ -423,7 +423,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
 # ---- the runner itself
 
 
-@pytest.mark.parametrize("where", ["_look_round", "_give", "_admit", "_launch", "_read"])
+@pytest.mark.parametrize("where", ["_update_streams", "_give", "_admit", "_launch", "_read"])
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]
@@ -433,7 +433,7 @@ def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_serv
     jobs += [at.say(seed=seed, frames=20) for seed in (8, 9)]
     with pytest.raises(KeyError):
         at.run()
-    at.board.open[:] = False  # whatever the books say then
+    at.table.open[:] = False  # whatever the books say then
     at.batch.fail_all(KeyError("a wrong book"))
     for job in (*jobs, waiting):
         assert not job.open

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mktts.batch.pages import Pages
 from mktts.engine.admission import AdmissionLimits
-from mktts.engine.board import FRAME_S, Board
-from mktts.engine.scheduler import TickSettings, lone_tick, next_tick
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, lone_tick, next_tick
 from mktts.engine.tick import TickFit, TickModel
 from mktts.errors import CapacityError, EngineError, OptionsError
 
@@ -40,22 +39,22 @@ STREAM = st.fixed_dictionaries(
 )
 
 
-def board_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> Board:
-    """A board in the middle of its work; stream i has slot i."""
-    board = Board(slots)
+def board_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> StreamTable:
+    """A table in the middle of its work; stream i has slot i."""
+    table = StreamTable(slots)
     for slot, stream in enumerate(streams):
-        board.enter(slot, now_s - 0.001 * slot, stream["paced"])
+        table.enter(slot, now_s - 0.001 * slot, stream["paced"])
         if stream["state"] == "speaking":
-            board.context_rows[slot] = 32 + stream["made"]
+            table.context_rows[slot] = 32 + stream["made"]
         else:
-            board.prompt(slot, stream["rows"], 7 if stream["state"] == "middle of prompt" else 0)
+            table.prompt(slot, stream["rows"], 7 if stream["state"] == "middle of prompt" else 0)
         if stream["state"] in ("speaking", "next segment"):
-            board.frames_made[slot] = stream["made"]
-            board.frames_taken[slot] = min(stream["taken"], stream["made"])
-            board.playing_since_s[slot] = now_s + stream["lead_s"] - FRAME_S * stream["made"]
-            board.newest_s[slot] = now_s - 0.1
-        board.text_known[slot], board.full[slot] = stream["known"], stream["full"]
-    return board
+            table.frames_made[slot] = stream["made"]
+            table.frames_taken[slot] = min(stream["taken"], stream["made"])
+            table.playing_since_s[slot] = now_s + stream["lead_s"] - FRAME_S * stream["made"]
+            table.newest_s[slot] = now_s - 0.1
+        table.text_known[slot], table.full[slot] = stream["known"], stream["full"]
+    return table
 
 
 def speaking(count: int, lead_s: float = 0.1, **changes) -> list[dict]:
@@ -74,25 +73,25 @@ def content(tick) -> tuple:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]), st.sampled_from(sorted(MODELS)))
 def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, name):
-    board, without = board_of(streams), board_of(streams)
-    before = copy.deepcopy(vars(board))
-    tick = next_tick(board, NOW_S, MODELS[name], limits)
-    assert all(np.array_equal(before[name], array) for name, array in vars(board).items()), "planning changes nothing"
+    table, without = board_of(streams), board_of(streams)
+    before = copy.deepcopy(vars(table))
+    tick = next_tick(table, NOW_S, MODELS[name], limits)
+    assert all(np.array_equal(before[name], array) for name, array in vars(table).items()), "planning changes nothing"
     lanes = tick.lanes.tolist()
     able = {i for i, stream in enumerate(streams) if stream["known"] and not stream["full"]}
     assert len(set(lanes)) == len(lanes) and set(lanes) <= able
     assert [piece.slot for piece in tick.pieces if piece.last] == lanes[: tick.new_lanes]
     assert {piece.slot for piece in tick.pieces} <= able and tick.rows <= tick.bucket[1]
     for piece in tick.pieces:
-        left = int(board.prompt_rows[piece.slot])
+        left = int(table.prompt_rows[piece.slot])
         assert 1 <= piece.rows <= left and piece.last == (piece.rows == left)
-        assert piece.start == board.context_rows[piece.slot]
+        assert piece.start == table.context_rows[piece.slot]
     assert all(streams[slot]["state"] == "speaking" for slot in lanes[tick.new_lanes :])
     assert len(lanes) <= tick.bucket[0] <= limits.max_lanes and tick.bucket[1] <= limits.max_rows
     assert tick.empty or not limits.buckets or tick.bucket in limits.buckets
     # Of those that speak, nobody is left out who has less lead than one who is in.
     talking = np.array([i for i in able if streams[i]["state"] == "speaking"], int)
-    lead_s = dict(zip(talking.tolist(), board.lead_s(talking, NOW_S, limits.lead_s).tolist(), strict=True))
+    lead_s = dict(zip(talking.tolist(), table.lead_s(talking, NOW_S, limits.lead_s).tolist(), strict=True))
     inside = [lead_s[slot] for slot in lanes[tick.new_lanes :]]
     assert max(inside, default=-9.0) <= min((lead_s[slot] for slot in lead_s if slot not in lanes), default=99.0)
     # Arrivals go on in every tick.
@@ -108,62 +107,62 @@ def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, nam
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STREAM, min_size=3, max_size=30))
 def test_an_empty_tick_says_when_to_ask_again(streams):
-    board = board_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
-    board.paced[:] = True
-    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    table = board_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
+    table.paced[:] = True
+    tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     if tick.empty and np.isfinite(tick.wake_s):
         assert tick.wake_s > NOW_S
-        assert next_tick(board, tick.wake_s - 0.001, TickModel.h200(), SMALL).empty
-        assert not next_tick(board, tick.wake_s, TickModel.h200(), SMALL).empty
+        assert next_tick(table, tick.wake_s - 0.001, TickModel.h200(), SMALL).empty
+        assert not next_tick(table, tick.wake_s, TickModel.h200(), SMALL).empty
 
 
 def test_arrivals_enter_in_their_order_and_a_long_prompt_in_pieces():
-    board = board_of(new(1, rows=150) + new(1, rows=20) + speaking(1))
-    board.arrived_s[:2] = NOW_S - 0.2, NOW_S - 0.1
+    table = board_of(new(1, rows=150) + new(1, rows=20) + speaking(1))
+    table.arrived_s[:2] = NOW_S - 0.2, NOW_S - 0.1
     entered, ticks = [], []
     for number in range(4):
-        tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
-        board.begin(tick)
-        board.finish(tick, NOW_S + 0.001 * number)
+        tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
+        table.begin(tick)
+        table.finish(tick, NOW_S + 0.001 * number)
         entered += [(number, *piece) for piece in tick.pieces]
         ticks.append(tick)
     assert entered == [
         (0, 0, 0, 64, False), (1, 0, 64, 64, False), (2, 0, 128, 22, True), (2, 1, 0, 20, True),
     ]  # fmt: skip
-    assert board.context_rows[:2].tolist() == [151, 21]  # the prompt, and the row of the second frame
+    assert table.context_rows[:2].tolist() == [151, 21]  # the prompt, and the row of the second frame
     assert all(2 in tick.lanes.tolist() for tick in ticks)  # the playing one goes on meanwhile
     assert ticks[2].frames[: ticks[2].new_lanes].tolist() == [0, 0]
 
 
 def test_a_lone_stream_gets_its_frames_at_once():
-    board = board_of(speaking(1, lead_s=30.0, taken=0))
+    table = board_of(speaking(1, lead_s=30.0, taken=0))
     for _ in range(50):
-        tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+        tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
         assert tick.lanes.tolist() == [0] and tick.bucket == (2, 0)
-        board.begin(tick)
-        board.finish(tick, NOW_S)
-    board.taken(0, 9, full=True)
-    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).empty
+        table.begin(tick)
+        table.finish(tick, NOW_S)
+    table.taken(0, 9, full=True)
+    assert next_tick(table, NOW_S, TickModel.h200(), SMALL).empty
 
 
 def test_streams_far_ahead_skip_and_near_ones_ride_in_empty_lanes():
-    board = board_of(speaking(1, 0.1) + speaking(2, 0.5) + speaking(3, 1.5))
-    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
+    table = board_of(speaking(1, 0.1) + speaking(2, 0.5) + speaking(3, 1.5))
+    tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     assert tick.bucket == (2, 0) and tick.lanes.tolist() == [0, 1]
 
 
 def test_a_reader_that_takes_nothing_stops_its_stream_long_before_its_buffer_is_full():
-    board = board_of(speaking(3, lead_s=-50.0, taken=0, made=12))
-    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).wake_s == np.inf
-    board.taken(1, 11)
-    assert next_tick(board, NOW_S, TickModel.h200(), SMALL).lanes.tolist() == [1]
+    table = board_of(speaking(3, lead_s=-50.0, taken=0, made=12))
+    assert next_tick(table, NOW_S, TickModel.h200(), SMALL).wake_s == np.inf
+    table.taken(1, 11)
+    assert next_tick(table, NOW_S, TickModel.h200(), SMALL).lanes.tolist() == [1]
 
 
 def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
-    board = board_of(speaking(5, lead_s=0.012) + new(6, rows=64))
-    pressed = next_tick(board, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
-    board.playing_since_s[:] += 0.3
-    easy = next_tick(board, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
+    table = board_of(speaking(5, lead_s=0.012) + new(6, rows=64))
+    pressed = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
+    table.playing_since_s[:] += 0.3
+    easy = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
     assert (pressed.rows, easy.rows) == (16, 64)
 
 
@@ -175,52 +174,52 @@ def test_ticks_keep_to_their_longest_time():
 
 
 def test_late_frames_are_counted_once_and_the_listener_plays_on_later():
-    board = board_of(speaking(1, lead_s=0.005))
-    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
-    board.begin(tick)
-    assert board.finish(tick, NOW_S + 0.015).tolist() == [pytest.approx(0.010)]
-    board.taken(0, 10)
-    assert board.lead_s(np.array([0]), NOW_S + 0.015, 0.4).tolist() == [pytest.approx(FRAME_S)]
+    table = board_of(speaking(1, lead_s=0.005))
+    tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
+    table.begin(tick)
+    assert table.finish(tick, NOW_S + 0.015).tolist() == [pytest.approx(0.010)]
+    table.taken(0, 10)
+    assert table.lead_s(np.array([0]), NOW_S + 0.015, 0.4).tolist() == [pytest.approx(FRAME_S)]
 
 
 def test_a_pause_of_the_text_is_not_an_underrun():
-    board = board_of(speaking(1, lead_s=0.2))
-    board.text(0, known=False, now_s=NOW_S)
-    assert next_tick(board, NOW_S + 3, TickModel.h200(), SMALL).empty
-    board.text(0, known=True, now_s=NOW_S + 3)
-    tick = next_tick(board, NOW_S + 3, TickModel.h200(), SMALL)
-    board.begin(tick)
-    assert board.finish(tick, NOW_S + 3.01).tolist() == [0.0]
+    table = board_of(speaking(1, lead_s=0.2))
+    table.text(0, known=False, now_s=NOW_S)
+    assert next_tick(table, NOW_S + 3, TickModel.h200(), SMALL).empty
+    table.text(0, known=True, now_s=NOW_S + 3)
+    tick = next_tick(table, NOW_S + 3, TickModel.h200(), SMALL)
+    table.begin(tick)
+    assert table.finish(tick, NOW_S + 3.01).tolist() == [0.0]
 
 
 def test_a_slot_that_changed_hands_under_a_running_tick_keeps_the_new_streams_clock():
-    board = board_of(speaking(1, lead_s=0.0))
-    tick = next_tick(board, NOW_S, TickModel.h200(), SMALL)
-    board.begin(tick)
-    board.leave(0)
-    board.enter(0, NOW_S + 0.001)
-    assert board.finish(tick, NOW_S + 5).tolist() == [0.0]
-    assert board.playing_since_s[0] == -np.inf and board.frames_made[0] == 0
+    table = board_of(speaking(1, lead_s=0.0))
+    tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
+    table.begin(tick)
+    table.leave(0)
+    table.enter(0, NOW_S + 0.001)
+    assert table.finish(tick, NOW_S + 5).tolist() == [0.0]
+    assert table.playing_since_s[0] == -np.inf and table.frames_made[0] == 0
 
 
 @pytest.mark.parametrize("paced", [True, False])
 def test_nobody_starves_even_beyond_the_capacity(paced):
     """100 streams where 8 fit a tick, and arrivals that never end: everybody's frames and prompts go on."""
     rng, model = np.random.default_rng(0), TickModel(10e-3, 1e-3, 1e-4, 1e-5)
-    board = board_of(speaking(100, paced=paced) + new(50, paced=paced), slots=400)
+    table = board_of(speaking(100, paced=paced) + new(50, paced=paced), slots=400)
     newest = dict.fromkeys(range(150), 0)
     now_s, longest = NOW_S, 0
     for number in range(400):
         if rng.random() < 0.05:
             slot = 150 + sum(slot >= 150 for slot in newest)
-            board.enter(slot, now_s)
-            board.prompt(slot, int(rng.integers(1, 200)))
+            table.enter(slot, now_s)
+            table.prompt(slot, int(rng.integers(1, 200)))
             newest[slot] = number
-        tick = next_tick(board, now_s, model, SMALL)
+        tick = next_tick(table, now_s, model, SMALL)
         now_s += tick.predicted_s
-        board.begin(tick)
-        board.finish(tick, now_s)
-        board.frames_taken[:] = board.frames_made
+        table.begin(tick)
+        table.finish(tick, now_s)
+        table.frames_taken[:] = table.frames_made
         for slot in tick.lanes.tolist():
             longest = max(longest, number - newest[slot])
             newest[slot] = number
@@ -251,35 +250,35 @@ def test_settings_that_contradict_each_other_are_refused(error, make):
 
 
 def test_slots_are_entered_and_left_once():
-    board = Board(2)
-    board.enter(0, 0.0)
+    table = StreamTable(2)
+    table.enter(0, 0.0)
     with pytest.raises(EngineError):
-        board.enter(0, 0.0)
+        table.enter(0, 0.0)
     with pytest.raises(EngineError):
-        board.prompt(0, 0)
-    board.leave(0)
+        table.prompt(0, 0)
+    table.leave(0)
     with pytest.raises(EngineError):
-        board.leave(0)
+        table.leave(0)
 
 
 @settings(deadline=None)
 @given(STREAM, st.integers(0, 60), st.booleans(), st.floats(0.0, 1.0))
 def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream, chunk_start, leaves, took_s):
-    board = board_of([stream] + new(1))
-    board.leave(1)
-    assume(len(board.able()))
-    expected = next_tick(board, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())
-    found = lone_tick(board, 0, NOW_S)
+    table = board_of([stream] + new(1))
+    table.leave(1)
+    assume(len(table.able()))
+    expected = next_tick(table, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())
+    found = lone_tick(table, 0, NOW_S)
     assert content(found) == content(expected) and found.serials == expected.serials
     assert (found.lanes.dtype, found.wake_s) == (expected.lanes.dtype, expected.wake_s)
-    board.begin(found)
-    board.chunk(0, chunk_start, chunk_start + 2)
+    table.begin(found)
+    table.chunk(0, chunk_start, chunk_start + 2)
     if leaves:
-        board.leave(0)
-    many = copy.deepcopy(board)
+        table.leave(0)
+    many = copy.deepcopy(table)
     both = replace(found, **{name: np.append(getattr(found, name), 1) for name in ("lanes", "frames", "serials")})
-    assert board.finish(found, NOW_S + took_s).tolist() == many.finish(both, NOW_S + took_s).tolist()[:1]
-    assert all(np.array_equal(array, getattr(many, name)) for name, array in vars(board).items())
+    assert table.finish(found, NOW_S + took_s).tolist() == many.finish(both, NOW_S + took_s).tolist()[:1]
+    assert all(np.array_equal(array, getattr(many, name)) for name, array in vars(table).items())
 
 
 # (lanes, prompt rows): ms of a tick, frame and codec and PCM on the host, one H200, all lanes at 400 rows

@@ -1,6 +1,6 @@
 """Listeners against the scheduler on simulated time: no underrun below the capacity. No clock, no device.
 
-The real board, pages, admission and scheduler; only the ticks are not run: each takes what a tick model says. Listeners
+The real table, pages, admission and scheduler; only the ticks are not run: each takes what a tick model says. Listeners
 get chunks as `TickSettings.chunks` says and play them in real time from the first on; utterances last 2 to 12 s. Then
 the runner too, for many that arrive at once: how long the last of them waits, by a host whose work takes time.
 """
@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from mktts.batch.pages import Pages
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits, AdmissionQueue, Arrival, Capacity, measured_streams
-from mktts.engine.board import FRAME_S, Board
 from mktts.engine.lanes import Made
-from mktts.engine.scheduler import TickSettings, next_tick
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, next_tick
 from mktts.engine.stream import Utterance
 from mktts.engine.tick import Tick, TickFit, TickModel
 from mktts.errors import BusyError
@@ -108,13 +107,13 @@ class Run:
         self.frames = 0
         self._fit = None if self.truth is None else TickFit(self.model)
         self._rng = np.random.default_rng(self.seed + 1)
-        self.board = Board(self.slots)
+        self.table = StreamTable(self.slots)
         self._rows_ahead = self.prefix_rows + self.prompt_rows
         self.book = Pages(self.pages, self.slots, self._rows_ahead + max(*FRAMES, 50))
         self.admission = Admission(self.limits)
         self.admission.measured = Capacity(self.capacity or capacity_of(self.model, self.ticks), "of a test")
-        self.admission.listeners.append(lambda now_s: int(self.board.listened(now_s).sum()))
-        self._queue = AdmissionQueue(self.admission, self.board, self.book, self.ticks, self.ticks.first_pcm_s)
+        self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
+        self._queue = AdmissionQueue(self.admission, self.table, self.book, self.ticks, self.ticks.first_pcm_s)
         self._measured_model = self.model
         self._goal = np.zeros(self.slots, np.int64)
         self._chunk = np.zeros(self.slots, np.int64)  # number of the one that is being made
@@ -127,7 +126,7 @@ class Run:
             self._live = now_s >= self.warm_s
             while self._leaving and self._leaving[0][0] <= now_s:
                 slot, serial = heapq.heappop(self._leaving)[1:]
-                if self.board.open[slot] and self.board.serial[slot] == serial:
+                if self.table.open[slot] and self.table.serial[slot] == serial:
                     self._leave(slot)
             while left := self._queue.pop(now_s, self.model):
                 self._enter(*left, now_s)
@@ -138,7 +137,7 @@ class Run:
                 reason = self._queue.submit(one, self.model)
                 if reason != "waited":
                     self._enter(one, reason, now_s)
-            tick = next_tick(self.board, now_s, self.model, self.ticks)
+            tick = next_tick(self.table, now_s, self.model, self.ticks)
             if tick.empty:
                 coming_s = coming[index][0] if index < len(coming) else end_s
                 wake_s = min(tick.wake_s, coming_s, self._leaving[0][0] if self._leaving else np.inf)
@@ -160,52 +159,52 @@ class Run:
             return
         slot = self.free.pop()
         self.book.open(slot, one.max_rows)
-        self.board.enter(slot, one.arrived_s)
-        self.board.prompt(slot, one.prompt_rows, self.prefix_rows)
+        self.table.enter(slot, one.arrived_s)
+        self.table.prompt(slot, one.prompt_rows, self.prefix_rows)
         self._goal[slot], self._chunk[slot] = one.name, 0
-        self.board.chunk(slot, 0, min(self.ticks.chunks[0], one.name))
+        self.table.chunk(slot, 0, min(self.ticks.chunks[0], one.name))
         if self._rng.random() < self.cancelled:
             when_s = now_s + self._rng.uniform(0.0, FRAME_S * one.name)
-            heapq.heappush(self._leaving, (when_s, slot, int(self.board.serial[slot])))
+            heapq.heappush(self._leaving, (when_s, slot, int(self.table.serial[slot])))
 
     def _leave(self, slot: int) -> None:
-        self.board.leave(slot)
+        self.table.leave(slot)
         self.book.close(slot)
         self.free.append(slot)
 
     def _tick(self, tick: Tick, now_s: float) -> float:
         """Runs one tick; returns when its PCM is on the host."""
-        board = self.board
+        table = self.table
         took_s = (self.truth or self.model).predict(*tick.bucket, tick.context_rows)
         took_s *= max(0.2, 1 + self.noise * self._rng.standard_normal())
         ended_s = now_s + HOST_S + took_s
-        board.begin(tick)
-        late_s = board.finish(tick, ended_s)
+        table.begin(tick)
+        late_s = table.finish(tick, ended_s)
         expected_s = self._measured_model.predict(*tick.bucket, tick.context_rows)
         self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         if self._fit is not None:
             self.model = self._fit.observe(*tick.bucket, tick.context_rows, took_s)
         if self._live:
-            self.ttfc_s += (ended_s - board.arrived_s[tick.lanes[tick.frames == 0]]).tolist()
+            self.ttfc_s += (ended_s - table.arrived_s[tick.lanes[tick.frames == 0]]).tolist()
             self.frames += len(tick.lanes)
-        for slot in tick.lanes[board.frames_made[tick.lanes] >= board.chunk_end[tick.lanes]].tolist():
+        for slot in tick.lanes[table.frames_made[tick.lanes] >= table.chunk_end[tick.lanes]].tolist():
             late_s = self._hand_over(slot, ended_s)
             if self._live and late_s > 0:
                 self.late_s.append(late_s)
                 self.late_at_s.append(ended_s)
-        for slot in tick.lanes[board.frames_made[tick.lanes] >= self._goal[tick.lanes]].tolist():
+        for slot in tick.lanes[table.frames_made[tick.lanes] >= self._goal[tick.lanes]].tolist():
             self._leave(slot)
         return ended_s
 
     def _hand_over(self, slot: int, now_s: float) -> float:
         """The listener takes a whole chunk; returns the seconds for which it had nothing to play."""
-        board, made, chunks = self.board, int(self.board.frames_made[slot]), self.ticks.chunks
+        table, made, chunks = self.table, int(self.table.frames_made[slot]), self.ticks.chunks
         late_s = now_s - self._dry_s[slot] if self._chunk[slot] else 0.0
-        self._dry_s[slot] = max(now_s, self._dry_s[slot]) + FRAME_S * (made - board.chunk_start[slot])
+        self._dry_s[slot] = max(now_s, self._dry_s[slot]) + FRAME_S * (made - table.chunk_start[slot])
         self._chunk[slot] += 1
         frames = chunks[min(int(self._chunk[slot]), len(chunks) - 1)]
-        board.frames_taken[slot] = made
-        board.chunk(slot, made, min(made + frames, int(self._goal[slot])))
+        table.frames_taken[slot] = made
+        table.chunk(slot, made, min(made + frames, int(self._goal[slot])))
         return late_s
 
 

@@ -21,8 +21,7 @@ from served import until
 import mktts
 from mktts.batch.settings import BatchSettings
 from mktts.codec.decoder import CodecDecoder
-from mktts.engine.guard import Guard
-from mktts.engine.options import SCHEDULE, StreamOptions
+from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, EngineError, OptionsError, PromptError, TextError
 from mktts.model.oracle import TorchBackend

@@ -14,7 +14,7 @@ from fakes import OFF, WAIT_S
 
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine import upstream
-from mktts.engine.guard import Guard
+from mktts.engine.options import Guard
 from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.measure.parity.upstream import made_up_voice

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mktts.engine import stream
-from mktts.engine.guard import Guard
-from mktts.engine.options import Chunk, Plan, StreamOptions, Timings
+from mktts.engine.options import Chunk, Guard, Plan, StreamOptions, Timings
 from mktts.engine.stream import Notifier, Utterance
 from mktts.model.sampling import Sampling
 

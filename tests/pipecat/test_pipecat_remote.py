@@ -22,7 +22,7 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 from mktts import errors
-from mktts.engine import board
+from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import KEPT_PIECES, PATIENCE_S
 from mktts.server import Limits, listen
@@ -338,7 +338,7 @@ async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_th
 
 
 async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
-    monkeypatch.setattr(board, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
+    monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
     tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with Talk(tts) as talk:

@@ -28,8 +28,7 @@ from served import Served, Watched, served
 
 import mktts.pipecat
 from mktts.audio import to_pcm16
-from mktts.engine.guard import Guard
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import EngineError, PromptError, TextError
 from mktts.model.voice import Voice
 from mktts.pipecat import (

@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from mktts.audio import to_pcm16
-from mktts.engine import board
+from mktts.engine import scheduler
 from mktts.engine.options import StreamOptions
 from mktts.server import Limits
 
@@ -174,7 +174,7 @@ def stat(server: Served, field: str) -> int:
 
 
 def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypatch, caplog):
-    monkeypatch.setattr(board, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
+    monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
     caplog.set_level("INFO", "mktts.server")
     limits = Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)
     with served(synthesizer, limits) as server, ThreadPoolExecutor(1) as pool:
@@ -199,7 +199,7 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypa
 
 
 def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(synthesizer, monkeypatch):
-    monkeypatch.setattr(board, "ABSENT_S", 0.0)
+    monkeypatch.setattr(scheduler, "ABSENT_S", 0.0)
     limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
     with served(synthesizer, limits) as server, connect(server.ws) as line:
         send(line, "start")

@@ -143,8 +143,7 @@ def load(settings: BenchSettings) -> Measured:
 
 def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
-    from mktts.engine.guard import Guard
-    from mktts.engine.options import Chunk, StreamOptions
+    from mktts.engine.options import Chunk, Guard, StreamOptions
     from mktts.synth import Synthesizer
 
     checkpoint = settings.open()

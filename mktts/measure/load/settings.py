@@ -11,8 +11,7 @@ import torch
 
 from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
-from mktts.engine.guard import Guard
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import MetricsError, OptionsError
 from mktts.measure.bench.sections import WORDS, text_of
 from mktts.measure.parity.upstream import made_up_voice
