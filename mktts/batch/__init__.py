@@ -1,5 +1,2 @@
-"""Many utterances at once.
-
-scheduler, tick, admission and pages decide, without a device. executor and model serve streams by what they
-decide, on `lanes`: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph.
-"""
+"""Lanes of many streams: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph; `pages` is their memory of
+keys and values."""
