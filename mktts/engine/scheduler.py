@@ -484,8 +484,10 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
 
 
 def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, settings: TickSettings) -> float:
-    """When the first of the streams that are ahead will be wanted if nothing else happens. What the reader has not taken
-    does not become less by waiting."""
+    """When the first of the streams that are ahead will be wanted if nothing else happens.
+
+    What the reader has not taken does not become less by waiting.
+    """
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
     heard_out = able[ahead_s <= settings.lead_s]
     if not len(heard_out):
