@@ -1,7 +1,7 @@
 """How large the package is: lines, Python tokens and files by folder (`make size`).
 
 `python tests/size.py` prints the table and writes outputs/reference/size.json, unless a total grew. test_budget.py
-holds what the file says as ceilings.
+holds what the file says as ceilings. Beside it stands how many functions and files of ours `stream("Hello.")` enters.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import ast
 import io
 import json
+import sys
+import threading
 import tokenize
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = str(ROOT / "mktts")
 RECORD = ROOT / "outputs" / "reference" / "size.json"
 LAYOUT = {tokenize.ENCODING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT}
 # Since Python 3.12 an f-string is many tokens, from a start to an end; it counts as one here, as in 3.11.
@@ -63,13 +67,39 @@ def exceeded(now: dict) -> list[str]:
     return [f"{name}: {now[name]}, at most {ceilings[name]}" for name in totals if now[name] > ceilings[name]]
 
 
+def entered() -> dict[str, int]:
+    """Functions and files of mktts that a warm `stream("Hello.").read()` enters, on a CPU, with its worker's thread."""
+    from mktts import Synthesizer
+    from mktts.checkpoint import open_checkpoint
+
+    functions: set[tuple[str, int]] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            functions.add((code.co_filename, code.co_firstlineno))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    with Synthesizer.load(open_checkpoint("small"), device="cpu", engine="single") as synthesizer:
+        synthesizer.stream("Hello.", seed=1).read()
+        functions.clear()
+        synthesizer.stream("Hello.", seed=1).read()
+        counts = {"functions": len(functions), "files": len({file for file, _ in functions})}
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return counts
+
+
 def main() -> None:
     now = measured()
+    now["stream_hello"] = entered()
     print(f"{'folder':<20}{'lines':>8}{'tokens':>9}{'files':>7}")
     for name, lines in now["folders"].items():
         print(f"{name:<20}{lines:>8}{now['folder_tokens'][name]:>9}{now['folder_files'][name]:>7}")
     print(f"{'mktts - training':<20}{now['lines']:>8}{now['tokens']:>9}{now['files']:>7}")
     print(f"{'tests - training':<20}{now['tests_lines']:>8}")
+    print('stream("Hello.") enters {functions} functions in {files} files'.format(**now["stream_hello"]))
     print(f"class names defined twice: {now['doubles']}: {', '.join(now['double_names'])}")
     over = exceeded(now)
     if over:
