@@ -1,9 +1,9 @@
-"""The README's measured figures: where each was recorded stands in a comment behind it, which no reader sees.
+"""Measured figures in prose come from the files that recorded them.
 
-`41.3 ms<!-- figure: outputs/reference/bench.json#figures.ttfc_ms.median -->`, and the table of speed whole, between
-`<!-- speed: outputs/reference/h200/bench.json -->` and `<!-- end of speed -->`. What was run of the kernel as other
-cards would run it stands before `<!-- cards: L4, RTX 4090 -->`. Run as a program, this file rewrites all of them in
-README.md from the files they name; a number keeps the decimals that it has there.
+README.md: the tables of speed and of scale, whole, between `<!-- speed: FILE -->` or `<!-- scale -->`
+and its end.
+docs/hardware.md: what was run of the kernel as other cards would run it stands before `<!-- cards: L4, RTX 4090 -->`.
+Run as a program, this file rewrites all of them from the files they name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,35 @@ from typing import Any
 from mktts.kernel.build import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-FIGURE = re.compile(r"([\d.,]+)( [A-Za-z]+)?<!-- figure: (outputs/reference/[^#\s]+\.json)#([\w.]+) -->")
+README, HARDWARE = ROOT / "README.md", ROOT / "docs" / "hardware.md"
+SCALE = re.compile(r"<!-- scale -->\n.*?<!-- end of scale -->", re.DOTALL)
 SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end of speed -->", re.DOTALL)
 CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
 CARDS_FILE = "outputs/reference/h100/architectures.json"
-DIVISORS = {"GB": 1e9, "MB": 1e6}  # any other unit is written as it is recorded
+H200, CPU = "outputs/reference/h200/", "outputs/reference/"
+
+# Of the table of scale: what, where, file and keys of the figure, and of how many streams it is; {:.0f} and its unit.
+SCALE_ROWS = (
+    ("0.6B, 32 rows of prompt", "H200", H200 + "load.json", "listeners.by_context.32", "{:,.0f}"),
+    ("1.7B, 32 rows", "H200", H200 + "load.json", "listeners_1p7b.value", "{:,.0f}"),
+    ("0.6B, 32 rows", "H100", "outputs/reference/h100/load.json", "listeners.value", "at least {:,.0f}"),
+    (
+        "first PCM at 1,024 of 0.6B, 32 rows, p99",
+        "H200",
+        H200 + "load.json",
+        "ttfc_p99_1024_ms.by_context.32",
+        "{:.0f} ms",
+    ),
+    ("0.6B over sockets", "H200", H200 + "serve_load.json", "listeners.value", "{:,.0f}"),
+    ("first byte at that load, p99", "H200", H200 + "serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
+    (
+        "the voice in the box",
+        "two CPU cores",
+        CPU + "load_cpu.json",
+        "listeners.playing_mean",
+        "{:.0f}",
+    ),
+)
 
 # Row of the table -> suffix of the three engines' figures in the bench's document.
 ROWS = {
@@ -35,15 +58,19 @@ DOES_NOT_STREAM = "qwen-tts"
 _ENOUGH_FOR_P95 = 10
 
 
-def renew(match: re.Match[str]) -> str:
-    """The figure as the file has it now, with the comment."""
-    number, unit, name, keys = match.groups()
-    value = _document(name)
-    for key in keys.split("."):
-        value = value[key]
-    decimals = len(number.partition(".")[2])
-    written = f"{value / DIVISORS.get((unit or '').strip(), 1):,.{decimals}f}{unit or ''}"
-    return f"{written}<!-- figure: {name}#{keys} -->"
+def scale_table() -> list[str]:
+    """Markdown lines: a row of `SCALE_ROWS` each; n: streams of the run, where the figure says it."""
+    lines = ["| listeners at once, each in time | on | |", "|---|---|---|"]
+    for what, where, name, keys, form in SCALE_ROWS:
+        document = _document(name)
+        value = figure = document["figures"][keys.partition(".")[0]]
+        for key in keys.split(".")[1:]:
+            value = value[key]
+        device = figure.get("device") or document["device"]
+        on = f"{where}, {device.removesuffix(' Processor')}" if "CPU" in where else where
+        streams = f" (n = {figure['n']:,})" if keys.endswith(".value") else ""
+        lines.append(f"| {what} | {on} | {form.format(value)}{streams} |")
+    return lines
 
 
 def renew_speed(match: re.Match[str]) -> str:
@@ -108,8 +135,9 @@ def state_of(cards: list[str], document: dict[str, Any], kernel: str) -> str:
     return f"run on an H100 at {', '.join(revisions)}, before the kernel's last change"
 
 
-def renewed(readme: str) -> str:
-    return CARDS.sub(renew_cards, SPEED.sub(renew_speed, FIGURE.sub(renew, readme)))
+def renewed(prose: str) -> str:
+    scale = "\n".join(("<!-- scale -->", *scale_table(), "<!-- end of scale -->"))
+    return CARDS.sub(renew_cards, SPEED.sub(renew_speed, SCALE.sub(lambda _: scale, prose)))
 
 
 def _document(name: str) -> dict[str, Any]:
@@ -117,4 +145,5 @@ def _document(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (README, HARDWARE):
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -22,7 +22,7 @@ TOP_LEVEL = {
 }  # fmt: skip
 PROSE = {
     "CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "docs/engine.md",
-    "docs/serving.md", "notebooks/README.md", "requirements.txt",
+    "docs/hardware.md", "docs/serving.md", "notebooks/README.md", "requirements.txt",
 }  # fmt: skip
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 

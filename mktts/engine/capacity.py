@@ -20,6 +20,7 @@ from mktts.common import cache_folder, read_object, write_json
 from mktts.engine.admission import Capacity, measured_streams
 from mktts.engine.lanes import Lanes
 from mktts.engine.runner import Runner
+from mktts.engine.scheduler import FRAME_S
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Piece, Tick, TickFit, TickModel
 from mktts.errors import CheckpointError
@@ -59,9 +60,10 @@ def measure(runner: Runner, prompt: Any) -> Capacity:
                 break
             tick_s = tick_times(runner.lanes, slots, prompt, fit)
         found.append(((tick_s + _HOST_S) / count, count, tick_s))
-        if tick_s > settings.max_tick_s:
+        if tick_s > settings.margin * FRAME_S:
             break
-    frame_s, count, tick_s = min(found[:-1] or found) if found[-1][2] > settings.max_tick_s else min(found)
+    in_time = [one for one in found if one[2] <= settings.margin * FRAME_S]
+    frame_s, count, tick_s = min(in_time or found)
     runner.reference_model = fit.model
     basis = f"measured {date.today().isoformat()}: {count} lanes in {1e3 * tick_s:.3g} ms"
     return Capacity(round(measured_streams(frame_s, fit.model.row_s, settings.margin), 2), basis)

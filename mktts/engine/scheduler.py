@@ -42,8 +42,8 @@ class TickSettings:
     buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the limits.
     max_lanes, max_rows: of a tick. At least one bucket has both at once.
     min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
-    max_tick_s: ticks are no longer than this, as predicted, while a smaller one is possible: the time that an arrival
-        waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
+    max_tick_s: ticks are no longer than this, as predicted, while nobody would be late for that: the time that an
+        arrival waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
     lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane,
     or where a tick has fewer than `fill_lanes`.
     few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
@@ -112,7 +112,8 @@ class TickSettings:
             idle_lanes=4,
             fill_lanes=12,
             whole_prompts=True,
-            chunks=(1, 1, 1, 1, 2, 2, 2, 2, 4),
+            margin=0.65,  # the host's own work, on the same cores, is in no tick
+            chunks=(*[1] * 10, 2),  # larger ones are not there in time where a tick takes 70 ms
             first_pcm_s=0.3,
         )
 
@@ -138,10 +139,18 @@ class TickSettings:
         return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
-        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run."""
+        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run.
+
+        Where a tick of one lane takes nearly as long, or longer, fewer lanes would not help those who wait.
+        """
         lane_s = model.predict(1, 0, context_rows) - model.constant_s
-        fitting = (self.max_tick_s - model.constant_s) / lane_s if lane_s else np.inf
+        time_s = max(self.max_tick_s, min(1.5 * model.constant_s, self.margin * FRAME_S))
+        fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
         return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
+
+    def size(self, lanes: int) -> int:
+        """The smallest number of lanes that is run with room for so many; `max_lanes` where that is less."""
+        return next((size for size in self.sizes if size >= lanes), self.max_lanes)
 
     def bucket(self, model: TickModel, lanes: int, rows: int) -> tuple[int, int]:
         """The quickest bucket with room for so many lanes and prompt rows."""
@@ -366,13 +375,15 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     settled_s = _settled_s(table, able[speaking], leads_s, settings)
     context_rows = float(table.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
+    # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made. They are in this
+    # one, however long it is then: with as many listeners as the capacity says a tick of them all ends in time.
+    everyone = max(most, settings.size(len(speaking)))
+    longest_s = model.predict(everyone, settings.max_rows if waiting.any() else 0, len(able) * context_rows)
+    pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
+    most = max(most, settings.size(pressed))
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
-    pressed = due
     if waiting.any():
-        longest_s = model.predict(most, settings.max_rows, most * context_rows)
-        # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made.
-        pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(table, able[entering], lead_s[entering], now_s, settings)

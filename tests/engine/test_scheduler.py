@@ -39,7 +39,7 @@ STREAM = st.fixed_dictionaries(
 )
 
 
-def board_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> StreamTable:
+def table_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> StreamTable:
     """A table in the middle of its work; stream i has slot i."""
     table = StreamTable(slots)
     for slot, stream in enumerate(streams):
@@ -73,7 +73,7 @@ def content(tick) -> tuple:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(STREAM, max_size=30), st.sampled_from([SMALL, ANY_SIZE]), st.sampled_from(sorted(MODELS)))
 def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, name):
-    table, without = board_of(streams), board_of(streams)
+    table, without = table_of(streams), table_of(streams)
     before = copy.deepcopy(vars(table))
     tick = next_tick(table, NOW_S, MODELS[name], limits)
     assert all(np.array_equal(before[name], array) for name, array in vars(table).items()), "planning changes nothing"
@@ -107,7 +107,7 @@ def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, nam
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STREAM, min_size=3, max_size=30))
 def test_an_empty_tick_says_when_to_ask_again(streams):
-    table = board_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
+    table = table_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
     table.paced[:] = True
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     if tick.empty and np.isfinite(tick.wake_s):
@@ -117,7 +117,7 @@ def test_an_empty_tick_says_when_to_ask_again(streams):
 
 
 def test_arrivals_enter_in_their_order_and_a_long_prompt_in_pieces():
-    table = board_of(new(1, rows=150) + new(1, rows=20) + speaking(1))
+    table = table_of(new(1, rows=150) + new(1, rows=20) + speaking(1))
     table.arrived_s[:2] = NOW_S - 0.2, NOW_S - 0.1
     entered, ticks = [], []
     for number in range(4):
@@ -135,7 +135,7 @@ def test_arrivals_enter_in_their_order_and_a_long_prompt_in_pieces():
 
 
 def test_a_lone_stream_gets_its_frames_at_once():
-    table = board_of(speaking(1, lead_s=30.0, taken=0))
+    table = table_of(speaking(1, lead_s=30.0, taken=0))
     for _ in range(50):
         tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
         assert tick.lanes.tolist() == [0] and tick.bucket == (2, 0)
@@ -146,35 +146,37 @@ def test_a_lone_stream_gets_its_frames_at_once():
 
 
 def test_streams_far_ahead_skip_and_near_ones_ride_in_empty_lanes():
-    table = board_of(speaking(1, 0.1) + speaking(2, 0.5) + speaking(3, 1.5))
+    table = table_of(speaking(1, 0.1) + speaking(2, 0.5) + speaking(3, 1.5))
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     assert tick.bucket == (2, 0) and tick.lanes.tolist() == [0, 1]
 
 
 def test_a_reader_that_takes_nothing_stops_its_stream_long_before_its_buffer_is_full():
-    table = board_of(speaking(3, lead_s=-50.0, taken=0, made=12))
+    table = table_of(speaking(3, lead_s=-50.0, taken=0, made=12))
     assert next_tick(table, NOW_S, TickModel.h200(), SMALL).wake_s == np.inf
     table.taken(1, 11)
     assert next_tick(table, NOW_S, TickModel.h200(), SMALL).lanes.tolist() == [1]
 
 
 def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
-    table = board_of(speaking(5, lead_s=0.012) + new(6, rows=64))
+    table = table_of(speaking(5, lead_s=0.012) + new(6, rows=64))
     pressed = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
     table.playing_since_s[:] += 0.3
     easy = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
     assert (pressed.rows, easy.rows) == (16, 64)
 
 
-def test_ticks_keep_to_their_longest_time():
-    limits = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2)
+def test_ticks_keep_to_their_longest_time_while_nobody_would_be_late_for_that():
+    limits = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2, chunks=(1,))
     model = TickModel(constant_s=13e-3, lane_s=3.1e-3, row_s=85e-6, attention_s=55e-6)
-    tick = next_tick(board_of(speaking(30)), NOW_S, model, limits)
+    tick = next_tick(table_of(speaking(18, lead_s=0.3)), NOW_S, model, limits)
     assert 8 <= len(tick.lanes) <= 12 and tick.predicted_s <= 0.05
+    tick = next_tick(table_of(speaking(18, lead_s=0.1)), NOW_S, model, limits)
+    assert len(tick.lanes) == 18 and tick.predicted_s < FRAME_S
 
 
 def test_late_frames_are_counted_once_and_the_listener_plays_on_later():
-    table = board_of(speaking(1, lead_s=0.005))
+    table = table_of(speaking(1, lead_s=0.005))
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     table.begin(tick)
     assert table.finish(tick, NOW_S + 0.015).tolist() == [pytest.approx(0.010)]
@@ -183,7 +185,7 @@ def test_late_frames_are_counted_once_and_the_listener_plays_on_later():
 
 
 def test_a_pause_of_the_text_is_not_an_underrun():
-    table = board_of(speaking(1, lead_s=0.2))
+    table = table_of(speaking(1, lead_s=0.2))
     table.text(0, known=False, now_s=NOW_S)
     assert next_tick(table, NOW_S + 3, TickModel.h200(), SMALL).empty
     table.text(0, known=True, now_s=NOW_S + 3)
@@ -193,7 +195,7 @@ def test_a_pause_of_the_text_is_not_an_underrun():
 
 
 def test_a_slot_that_changed_hands_under_a_running_tick_keeps_the_new_streams_clock():
-    table = board_of(speaking(1, lead_s=0.0))
+    table = table_of(speaking(1, lead_s=0.0))
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     table.begin(tick)
     table.leave(0)
@@ -206,7 +208,7 @@ def test_a_slot_that_changed_hands_under_a_running_tick_keeps_the_new_streams_cl
 def test_nobody_starves_even_beyond_the_capacity(paced):
     """100 streams where 8 fit a tick, and arrivals that never end: everybody's frames and prompts go on."""
     rng, model = np.random.default_rng(0), TickModel(10e-3, 1e-3, 1e-4, 1e-5)
-    table = board_of(speaking(100, paced=paced) + new(50, paced=paced), slots=400)
+    table = table_of(speaking(100, paced=paced) + new(50, paced=paced), slots=400)
     newest = dict.fromkeys(range(150), 0)
     now_s, longest = NOW_S, 0
     for number in range(400):
@@ -264,7 +266,7 @@ def test_slots_are_entered_and_left_once():
 @settings(deadline=None)
 @given(STREAM, st.integers(0, 60), st.booleans(), st.floats(0.0, 1.0))
 def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream, chunk_start, leaves, took_s):
-    table = board_of([stream] + new(1))
+    table = table_of([stream] + new(1))
     table.leave(1)
     assume(len(table.able()))
     expected = next_tick(table, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())

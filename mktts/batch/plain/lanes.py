@@ -50,18 +50,19 @@ class InOrder:
 
 
 _FAILED = -1  # code 0 of a lane whose input was no number
-# Of fewer lanes the operators are so short that the two threads only take turns with the interpreter.
-_BESIDE_LANES = 6
+_BESIDE_LANES = 2  # one stream alone has nothing to do beside its codec
 _BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as long as a tick
 
 
 class _Said(NamedTuple):
-    """A tick whose codes are made. decoded: gives PCM (n, 1920) of the lanes `speaking`, and the seconds it took."""
+    """A tick whose codes are made. idle_s: for which the talker had nothing to do before. decoded: gives PCM (n, 1920)
+    of the lanes `speaking`, and the seconds it took."""
 
     codes: np.ndarray
     ended: np.ndarray
     speaking: list[int]
     took_s: float
+    idle_s: float
     decoded: Future[tuple[np.ndarray, float]] | None
 
 
@@ -108,6 +109,7 @@ class TorchLanes:
         self.slots, self._threads, self.overlaps = slots, threads, False
         if threads:
             self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
+        self._talked_s = time.perf_counter()  # when the talker's newest tick ended
         self._talking = InOrder("mktts-talker" if threads else None)
         self._decoding = InOrder("mktts-codec" if threads else None)
         self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
@@ -146,7 +148,7 @@ class TorchLanes:
         return _Launched(self._talking.do(self._talk, slots, list(rows)), self.overlaps)
 
     def collect(self, launched: _Launched) -> Made:
-        codes, ended, speaking, took_s, decoded = launched.said.result()
+        codes, ended, speaking, took_s, idle_s, decoded = launched.said.result()
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
         if decoded is not None:
             wait([decoded])
@@ -154,7 +156,7 @@ class TorchLanes:
             pcm[speaking], codec_s = decoded.result()
             took_s = max(took_s, codec_s) if launched.beside else took_s + codec_s
         self._check_errands()
-        return Made(codes, ended, pcm, took_s)
+        return Made(codes, ended, pcm, took_s, idle_s if launched.beside else 0.0)
 
     def _check_errands(self) -> None:
         """Raises the first error of streams that entered; all of them are then told."""
@@ -169,6 +171,7 @@ class TorchLanes:
     def _talk(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> _Said:
         """Codes of a tick; its decoding is asked for."""
         begun_s = time.perf_counter()
+        idle_s = begun_s - self._talked_s
         codes = np.zeros((len(rows), NUM_CODEBOOKS), np.int64)
         ended = np.array([self._talker.ended(slot) for slot in slots], bool)
         sound = np.array([row is None or bool(row.isfinite().all()) for row in rows], bool)
@@ -184,7 +187,8 @@ class TorchLanes:
         decoded = None
         if speaking:
             decoded = self._decoding.do(self._decode, [slots[i] for i in speaking], torch.from_numpy(codes[speaking]))
-        return _Said(codes, ended, speaking, time.perf_counter() - begun_s, decoded)
+        self._talked_s = time.perf_counter()
+        return _Said(codes, ended, speaking, self._talked_s - begun_s, idle_s, decoded)
 
     # ---- on the codec's thread
 
