@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, Linear, ResidualUnit, SnakeBeta, Upsampling
+from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, ResidualUnit, SnakeBeta, Upsampling
 from mktts.errors import CodecError
+from mktts.model.linear import Linear
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
@@ -47,11 +48,6 @@ class CodecState:
     def values(self) -> Tensor:
         """As `keys`."""
         return self.views[1][0]
-
-    @property
-    def history(self) -> tuple[Tensor, ...]:
-        """(P, C) rows before each layer that looks back, in the order of the pass."""
-        return tuple(rows[0] for rows in self.views[2:-1])
 
     @property
     def position(self) -> Tensor:
@@ -87,7 +83,10 @@ class StateLayout:
         return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...)."""
+        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...).
+
+        A history (B, P, C) holds the rows before a layer that looks back, in the order of the pass.
+        """
         shapes = (self.cache, self.cache, *self.history, ())
         return tuple(
             flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)
@@ -248,7 +247,7 @@ class CodecDecoder(StreamingCodec):
         x = self.transformer(self.pre_conv(x, history), keys, values, position)
         for stage in self.stages:
             x = stage(x) if isinstance(stage, SnakeBeta) else stage(x, history)
-        pcm = self.last_conv.over(self.last_snake.extended(x, history))
+        pcm = self.last_conv(x, history, self.last_snake)
         return pcm[:, :, 0].float().clamp_(-1.0, 1.0)
 
 

@@ -8,6 +8,8 @@ On a CPU in fp32 a frame's last bits depend neither on the streams nor on the fr
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mktts.model.linear import Linear
 from mktts.model.qwen3 import inverse_frequency, rms_norm, rotate
 from mktts.spec import CodecConfig
 
@@ -23,64 +26,41 @@ History = Iterator[Tensor]
 Shape = tuple[int, int]
 
 CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
-# Below, MKL sums in another order: one row on all processors, two and three on some (AMD, with AVX-512).
-LEAST_ROWS = 4
-_LONGEST_SUM = 768  # terms
 _LONG_ROWS = 64  # of a frame, from which on copied windows cost more than a convolution
 _WIDTH = 96  # of rows that elementwise operators take
+_MOST_KEPT = 1 << 22  # values of memory that is kept for the next layer
 
 
-def extended(x: Tensor, history: History) -> Tensor:
-    """`x` (B, L, C) with the P rows before it: (B, P + L, C). The history (B, P, C) then holds the newest P rows."""
+_memory = threading.local()
+
+
+def _taken(name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """This thread's memory of that name, which whoever takes it next overwrites: fresh pages cost as much as work on
+    them."""
+    values = math.prod(shape)
+    if like.device.type != "cpu" or values > _MOST_KEPT:
+        return like.new_empty(shape)
+    memory, key = vars(_memory), (name, like.dtype, torch.is_inference_mode_enabled())
+    if key not in memory or memory[key].numel() < values:
+        memory[key] = like.new_empty(values)
+    return memory[key][:values].view(shape)
+
+
+def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
+    """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C).
+
+    The history (B, P, C) then holds the newest P rows. The next call overwrites the result.
+    """
     rows = next(history)
-    whole = torch.cat((rows, x), 1)
+    before = rows.shape[1]
+    whole = _taken("whole", x, (x.shape[0], before + x.shape[1], x.shape[2]))
+    whole[:, :before] = rows
+    if snake is None:
+        whole[:, before:] = x
+    else:
+        snake(x, whole[:, before:])
     rows.copy_(whole[:, x.shape[1] :])
     return whole
-
-
-def at_once(channels: int, most: int) -> int:
-    """How many rows of so many channels are taken as one, of at most `most` columns."""
-    return max(times for times in (1, 2, 4, 8) if times == 1 or times * channels <= most)
-
-
-def filled_up(x: Tensor) -> Tensor:
-    """Rows (R, n), and the first one again up to `LEAST_ROWS`, so that a BLAS makes the same of each of them."""
-    missing = LEAST_ROWS - len(x)
-    return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, -1)))
-
-
-@dataclass(frozen=True)
-class Linear:
-    """x @ weight + bias, whose rows do not depend on how many there are.
-
-    A BLAS cuts long sums by the number of rows and treats a single row in its own way, so a row's last bits depend
-    on its company, and this decoder amplifies them. On CPU, sums are therefore cut here, short enough for MKL to
-    leave alone, and few rows are filled up to `LEAST_ROWS`: a frame then rounds alike in every chunk it can come in.
-    """
-
-    weight: Tensor  # (in, out)
-    bias: Tensor | None
-
-    @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], name: str, bias: bool = True) -> Linear:
-        """From a linear layer or a convolution of kernel 1."""
-        weight = tensors[f"{name}.weight"]
-        return cls(weight.flatten(1).t().contiguous(), tensors[f"{name}.bias"] if bias else None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` (..., in) -> (..., out)."""
-        rows = x.reshape(-1, x.shape[-1])
-        if x.device.type != "cpu" or x.dtype == torch.bfloat16:
-            return self._product(rows, self.weight).view(*x.shape[:-1], -1)
-        count, y, first = len(rows), None, 0
-        for piece in filled_up(rows).split(_LONGEST_SUM, 1):
-            weight = self.weight[first : first + piece.shape[1]]
-            first += piece.shape[1]
-            y = self._product(piece, weight) if y is None else y.addmm_(piece, weight)
-        return y[:count].view(*x.shape[:-1], -1)
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight if self.bias is None else torch.addmm(self.bias, x, weight)
 
 
 @dataclass(frozen=True)
@@ -108,19 +88,16 @@ class CausalConv:
     def history_shapes(self) -> list[Shape]:
         return [((self.kernel - 1) * self.dilation, len(self.taps.weight) // self.kernel)]
 
-    def __call__(self, x: Tensor, history: History) -> Tensor:
-        return self.over(extended(x, history))
-
-    def over(self, whole: Tensor) -> Tensor:
-        """`whole` (B, P + L, C in), contiguous -> (B, L, C out)."""
+    def __call__(self, x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
+        """Of `x`, or of what `snake` makes of it."""
+        whole = extended(x, history, snake)
         if self.long and whole.device.type == "cpu" and whole.dtype == torch.float32:
             image, dilation = whole.transpose(1, 2)[:, :, None], (1, self.dilation)
             y = torch.mkldnn_convolution(image, self._image, self.taps.bias, (0, 0), (1, 1), dilation, 1)
             return y[:, :, 0].transpose(1, 2)
-        streams, rows, channels = whole.shape
-        shape = streams, rows - (self.kernel - 1) * self.dilation, self.kernel, channels
-        windows = whole.as_strided(shape, (whole.stride(0), channels, self.dilation * channels, 1))
-        return self.taps(windows.reshape(*shape[:2], -1))
+        channels = x.shape[2]
+        strides = whole.stride(0), channels, self.dilation * channels, 1
+        return self.taps(whole.as_strided((*x.shape[:2], self.kernel, channels), strides).flatten(2))
 
     @cached_property
     def _image(self) -> Tensor:
@@ -173,36 +150,26 @@ class SnakeBeta:
         return cls(tensors[f"{name}.alpha"].exp(), 1.0 / (tensors[f"{name}.beta"].exp() + 1e-9))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x` (..., L, C), contiguous -> (..., L, C), into `out` where that is given, which may be `x`."""
+        """`x` (..., L, C), contiguous -> (..., L, C), into `out`, other memory, where that is given."""
         frequency, magnitude = self._wide
         if x.shape[-2] * x.shape[-1] % len(frequency):
             frequency, magnitude = self.frequency, self.magnitude
         out = torch.empty_like(x) if out is None else out
         wide, wide_out = (signal.view(*x.shape[:-2], -1, len(frequency)) for signal in (x, out))
-        wave = (wide * frequency).sin_().square_()
-        torch.addcmul(wide, wave, magnitude, out=wide_out)
+        torch.mul(wide, frequency, out=wide_out).sin_().square_()
+        torch.addcmul(wide, wide_out, magnitude, out=wide_out)
         return out
-
-    def extended(self, x: Tensor, history: History) -> Tensor:
-        """`extended` of what this makes of `x`."""
-        rows = next(history)
-        before = rows.shape[1]
-        whole = x.new_empty(len(x), before + x.shape[1], x.shape[2])
-        whole[:, :before] = rows
-        self(x, whole[:, before:])
-        rows.copy_(whole[:, x.shape[1] :])
-        return whole
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
         """For several rows as one: twelve channels by themselves would leave a processor's vectors half empty."""
-        times = at_once(len(self.frequency), _WIDTH)
+        times = max(1, min(8, _WIDTH // len(self.frequency)))
         return self.frequency.repeat(times), self.magnitude.repeat(times)
 
 
 @dataclass(frozen=True)
 class ResidualUnit:
-    """Snake, dilated causal convolution, Snake, 1x1 convolution, added to the input."""
+    """Snake, dilated causal convolution, Snake, 1x1 convolution, added to the input, which is overwritten."""
 
     first: SnakeBeta
     conv: CausalConv
@@ -224,8 +191,10 @@ class ResidualUnit:
         return self.conv.history_shapes
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
-        h = self.conv.over(self.first.extended(x, history))
-        return self.mix(self.second(h, h)).add_(x)
+        h = self.conv(x, history, self.first)
+        h = self.second(h, _taken("through", h, h.shape))
+        rows = x.add_(self.mix.bias).view(-1, x.shape[2])
+        return self.mix.of_rows(h.view(rows.shape), onto=rows).view(x.shape)
 
 
 @dataclass(frozen=True)

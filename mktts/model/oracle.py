@@ -1,4 +1,5 @@
-"""The oracle: talker and code predictor in plain PyTorch, code for code equal to upstream qwen-tts on CPU.
+"""Talker and code predictor in plain PyTorch, for one stream and for many: code for code equal to upstream qwen-tts on
+CPU, which makes it the oracle of all that is faster.
 
 One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
 (hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
@@ -8,17 +9,16 @@ sum of the sixteen embeddings plus the next text embedding is the talker's next 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.errors import CapacityError
+from mktts.errors import CapacityError, PromptError
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import Choice, Sampling, checked_seed, choose, gumbel, restrict
+from mktts.model.sampling import ChoiceRows, FrameNoise, RestrictedRows, Sampling, checked_seed, choose
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -28,27 +28,35 @@ class TorchStream:
     """Everything one utterance owns; `copy()` forks it."""
 
     cache: KVCache
-    hidden: Tensor  # (1, 1, H) after the final norm, of the newest position
-    head_rows: Tensor  # (1, rows, H): the rows the next code-0 logits are computed with; the last one counts
-    history: Tensor  # (max_frames + 1,) int64, code 0 of every frame so far
+    prompt: Tensor | None  # (L, H), until the talker has read it
+    seen: Tensor  # (V,) bool: code 0 of any frame so far
     sampling: Sampling
     seed: int
     generator: torch.Generator | None  # of rng="torch"; Philox's draws follow from the seed and the frame
-    max_frames: int
+    max_frames: int | None
+    head_rows: Tensor | None = None  # (rows, H): what the next code-0 logits are computed with; the last one counts
     frames: int = 0
     codes: Tensor | None = None  # (16,) int64 of the newest frame, on the device
     ended: bool = False
+
+    @property
+    def hidden(self) -> Tensor:
+        """(1, 1, H) after the final norm, of the newest position."""
+        return self.head_rows[None, -1:]
 
     def copy(self) -> TorchStream:
         generator = self.generator
         if generator is not None:
             generator = torch.Generator(self.generator.device)
             generator.set_state(self.generator.get_state())
-        return replace(self, cache=self.cache.copy(), history=self.history.clone(), generator=generator)
+        return replace(self, cache=self.cache.copy(), seen=self.seen.clone(), generator=generator)
+
+
+_FAILED = -1  # code 0 where the model gave no number
 
 
 class TorchBackend:
-    """A `mktts.model.backend.Backend`. `tensors` carries the Hub's names; device, dtype: of the products."""
+    """A `mktts.model.backend.Backend`; `tick` is the same for many streams. `tensors` carries the Hub's names."""
 
     name = "torch"
 
@@ -58,7 +66,10 @@ class TorchBackend:
         tensors: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        stacks: type[Qwen3Stack] = Qwen3Stack,
     ) -> None:
+        """device, dtype: of the products. stacks: what the talker's and the predictor's are."""
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
@@ -66,17 +77,18 @@ class TorchBackend:
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
 
-        self.talker = Qwen3Stack(config.talker, tensors, "talker.model.", self.device, dtype)
-        self.predictor = Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", self.device, dtype)
-        self.codec_head = get("talker.codec_head.weight")
+        self.talker = stacks(config.talker, tensors, "talker.model.", self.device, dtype)
+        self.predictor = stacks(config.predictor, tensors, "talker.code_predictor.model.", self.device, dtype)
+        linear, predictor = self.talker.linear, "talker.code_predictor."
+        self.codec_head = linear(get("talker.codec_head.weight"))
         self.embeddings = {name: get(name) for name in CODE_EMBEDDINGS}
         # code_tables[g] holds the embeddings of codebook g; heads[g] is the predictor head that gives codebook g + 1
         self.code_tables = list(self.embeddings.values())
-        self.heads = [get(f"talker.code_predictor.lm_head.{g}.weight") for g in range(NUM_CODEBOOKS - 1)]
-        projection = "talker.code_predictor.small_to_mtp_projection."
-        self.projection = (
-            (get(projection + "weight"), get(projection + "bias")) if projection + "weight" in tensors else None
-        )
+        self.heads = [linear(get(f"{predictor}lm_head.{g}.weight")) for g in range(NUM_CODEBOOKS - 1)]
+        projection = [f"{predictor}small_to_mtp_projection.{part}" for part in ("weight", "bias")]
+        self.projection = linear(*map(get, projection)) if projection[0] in tensors else None
+        self._noise = FrameNoise(config)
+        self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
 
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
@@ -84,21 +96,26 @@ class TorchBackend:
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
         """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream."""
-        embeds = prompt.embeds
-        check_start(embeds, self.config.talker.hidden_size, max_frames)
-        seed = checked_seed(seed)
-        generator = torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None
-        cache = self.talker.new_cache(len(embeds) + max_frames)
-        hidden = self.talker.forward(embeds.to(self.device, self.dtype)[None], cache)
-        # Upstream projects every prompt row; one row alone may round differently in bf16, so keep them for the head.
+        state = self.open(prompt.embeds, sampling, seed, max_frames)
+        self._advance([state], [None])
+        return state
+
+    @torch.inference_mode()
+    def open(self, embeds: Tensor, sampling: Sampling, seed: int | None, max_frames: int | None = None) -> TorchStream:
+        """A stream behind the prompt `embeds` (L, H), which its first frame reads. Errors as of `Backend.start`.
+
+        max_frames: None takes memory as frames come.
+        """
+        check_start(embeds, self.config.talker.hidden_size, 1 if max_frames is None else max_frames)
+        seed, grows = checked_seed(seed), max_frames is None
+        positions = self.config.talker.max_position_embeddings if grows else len(embeds) + max_frames
         return TorchStream(
-            cache=cache,
-            hidden=hidden[:, -1:],
-            head_rows=hidden,
-            history=torch.empty(max_frames + 1, dtype=torch.int64, device=self.device),
+            cache=self.talker.new_cache(positions, grows=grows),
+            prompt=embeds.to(self.device, self.dtype),
+            seen=torch.zeros(self.config.talker.vocab_size, dtype=torch.bool, device=self.device),
             sampling=sampling,
             seed=seed,
-            generator=generator,
+            generator=torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None,
             max_frames=max_frames,
         )
 
@@ -115,59 +132,106 @@ class TorchBackend:
             raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
         started_s = self._clock()
         if row is not None:
-            self._advance(state, row)
-        code0 = self._code0(state)
-        if int(code0) == self.config.codec_ids.eos:
-            state.ended = True
+            self._advance([state], [row])
+        code0, later = self._code0([state])
+        if int(code0) == _FAILED:
+            raise no_number()
+        if state.ended:
             return Frame(None, talker_ms=1e3 * (self._clock() - started_s), predictor_ms=0.0)
         talker_s = self._clock()
-        state.codes = self._predict(state, code0)
-        state.frames += 1
-        codes = state.codes.cpu()
+        codes = self._later_codes([state], code0, later)[0].cpu()
         return Frame(codes, talker_ms=1e3 * (talker_s - started_s), predictor_ms=1e3 * (self._clock() - talker_s))
+
+    @torch.inference_mode()
+    def tick(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> Tensor:
+        """One frame of each of the streams -> codes (B, 16) int64; those of one that has `ended` mean nothing, and code
+        0 is -1 where the model gave no number.
+
+        rows: the text embedding (H,) added to the newest codes' embeddings; None exactly where a stream has a prompt to
+        read: otherwise raises PromptError, before anything is changed.
+        """
+        if [row is None for row in rows] != [stream.prompt is not None for stream in streams]:
+            raise PromptError("expected no row at a stream's first tick and one at every later tick")
+        self._advance(streams, rows)
+        return self._later_codes(streams, *self._code0(streams))
 
     def code0_logits(self, state: TorchStream) -> Tensor:
         """Raw talker logits for the next code 0: (vocabulary,) fp32."""
-        return F.linear(state.head_rows, self.codec_head)[0, -1].float()
+        return self.codec_head(state.head_rows)[-1].float()
 
-    def _advance(self, state: TorchStream, row: Tensor) -> None:
-        assert state.codes is not None, "the first step takes no text: its talker input was the prompt"
-        codes = [table[state.codes[g : g + 1]] for g, table in enumerate(self.code_tables)]
-        embedding = torch.cat(codes)[None].sum(1, keepdim=True)  # one rounding after an fp32 sum, as upstream
-        embedding = embedding + row.to(self.device, self.dtype)
-        state.hidden = state.head_rows = self.talker.forward(embedding, state.cache)
+    def _advance(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> None:
+        """The talker's pass over the newest row of each stream, or its prompt."""
+        speaking, inputs = [i for i, row in enumerate(rows) if row is not None], [stream.prompt for stream in streams]
+        for stream in streams:
+            stream.prompt = None
+        if speaking:
+            codes = torch.stack([streams[i].codes for i in speaking], 1)
+            parts = [table.index_select(0, codes[g]) for g, table in enumerate(self.code_tables)]
+            embedding = torch.stack(parts, 1).sum(1)  # one rounding after an fp32 sum, as upstream
+            embedding = embedding + torch.stack([rows[i] for i in speaking]).to(self.device, self.dtype)
+            for i, row in zip(speaking, embedding.split(1), strict=True):
+                inputs[i] = row
+        counts = [some.shape[0] for some in inputs]
+        hidden = self.talker.advance(torch.cat(inputs), [stream.cache for stream in streams], counts)
+        for stream, some in zip(streams, hidden.split_with_sizes(counts), strict=True):
+            # Upstream projects every prompt row; one row alone may round differently in bf16.
+            stream.head_rows = some if self.talker.exact else some[-1:]
 
-    def _code0(self, state: TorchStream) -> Tensor:
-        sampling, history = state.sampling, state.history[: state.frames]
-        logits = restrict(self.code0_logits(state), history, sampling.repetition_penalty, self.config.codec_ids.eos)
-        if not (logits > -torch.inf).any():
-            raise no_number()
-        (randomness,) = self._randomness(state, sampling.talker, range(1), len(logits))
-        code0 = choose(logits, sampling.talker, randomness)
-        state.history[state.frames] = code0
-        return code0
+    def _code0(self, streams: Sequence[TorchStream]) -> tuple[Tensor, Tensor | None]:
+        """Code 0 (B,) of the frame, -1 where there is no number, and noise (B, 15, V) for the others if any draws."""
+        logits = self.codec_head(torch.cat([stream.head_rows for stream in streams])).float()
+        if logits.shape[0] > len(streams):
+            logits = logits[torch.tensor([stream.head_rows.shape[0] for stream in streams]).cumsum(0) - 1]
+        made = [stream.frames for stream in streams]
+        seen = torch.stack([stream.seen for stream in streams])
+        logits = self._limits.restrict(logits, seen, [stream.sampling.repetition_penalty for stream in streams], made)
+        noise, later = None, None
+        if any(choice.do_sample for s in streams for choice in (s.sampling.talker, s.sampling.predictor)):
+            drawn = self._noise.draw([stream.seed for stream in streams], made)
+            noise, later = (part.to(self.device) for part in drawn)
+        code0 = self._choices(streams, "talker")(logits, noise)
+        code0 = torch.where((logits > -torch.inf).any(1), code0, _FAILED)
+        for stream, code in zip(streams, code0.tolist(), strict=True):
+            stream.seen[code] = True
+            stream.ended = code == self.config.codec_ids.eos
+        return code0, later
 
-    def _randomness(
-        self, state: TorchStream, choice: Choice, books: range, size: int
-    ) -> Sequence[Tensor | torch.Generator | None]:
-        """What `choose` draws with in each codebook of this frame; noise is made for all of them at once."""
-        if not choice.do_sample or state.generator is not None:
-            return [state.generator] * len(books)
-        return torch.from_numpy(gumbel(state.seed, state.frames, books, size)).to(self.device).unbind()
+    def _later_codes(self, streams: Sequence[TorchStream], code0: Tensor, noise: Tensor | None) -> Tensor:
+        """All codes (B, 16) of the frame, which is then made."""
+        choose = self._choices(streams, "predictor")
 
-    def _predict(self, state: TorchStream, code0: Tensor) -> Tensor:
-        cache = self.predictor.new_cache(NUM_CODEBOOKS)
-        codes = [code0]
-        x = torch.cat((state.hidden, self.code_tables[0][code0][None, None]), 1)
-        choice, groups = state.sampling.predictor, range(1, NUM_CODEBOOKS)
-        randomness = self._randomness(state, choice, groups, self.config.predictor.vocab_size)
-        for group, head, random in zip(groups, self.heads, randomness, strict=True):
+        def draw(book: int, logits: Tensor) -> Tensor:
+            return choose(logits, None if noise is None else noise[:, book - 1])
+
+        hidden = torch.cat([stream.head_rows[-1:] for stream in streams])
+        made = self.predicted(hidden, code0.clamp(min=0), draw)
+        for stream, codes in zip(streams, made, strict=True):
+            stream.codes = codes
+            stream.frames += not stream.ended
+        return torch.cat((code0[:, None], made[:, 1:]), 1)
+
+    def predicted(self, hidden: Tensor, code0: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The talker's hidden states (B, H) and code 0 (B,) -> all codes (B, 16) int64.
+
+        draw: (codebook, logits (B, V) fp32) -> codes (B,) of that book.
+        """
+        count, codes = hidden.shape[0], [code0]
+        frame = self.predictor.new_frame(count)
+        x = torch.stack((hidden, self.code_tables[0][code0]), 1)
+        for book, (head, table) in enumerate(zip(self.heads, self.code_tables[1:], strict=True), 1):
             if self.projection is not None:
-                x = F.linear(x, *self.projection)
-            logits = F.linear(self.predictor.forward(x, cache), head)[0, -1].float()
-            codes.append(choose(logits, choice, random))
-            x = self.code_tables[group][codes[-1]][None, None]
-        return torch.stack(codes)
+                x = self.projection(x)
+            logits = head(self.predictor.forward(x, frame))
+            codes.append(draw(book, (logits if logits.dim() == 2 else logits[:, -1])[:count].float()))
+            x = table.index_select(0, codes[-1])
+        return torch.stack(codes, 1)
+
+    def _choices(self, streams: Sequence[TorchStream], part: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """What chooses codes (B,), of logits (B, V) fp32 and noise (B, V)."""
+        choices, generator = tuple(getattr(stream.sampling, part) for stream in streams), streams[0].generator
+        if generator is not None:
+            return lambda logits, _: choose(logits[0], choices[0], generator)[None]
+        return ChoiceRows.of(choices, self.device).choose
 
     def _clock(self) -> float:
         if self.device.type == "cuda":

@@ -1,23 +1,24 @@
-"""One Qwen3 decoder stack in plain PyTorch, rounding where transformers 4.57 rounds (sdpa attention).
+"""Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
 
-The talker and the code predictor are both this stack. Batch 1; the key-value cache is static and belongs
-to the caller. In bf16 every intermediate named in upstream's modules is rounded to bf16, RMSNorm computes in
-fp32, and rotary angles are fp32: that makes greedy codes equal to upstream's on CPU.
+The talker and the code predictor are both such a stack. `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa
+attention): in bf16 every intermediate named in upstream's modules is rounded to bf16, RMSNorm computes in fp32, and
+rotary angles are fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError
-from mktts.spec import StackConfig
+from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,65 @@ _LAYER_NAMES = {
 }
 
 
-@dataclass
-class KVCache:
-    """Keys (rotated) and values of one stream: (layers, 1, kv heads, capacity, head_dim); `length` are filled."""
+CHUNK_POSITIONS = 64  # that a growing cache grows by
 
+
+class Place(NamedTuple):
+    """Where rows of a pass belong in one layer of a cache: `count` rows of each of B streams, behind `past` positions.
+
+    new: (2, B, kv heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count,
+    head_dim), theirs included.
+    """
+
+    past: int
+    count: int
+    new: Tensor
     keys: Tensor
     values: Tensor
+
+
+@dataclass
+class KVCache:
+    """Keys (rotated) and values of streams at the same position; `length` are filled, and at most `limit` ever are.
+
+    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed.
+    """
+
+    memory: Tensor
+    limit: int
     length: int = 0
 
+    @property
+    def keys(self) -> Tensor:
+        """(layers, B, kv heads, capacity, head_dim)."""
+        return self.memory.select(1, 0)
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self.memory.select(1, 1)
+
     def copy(self) -> KVCache:
-        return KVCache(self.keys.clone(), self.values.clone(), self.length)
+        return KVCache(self.memory.clone(), self.limit, self.length)
+
+    def places(self, count: int) -> list[Place]:
+        """Those of every layer for `count` rows more of each stream, which `length` has then taken in.
+
+        Raises CapacityError when the cache is full.
+        """
+        past, end = self.length, self.length + count
+        if end > self.limit:
+            raise CapacityError(f"key-value cache holds {self.limit} positions, position {end} was asked for")
+        if end > self.memory.shape[4]:
+            shape = list(self.memory.shape)
+            shape[4] = min(-(-end // CHUNK_POSITIONS) * CHUNK_POSITIONS, self.limit)
+            longer = self.memory.new_empty(shape)
+            longer[..., :past, :] = self.memory[..., :past, :]
+            self.memory = longer
+        self.length = end
+        new = self.memory.narrow(4, past, count).unbind()
+        keys, values = (part.narrow(3, 0, end).unbind() for part in (self.keys, self.values))
+        return [Place(past, count, *views) for views in zip(new, keys, values, strict=True)]
 
 
 class Stack(ABC):
@@ -106,6 +156,9 @@ class Stack(ABC):
 class Qwen3Stack(Stack):
     """`num_hidden_layers` decoder layers and the final norm, read from `tensors` under `prefix`."""
 
+    exact = True  # whether it rounds as upstream does
+    _read = staticmethod(LayerWeights.read)
+
     def __init__(
         self, config: StackConfig, tensors: Mapping[str, Tensor], prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -113,7 +166,8 @@ class Qwen3Stack(Stack):
             return tensors[prefix + name].to(device, dtype)
 
         super().__init__(config, get("norm.weight"))
-        self.layers = [LayerWeights.read(get, index) for index in range(config.num_hidden_layers)]
+        self.layers = [self._read(get, index) for index in range(config.num_hidden_layers)]
+        self._table = self._turn_table(NUM_CODEBOOKS)
 
     def layer_weights(self, index: int) -> LayerWeights:
         """As `Stack.layer_weights`; the layer is fused in place, with one more layer in memory while that is done.
@@ -124,66 +178,105 @@ class Qwen3Stack(Stack):
             self.layers[index] = self.layers[index].fused()
         return self.layers[index]
 
-    def new_cache(self, positions: int) -> KVCache:
-        """A cache for `positions` tokens. Raises CapacityError beyond the model's own limit."""
+    @staticmethod
+    def linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """A linear layer (out, in) beside the stack: rows (R, in) -> (R, out)."""
+        return lambda x: F.linear(x, weight, bias)
+
+    def new_cache(self, positions: int, streams: int = 1, grows: bool = False) -> KVCache:
+        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come.
+
+        Raises CapacityError beyond the model's own limit.
+        """
         c = self.config
         if positions > c.max_position_embeddings:
             raise CapacityError(
                 f"{positions} positions asked for, the model has {c.max_position_embeddings}: "
                 "shorten the text or lower max_frames"
             )
-        shape = (c.num_hidden_layers, 1, c.num_key_value_heads, positions, c.head_dim)
-        empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        return KVCache(*empty)
+        shape = (c.num_hidden_layers, 2, streams, c.num_key_value_heads, 0 if grows else positions, c.head_dim)
+        return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device), positions)
 
     def forward(self, x: Tensor, cache: KVCache) -> Tensor:
-        """Appends `x` (1, T, H) to the cache; returns the normed hidden states (1, T, H).
+        """Appends `x` (B, T, H), or (B, H), to the cache of B streams; returns the normed hidden states, as many.
 
         Raises CapacityError when the cache is full.
         """
-        end, capacity = cache.length + x.shape[1], cache.keys.shape[3]
-        if end > capacity:
-            raise CapacityError(f"key-value cache holds {capacity} positions, position {end} was asked for")
-        turns = self.rotary(cache.length, end)
-        for w, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = self.layer(w, x, turns, keys, values, end)
-        cache.length = end
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+        return self.advance(x.reshape(-1, x.shape[-1]), [cache], [x.shape[1] if x.dim() > 2 else 1]).view(x.shape)
 
-    def layer(
-        self, w: LayerWeights, x: Tensor, turns: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, end: int
-    ) -> Tensor:
-        """One decoder layer over `x` (1, T, H) at positions end - T to end - 1; `turns`: their cosine and sine."""
-        eps = self.config.rms_norm_eps
-        x = x + F.linear(self._attend(w, rms_norm(x, w.input_norm, eps), turns, keys, values, end), w.o)
-        h = rms_norm(x, w.post_norm, eps)
+    def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
+        """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed.
+
+        Raises CapacityError when a cache is full.
+        """
+        by_cache = [cache.places(count) for cache, count in zip(caches, counts, strict=True)]
+        positions = [
+            position
+            for (first, *_) in by_cache
+            for _ in range(first.keys.shape[0])
+            for position in range(first.past, first.past + first.count)
+        ]
+        turns = self.turns(positions)
+        for w, *places in zip(self.layers, *by_cache, strict=True):
+            x = self.layer(w, x, turns, places)
+        return self.final(x)
+
+    def new_frame(self, streams: int) -> KVCache:
+        """An empty cache for a frame of the code predictor; one at a time, in use until the next is asked for."""
+        return self.new_cache(NUM_CODEBOOKS, streams)
+
+    def layer(self, w: LayerWeights, x: Tensor, turns: tuple[Tensor, ...], places: Sequence[Place]) -> Tensor:
+        """One decoder layer over rows `x` (R, H). turns: as of `turns`."""
+        c, h = self.config, rms_norm(x, w.input_norm, self.config.rms_norm_eps)
+
+        def heads(weight: Tensor, norm: Tensor | None) -> Tensor:
+            rows = F.linear(h, weight).view(x.shape[0], -1, c.head_dim)
+            return rows if norm is None else rotate(rms_norm(rows, norm, c.rms_norm_eps), *turns)
+
+        q, k, v = heads(w.q, w.q_norm), heads(w.k, w.k_norm), heads(w.v, None)
+        if len(places) == 1:
+            rows = attended(q, k, v, places[0])
+        else:
+            sizes = [place.keys.shape[0] * place.count for place in places]
+            pieces = zip(*(part.split_with_sizes(sizes) for part in (q, k, v)), places, strict=True)
+            rows = torch.cat([attended(*piece) for piece in pieces])
+        x = x + F.linear(rows, w.o)
+        h = rms_norm(x, w.post_norm, c.rms_norm_eps)
         return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
 
-    def _attend(
-        self, w: LayerWeights, h: Tensor, turns: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, end: int
-    ) -> Tensor:
-        c, rows = self.config, h.shape[1]
+    def turns(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
+        """What `layer` turns the heads of rows at these positions by."""
+        most = max(positions)
+        if most >= len(self._table[0]):
+            self._table = self._turn_table(2 * most + 2)
+        at = torch.tensor(positions, device=self.device)
+        return tuple(part.index_select(0, at) for part in self._table)
 
-        def heads(weight: Tensor, count: int) -> Tensor:
-            return F.linear(h, weight).view(1, rows, count, c.head_dim)
+    def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
+        """Cosine and sine (positions, 1, head_dim) of all positions from 0 on."""
+        return tuple(part[:, None] for part in self.rotary(0, positions))
 
-        q = rms_norm(heads(w.q, c.num_attention_heads), w.q_norm, c.rms_norm_eps).transpose(1, 2)
-        k = rms_norm(heads(w.k, c.num_key_value_heads), w.k_norm, c.rms_norm_eps).transpose(1, 2)
-        keys[:, :, end - rows : end] = rotate(k, *turns)
-        values[:, :, end - rows : end] = heads(w.v, c.num_key_value_heads).transpose(1, 2)
-        past = end - rows
-        mask = None  # several rows behind others: each sees those and itself, which is_causal does not mean
-        if rows > 1 and past:
-            mask = torch.ones(rows, end, dtype=torch.bool, device=h.device).tril(past)
-        attended = F.scaled_dot_product_attention(
-            rotate(q, *turns),
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=mask,
-            is_causal=rows > 1 and mask is None,
-            enable_gqa=True,
-        )
-        return attended.transpose(1, 2).reshape(1, rows, -1)
+    def final(self, x: Tensor) -> Tensor:
+        """The final norm of rows (R, H)."""
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None = None) -> Tensor:
+    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim).
+
+    Keys and values go to their place first. scale: of scores; None: 1 / root of head_dim.
+    """
+    shape = place.keys.shape[0], place.count, -1, q.shape[-1]
+    q, k, v = q.reshape(shape).transpose(1, 2), k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
+    place.new[0], place.new[1] = k, v
+    mask = None  # several rows behind others: each sees those and itself, which is_causal does not mean
+    if place.count > 1 and place.past:
+        mask = torch.ones(place.count, place.past + place.count, dtype=torch.bool, device=q.device).tril(place.past)
+    causal = place.count > 1 and mask is None
+    found = F.scaled_dot_product_attention(
+        q, place.keys, place.values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    return found.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mktts.common import one_of, whole_number
 from mktts.errors import SamplingError
-from mktts.spec import MIN_NEW_FRAMES, SUPPRESSED_TAIL
+from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
@@ -34,8 +34,9 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # fractions of the golden ratio and of the square root of 3
 STREAM = 0  # the fourth counter: draws for another purpose would take another value
-_WORD = np.uint64(0xFFFFFFFF)
-_HALF_BITS = np.uint64(32)
+_WORD, _HALF_BITS, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(9)
+_UNIT = np.float32(2**-23)
+_IDS = 4  # of one block of words
 
 # Polynomial and split ln 2 of logf in the Cephes library (S. Moshier): (log(1 + m) - m + m^2 / 2) / m^3.
 _LOG = np.array(
@@ -169,25 +170,13 @@ def checked_seed(seed: int | None) -> int:
     return int(seed)
 
 
-def penalise(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, as in transformers): `logits` (V,) fp32, `history` (N,) int64 ids."""
-    if penalty == 1.0 or history.numel() == 0:
-        return logits
-    seen = logits[history]
-    return logits.scatter(0, history, torch.where(seen < 0, seen * penalty, _divide(seen, penalty)))
-
-
 def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tensor:
-    """What code 0 is chosen from: `logits` (V,) fp32 penalised, with -inf where an id is forbidden. Returns a copy.
-
-    `history` (N,) int64 is code 0 of every frame so far. Ids above the codebook are forbidden but for `eos`, and that
-    is until MIN_NEW_FRAMES frames are made.
-    """
-    scores = penalise(logits, history, penalty).clone()
-    end = scores[eos].clone()
-    scores[-SUPPRESSED_TAIL:] = -torch.inf
-    scores[eos] = end if len(history) >= MIN_NEW_FRAMES else -torch.inf
-    return scores
+    """`RestrictedRows` of one row `logits` (V,) fp32. Returns a copy. `history` (N,) int64: code 0 of every frame so
+    far."""
+    seen = torch.zeros(1, len(logits), dtype=torch.bool, device=logits.device)
+    seen[0, history] = True
+    rows = RestrictedRows(len(logits), eos, logits.device)
+    return rows.restrict(logits[None].clone(), seen, [penalty], [len(history)])[0]
 
 
 def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator | None) -> Tensor:
@@ -285,7 +274,11 @@ def _best(scores: Tensor) -> Tensor:
 
 
 class RestrictedRows:
-    """What code 0 is chosen from: `restrict` for many streams."""
+    """What code 0 is chosen from, of any number of streams: logits penalised, with -inf where an id is forbidden.
+
+    The penalty is that of repetition (Keskar et al. 2019, as in transformers). Ids above the codebook are forbidden but
+    for `eos`, and that is until MIN_NEW_FRAMES frames are made.
+    """
 
     def __init__(self, vocab_size: int, eos: int, device: torch.device) -> None:
         forbidden = torch.zeros(2, vocab_size, dtype=torch.bool)  # in the first frames, and later
@@ -296,6 +289,7 @@ class RestrictedRows:
     def restrict(self, logits: Tensor, seen: Tensor, penalties: Sequence[float], frames: Sequence[int]) -> Tensor:
         """`logits` (B, V) fp32, overwritten; `seen` (B, V) bool: code 0 of any frame so far. frames: made so far."""
         if any(penalty != 1 for penalty in penalties):
+            # by a Python number, torch on CUDA would multiply by the rounded reciprocal instead of dividing
             penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)[:, None]
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             logits = torch.where(seen, penalised, logits)
@@ -303,23 +297,21 @@ class RestrictedRows:
         return logits.masked_fill_(self._forbidden[later], -torch.inf)
 
 
-def _divide(numbers: Tensor, by: float) -> Tensor:
-    """Rounded once on every device: by a Python number, torch on CUDA multiplies by the rounded reciprocal instead."""
-    return numbers / torch.full((), by, dtype=numbers.dtype, device=numbers.device)
+def philox(
+    counters: Sequence[np.ndarray | int], key: tuple[np.ndarray | int, np.ndarray | int]
+) -> tuple[np.ndarray, ...]:
+    """Philox4x32-10: four counters and the key's two words that broadcast to one shape S -> four words of that shape.
 
-
-def philox(counters: Sequence[np.ndarray | int], key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10: four counters that broadcast to one shape S, 32 bits each, and a key -> (*S, 4) uint32."""
-    c0, c1, c2, c3 = (np.asarray(counter, dtype=np.uint64) for counter in counters)
+    All of 32 bits, as uint64.
+    """
+    c0, c1, c2, c3, k0, k1 = (np.asarray(part, dtype=np.uint64) for part in (*counters, *key))
     for turn in range(ROUNDS):
-        k0, k1 = (np.uint64((word + turn * step) & 0xFFFFFFFF) for word, step in zip(key, KEY_STEPS, strict=True))
+        step0, step1 = (np.uint64(turn * step & 0xFFFFFFFF) for step in KEY_STEPS)
         first, second = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c2 = (second >> _HALF_BITS) ^ (c1 ^ k0), (first >> _HALF_BITS) ^ (c3 ^ k1)
+        c0 = (second >> _HALF_BITS) ^ (c1 ^ (k0 + step0 & _WORD))
+        c2 = (first >> _HALF_BITS) ^ (c3 ^ (k1 + step1 & _WORD))
         c1, c3 = second & _WORD, first & _WORD
-    words = np.empty((*np.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape), 4), dtype=np.uint32)
-    for place, word in enumerate((c0, c1, c2, c3)):
-        words[..., place] = word
-    return words
+    return np.broadcast_arrays(c0, c1, c2, c3)
 
 
 def exact_log(x: np.ndarray) -> np.ndarray:
@@ -355,8 +347,49 @@ def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
     `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
     23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u)).
     """
-    blocks = np.arange(-(-size // 4))
-    words = philox((blocks, np.array(books)[:, None], frame, STREAM), (seed & 0xFFFFFFFF, seed >> 32))
-    k = words.reshape(len(books), -1)[:, :size] >> np.uint32(9)
-    u = (k.astype(np.float32) + _HALF) * np.float32(2**-23)
+    blocks = np.arange(-(-size // _IDS))
+    return _gumbel(seed, frame, blocks, np.array(books)[:, None]).reshape(len(books), -1)[:, :size]
+
+
+def _gumbel(seeds: np.ndarray | int, frames: np.ndarray | int, blocks: np.ndarray, books: np.ndarray) -> np.ndarray:
+    """Four ids of every block: arguments that broadcast to a shape S -> (*S, 4) float32."""
+    seeds = np.asarray(seeds, dtype=np.uint64)
+    words = philox((blocks, books, frames, STREAM), (seeds & _WORD, seeds >> _HALF_BITS))
+    u = np.empty((*words[0].shape, _IDS), dtype=np.float32)
+    for place, of_place in enumerate(words):
+        u[..., place] = of_place >> _SHIFT
+    u += _HALF
+    u *= _UNIT
     return -exact_log(-exact_log(u))
+
+
+_STREAMS_AT_A_TIME = 8  # so that what lies between two operators stays in the cache
+
+
+class FrameNoise:
+    """`gumbel` of whole frames, of those ids only that may be chosen."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._sizes = config.talker.vocab_size, config.predictor.vocab_size
+        allowed = [*range(self._sizes[0] - SUPPRESSED_TAIL), config.codec_ids.eos]
+        self._of_code0 = np.unique(np.array(allowed) // _IDS)
+        later = np.arange(-(-self._sizes[1] // _IDS))
+        books = np.arange(1, NUM_CODEBOOKS).repeat(len(later))
+        self._blocks = np.concatenate((self._of_code0, np.tile(later, NUM_CODEBOOKS - 1)))
+        self._books = np.concatenate((np.zeros_like(self._of_code0), books))
+
+    def draw(self, seeds: Sequence[int], frames: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Noise of frame `frames[i]` of the stream of `seeds[i]`: code 0 (B, V), later codes (B, 15, V), float32.
+
+        It is 0 where code 0 must not be chosen.
+        """
+        made = np.empty((len(seeds), len(self._blocks), _IDS), dtype=np.float32)
+        for start in range(0, len(seeds), _STREAMS_AT_A_TIME):
+            some = slice(start, start + _STREAMS_AT_A_TIME)
+            keys, turns = (np.array(part[some], dtype=np.uint64)[:, None] for part in (seeds, frames))
+            made[some] = _gumbel(keys, turns, self._blocks, self._books)
+        count = len(self._of_code0)
+        code0 = np.zeros((len(seeds), -(-self._sizes[0] // _IDS), _IDS), dtype=np.float32)
+        code0[:, self._of_code0] = made[:, :count]
+        later = made[:, count:].reshape(len(seeds), NUM_CODEBOOKS - 1, -1)[..., : self._sizes[1]]
+        return torch.from_numpy(code0.reshape(len(seeds), -1)[:, : self._sizes[0]]), torch.from_numpy(later)

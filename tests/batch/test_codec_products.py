@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mktts.batch.cuda.codec_memory import INPUT_SCALE, Rows, RowsShape
 from mktts.batch.cuda.tiles import ProductTile
-from mktts.codec.layers import Linear, SnakeBeta
+from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack
+from mktts.model.linear import Linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"

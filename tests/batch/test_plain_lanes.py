@@ -13,8 +13,7 @@ from lane_player import CHOICES, Player, differences, random_segments
 from torch import Tensor
 
 from mktts.batch.plain.lanes import TorchLanes
-from mktts.batch.plain.stack import CHUNK_POSITIONS
-from mktts.batch.plain.talker import LaneNoise, TorchTalker
+from mktts.batch.plain.stack import FoldedStack
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Made
@@ -22,8 +21,9 @@ from mktts.engine.stream import Segment
 from mktts.engine.tick import Piece, Tick
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.measure.parity.ratio import RowStream
-from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Choice, ChoiceRows, RestrictedRows, Sampling, choose, gumbel, restrict
+from mktts.model.oracle import TorchBackend, TorchStream
+from mktts.model.qwen3 import CHUNK_POSITIONS
+from mktts.model.sampling import Choice, ChoiceRows, FrameNoise, Sampling, choose, gumbel
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, SUPPRESSED_TAIL
 
 SLOTS = 9
@@ -141,12 +141,12 @@ def test_a_prompt_that_is_not_finite_is_refused(tiny: Checkpoint) -> None:
 # ---- the talker by itself
 
 
-def talker_of(checkpoint, slots: int) -> TorchTalker:
-    return TorchTalker(checkpoint.config, checkpoint.tensors(), torch.float32, slots)
+def talker_of(checkpoint: Checkpoint) -> TorchBackend:
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=torch.float32, stacks=FoldedStack)
 
 
-def begin(talker: TorchTalker, slot: int, segment: RowStream) -> None:
-    talker.begin(slot, segment.embeds, segment.sampling, segment.seed)
+def begun(talker: TorchBackend, segment: RowStream) -> TorchStream:
+    return talker.open(segment.embeds, segment.sampling, segment.seed)
 
 
 def row(segment: RowStream, frame: int) -> Tensor | None:
@@ -154,8 +154,9 @@ def row(segment: RowStream, frame: int) -> Tensor | None:
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="how other libraries order sums is not known")
+@pytest.mark.parametrize("packed", [False, True], ids=["as it is", "packed"])
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_neighbours_change_no_bit(name, monkeypatch):
+def test_neighbours_change_no_bit(name, packed, monkeypatch):
     """All sixteen rows of logits of every frame are the same alone and in any company, to the last bit."""
     seen: list[Tensor] = []
     choose_of = ChoiceRows.choose
@@ -165,45 +166,49 @@ def test_neighbours_change_no_bit(name, monkeypatch):
         return choose_of(rows, logits, noise)
 
     monkeypatch.setattr(ChoiceRows, "choose", watched)
+    monkeypatch.setattr("mktts.model.linear._LARGE", 0 if packed else 1 << 40)
     checkpoint = open_checkpoint(name if name == "small" else f"random:{name}")
     segments = random_segments(checkpoint.config, CPU, 9, 4, longest=17)
-    alone, company = talker_of(checkpoint, 1), talker_of(checkpoint, 9)
-    for slot, segment in enumerate(segments):
-        begin(company, slot, segment)
+    talker = talker_of(checkpoint)
+    assert talker.talker.layers[0].down.weight.is_mkldnn == talker.heads[3].weight.is_mkldnn == packed
+    company = [begun(talker, segment) for segment in segments]
     frames = [0] * 9
     found: dict[int, list[Tensor]] = {0: [], 3: [], 8: []}
     for going in ([8, 5, 4, 1, 0], list(range(9)), [7, 8, 0], [0, 3, 6, 8]):  # prompts ride along twice
         seen.clear()
-        company.tick(going, [row(segments[i], frames[i]) for i in going])
-        order = sorted(going, key=lambda i: frames[i] == 0)
+        talker.tick([company[i] for i in going], [row(segments[i], frames[i]) for i in going])
         for i in going:
             frames[i] += 1
         for i in found.keys() & set(going):
-            found[i] += [logits[order.index(i)] for logits in seen]
+            found[i] += [logits[going.index(i)] for logits in seen]
     for i, logits in found.items():
         seen.clear()
-        begin(alone, 0, segments[i])
+        alone = begun(talker, segments[i])
         for frame in range(frames[i]):
-            alone.tick([0], [row(segments[i], frame)])
+            talker.tick([alone], [row(segments[i], frame)])
         assert len(logits) == len(seen) == NUM_CODEBOOKS * frames[i] >= 2 * NUM_CODEBOOKS
         assert all(torch.equal(one, rows[0]) for one, rows in zip(logits, seen, strict=True)), i
 
 
-def test_a_lane_of_nan_harms_no_other(tiny):
-    segments, found = random_segments(tiny.config, CPU, 3, 4, longest=17), []
-    for prompt in (segments[1].embeds, torch.full_like(segments[1].embeds, torch.nan)):
-        talker = talker_of(tiny, 3)
-        for slot, segment in enumerate(segments):
-            talker.begin(slot, prompt if slot == 1 else segment.embeds, segment.sampling, segment.seed)
-        made = [talker.tick(range(3), [row(segment, frame) for segment in segments]) for frame in range(4)]
-        found.append(torch.stack([codes for frame in made for codes in (frame[0], frame[2])]))
-    assert torch.equal(*found)
+@pytest.mark.parametrize("poison", ["prompt", "row"])
+def test_a_lane_of_nan_is_named_and_harms_no_other(tiny, poison):
+    segments, talker, found = random_segments(tiny.config, CPU, 3, 4, longest=17), talker_of(tiny), []
+    for level in (1, torch.nan):
+        streams = [begun(talker, segment) for segment in segments]
+        streams[1].prompt = streams[1].prompt * (level if poison == "prompt" else 1)
+        for frame in range(4):
+            rows = [row(segment, frame) for segment in segments]
+            rows[1] = rows[1] * level if frame == 2 and poison == "row" else rows[1]
+            found.append(talker.tick(streams, rows))
+    fine, poisoned = torch.stack(found[:4]), torch.stack(found[4:])
+    assert torch.equal(fine[:, ::2], poisoned[:, ::2]) and bool((fine >= 0).all())
+    assert (poisoned[:, 1, 0] < 0).tolist() == [poison == "prompt"] * 2 + [True] * 2
 
 
 def test_noise_is_philoxs(tiny):
     seeds, frames, eos = [5, 2**40 + 3, 2**64 - 1], [0, 7, 2_000], tiny.config.codec_ids.eos
     vocabularies = tiny.config.talker.vocab_size, tiny.config.predictor.vocab_size
-    code0, later = LaneNoise(tiny.config).draw(seeds, frames)
+    code0, later = FrameNoise(tiny.config).draw(seeds, frames)
     for lane, (seed, frame) in enumerate(zip(seeds, frames, strict=True)):
         expected = torch.from_numpy(gumbel(seed, frame, range(1), vocabularies[0])[0])
         usable = torch.tensor([*range(vocabularies[0] - SUPPRESSED_TAIL), eos])
@@ -230,48 +235,39 @@ def test_given_logits_every_lane_chooses_as_the_oracle(mixed):
         assert found.tolist() == [int(code) for code in expected]
 
 
-def test_code_0_is_restricted_as_by_the_oracle():
-    torch.manual_seed(2)
-    vocabulary, eos = 2_048, 1_500
-    histories = [torch.tensor(codes, dtype=torch.int64) for codes in ([], [3], [3, 7, 3], [9] * 40)]
-    penalties, logits = [1.3, 1.0, 0.7, 1.05], torch.randn(4, vocabulary)
-    seen = torch.zeros(4, vocabulary, dtype=torch.bool)
-    for row, history in zip(seen, histories, strict=True):
-        row[history] = True
-    frames = [len(history) for history in histories]
-    found = RestrictedRows(vocabulary, eos, CPU).restrict(logits.clone(), seen, penalties, frames)
-    for lane, history in enumerate(histories):
-        assert torch.equal(found[lane], restrict(logits[lane], history, penalties[lane], eos)), lane
-
-
 def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
-    talker, width = talker_of(tiny, 2), tiny.config.talker.hidden_size
-    talker.begin(1, torch.randn(CHUNK_POSITIONS, width), Sampling(), 0)
-    cache = talker._slots[1].cache
-    sizes = [cache.memory.nbytes]
+    talker, width = talker_of(tiny), tiny.config.talker.hidden_size
+    prompt = torch.randn(CHUNK_POSITIONS, width)
+    stream, whole = (talker.open(prompt, Sampling(), 0, frames) for frames in (None, 9))
+    sizes = [stream.cache.memory.nbytes]
     for text in (None, torch.zeros(width)):
-        talker.tick([1], [text])
-        sizes.append(cache.memory.nbytes)
-    chunk = CHUNK_POSITIONS * talker.position_bytes
+        codes = talker.tick([stream, whole], [text, text])
+        assert torch.equal(*codes)
+        sizes.append(stream.cache.memory.nbytes)
+    assert torch.equal(*(one.cache.memory[..., : CHUNK_POSITIONS + 1, :] for one in (stream, whole)))
+    chunk = CHUNK_POSITIONS * 2 * tiny.config.talker.kv_bytes_per_position  # in fp32
     assert sizes == [0, chunk, 2 * chunk]
-    talker.leave(1)
-    assert not talker._slots
+    lanes = lanes_of(tiny, False)
+    lanes.begin(1, Segment.of_rows(torch.randn(4, width), Sampling(), 0))
+    assert list(lanes._streams) == [1]
+    lanes.leave(1)
+    assert not lanes._streams
 
 
 def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
-    (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny, 1)
+    (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny)
     with pytest.raises(SamplingError, match="rng='torch'"):
-        talker.begin(0, segment.embeds, Sampling(rng="torch"), 0)
+        lanes_of(tiny, False).begin(0, Segment.of_rows(segment.embeds, Sampling(rng="torch"), 0))
     with pytest.raises(SamplingError, match="seed"):
-        talker.begin(0, segment.embeds, Sampling(), -1)
+        talker.open(segment.embeds, Sampling(), -1)
     with pytest.raises(PromptError):
-        talker.begin(0, segment.embeds[:1], Sampling(), 0)
+        talker.open(segment.embeds[:1], Sampling(), 0)
     made = []
     for refused in (True, False):
-        begin(talker, 0, segment)
+        stream = begun(talker, segment)
         for frame in range(2):
             if refused:
                 with pytest.raises(PromptError, match="first tick"):
-                    talker.tick([0], [row(segment, 1 - frame)])
-            made.append(talker.tick([0], [row(segment, frame)])[0])
+                    talker.tick([stream], [row(segment, 1 - frame)])
+            made.append(talker.tick([stream], [row(segment, frame)]))
     assert torch.equal(torch.stack(made[:2]), torch.stack(made[2:]))

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.layers import Linear
 from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, copies, pack, tile
 from mktts.errors import BackendUnavailable
 from mktts.measure.parity.codec import random_codes, snr_db
+from mktts.model.linear import Linear
 
 
 @pytest.fixture(scope="module")

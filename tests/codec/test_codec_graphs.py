@@ -75,7 +75,7 @@ def test_graphs_give_the_eager_decoders_samples_and_state(codec, graphed, schedu
         assert pcm.device.type == codec.device.type and pcm.dtype == torch.float32
         assert_same(pcm, eager(codec, piece, theirs))
     assert ours.frames == theirs.frames == int(ours.position) == len(CODES)
-    for actual, expected in zip(tensors(ours)[:-1], tensors(theirs)[:-1], strict=True):
+    for actual, expected in zip(ours.views[:-1], theirs.views[:-1], strict=True):
         assert_same(actual, expected, TOLERANCE, TOLERANCE)
 
 
@@ -165,22 +165,18 @@ def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refuse
         GraphedCodec(decoder)
 
 
-def tensors(state: CodecState) -> list[torch.Tensor]:
-    return [state.keys, state.values, *state.history, state.position]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
     state = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=dtype).start()
     ends = []
-    for tensor in tensors(state):
+    for tensor in state.views:
         start = tensor.data_ptr() - state.flat.data_ptr()
         assert tensor.untyped_storage().data_ptr() == state.flat.untyped_storage().data_ptr()
         assert tensor.is_contiguous() and start % 16 == 0  # bytes: what torch needs for its widest loads
         assert start >= (ends[-1] if ends else 0)
         ends.append(start + tensor.nbytes)
     assert ends[-1] == len(state.flat)
-    assert state.bytes == sum(t.nbytes for t in tensors(state)) <= len(state.flat)
+    assert state.bytes == sum(t.nbytes for t in state.views) <= len(state.flat)
     assert state.bytes + 16 * len(ends) > len(state.flat)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from training_sounds import vowels
 
 from mktts.checkpoint import open_checkpoint
@@ -114,13 +113,13 @@ def test_training_logits_are_those_of_inference(tmp_path, small, layout, languag
             cache = backend.predictor.new_cache(NUM_CODEBOOKS)
             x = torch.cat((state.hidden, backend.code_tables[0][expected[0]][None, None]), 1)
             for group, head in enumerate(backend.heads):
-                x = x if backend.projection is None else F.linear(x, *backend.projection)
-                logits = F.linear(backend.predictor.forward(x, cache), head)[0, -1]
+                x = x if backend.projection is None else backend.projection(x)
+                logits = head(backend.predictor.forward(x, cache))[0, -1]
                 assert torch.allclose(rest[frame, group], logits, atol=1e-4)
                 if group + 1 < len(backend.heads):
                     x = backend.code_tables[group + 1][expected[group + 1]][None, None]
             state.codes = expected
-            backend._advance(state, prompt.row(frame))
+            backend._advance([state], [prompt.row(frame)])
         assert torch.allclose(first[-1], backend.code0_logits(state), atol=1e-4)
 
 

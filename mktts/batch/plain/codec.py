@@ -15,7 +15,6 @@ from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS
 
-_SLOTS_AT_A_TIME = 8  # that memory is taken for
 _LANES_AT_A_TIME = 16  # beyond, an operator gains nothing and its results leave the cache
 
 
@@ -26,13 +25,14 @@ class CodecLanes:
     """
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
-        """The weights stay the decoder's. Memory is taken for a few slots at a time, up to `slots`."""
+        """The weights stay the decoder's."""
         self.config, self.slots = decoder.config, slots
         self._decoder = decoder
         self._silence = _words(decoder.start())
-        self._rows = self._silence.new_empty(0, len(self._silence))  # (slots, words of a state): wide ones move fast
-        self._memory = self._rows  # of those that a tick decodes
-        self._views: dict[int, tuple[Tensor, ...]] = {}  # of the memory of so many lanes: they cost what work does
+        # words of a state, since wide ones move fast; memory that no stream has used is not taken yet
+        self._rows = self._silence.new_empty(slots, len(self._silence))
+        self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
+        self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
 
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
@@ -44,9 +44,6 @@ class CodecLanes:
             raise CodecError(f"slots are 0 to {self.slots - 1}, got {slot}")
         if primed is not None and primed.layout != self._decoder.layout:
             raise CodecError("the state belongs to another decoder: use one that start() of this decoder returned")
-        more = min(-(-(slot + 1) // _SLOTS_AT_A_TIME) * _SLOTS_AT_A_TIME, self.slots) - len(self._rows)
-        if more > 0:
-            self._rows = torch.cat((self._rows, self._rows.new_empty(more, self._rows.shape[1])))
         self._rows[slot] = self._silence if primed is None else _words(primed)
 
     @torch.inference_mode()
@@ -62,21 +59,13 @@ class CodecLanes:
         codes = codes.to(torch.int64)
         pcm = []
         for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
-            rows, views = self._gathered(len(some))
+            rows = self._gathered[: len(some)]
+            if len(some) not in self._views:
+                self._views[len(some)] = self._decoder.layout.views(rows.view(torch.uint8))
             torch.index_select(self._rows, 0, some, out=rows)
-            pcm.append(self._decoder.together(their_codes[:, None], views))
+            pcm.append(self._decoder.together(their_codes[:, None], self._views[len(some)]))
             self._rows.index_copy_(0, some, rows)
         return torch.cat(pcm)
-
-    def _gathered(self, lanes: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Memory for the states of so many lanes, (B, words), and its views."""
-        if len(self._memory) < lanes:
-            self._memory = self._rows.new_empty(lanes, self._rows.shape[1])
-            self._views.clear()
-        rows = self._memory[:lanes]
-        if lanes not in self._views:
-            self._views[lanes] = self._decoder.layout.views(rows.view(torch.uint8))
-        return rows, self._views[lanes]
 
 
 def _words(state: CodecState) -> Tensor:

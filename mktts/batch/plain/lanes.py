@@ -7,9 +7,8 @@ of the next. Each is about half of the work, in operators that let go of the int
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,13 +18,16 @@ from torch import Tensor
 
 from mktts.batch.pages import PAGE_ROWS, Pages
 from mktts.batch.plain.codec import CodecLanes
-from mktts.batch.plain.talker import TorchTalker
+from mktts.batch.plain.stack import FoldedStack
 from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.engine.lanes import Copy, Made
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Tick, TickModel
+from mktts.errors import SamplingError
 from mktts.model.backend import no_number
+from mktts.model.oracle import TorchBackend, TorchStream
+from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
 
@@ -49,7 +51,6 @@ class InOrder:
         return done
 
 
-_FAILED = -1  # code 0 of a lane whose input was no number
 _BESIDE_LANES = 2  # one stream alone has nothing to do beside its codec
 _BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as long as a tick
 
@@ -69,15 +70,11 @@ class _Said(NamedTuple):
 class _Launched(NamedTuple):
     said: Future[_Said]
     beside: bool  # the codec works beside the next tick's talker
-
-
-def _over(errand: Future[Future]) -> bool:
-    """Of a stream, through the talker's thread to the codec's."""
-    return errand.done() and (errand.exception() is not None or errand.result().done())
+    entered: list[Future[Future]]  # of streams before it: through the talker's thread to the codec's
 
 
 class TorchLanes:
-    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `TorchTalker`.
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`.
 
     Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
     """
@@ -85,7 +82,7 @@ class TorchLanes:
     name = "batch"
     alone = decodes_beside = False
     submit = None
-    deterministic = True  # in fp32; see `stack` for how long sums may be
+    deterministic = True  # in fp32; see `mktts.model.linear`
     precision = "full"
     settings = TickSettings.cpu()
     model = TickModel.cpu()
@@ -112,18 +109,21 @@ class TorchLanes:
         self._talked_s = time.perf_counter()  # when the talker's newest tick ended
         self._talking = InOrder("mktts-talker" if threads else None)
         self._decoding = InOrder("mktts-codec" if threads else None)
-        self._errands: deque[Future[Future]] = deque()  # whose errors nobody has seen yet
-        self._talker = TorchTalker(config, tensors, dtype, slots)
-        self.embeddings = self._talker.embeddings
+        self._entered: list[Future[Future]] = []  # since the last tick
+        stacks = FoldedStack if dtype == torch.float32 else Qwen3Stack
+        self._backend = TorchBackend(config, tensors, "cpu", dtype, stacks=stacks)
+        self._streams: dict[int, TorchStream] = {}  # by slot
+        self.embeddings = self._backend.embeddings
         self._codec = CodecLanes(decoder, slots)
         self._primed = PrimedStates(decoder)
         positions = min(positions, config.talker.max_position_embeddings)
-        pages = min(memory_bytes // (PAGE_ROWS * self._talker.position_bytes), slots * -(-positions // PAGE_ROWS))
+        position_bytes = config.talker.kv_bytes_per_position // torch.bfloat16.itemsize * dtype.itemsize
+        pages = min(memory_bytes // (PAGE_ROWS * position_bytes), slots * -(-positions // PAGE_ROWS))
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         primed = None if reference is None else self._primed.of(reference)
-        self._errands.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
+        self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
 
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
@@ -134,37 +134,35 @@ class TorchLanes:
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
-        self._talking.do(self._talker.begin, slot, prompt, segment.sampling, segment.seed).result()
+        if segment.sampling.rng != "philox":
+            raise SamplingError(
+                f"the batch engine draws by counters, rng='philox'; rng={segment.sampling.rng!r} needs "
+                "backend='torch' with engine='single'"
+            )
+        stream = self._backend.open(prompt, segment.sampling, segment.seed)
+        self._talking.do(self._streams.__setitem__, slot, stream).result()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See Lanes."""
 
     def leave(self, slot: int) -> None:
-        self._talking.do(self._talker.leave, slot)
+        self._talking.do(self._streams.pop, slot, None)
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
-        return _Launched(self._talking.do(self._talk, slots, list(rows)), self.overlaps)
+        entered, self._entered = self._entered, []
+        return _Launched(self._talking.do(self._talk, slots, list(rows)), self.overlaps, entered)
 
     def collect(self, launched: _Launched) -> Made:
         codes, ended, speaking, took_s, idle_s, decoded = launched.said.result()
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
+        for entered in launched.entered:
+            entered.result().result()  # a stream that did not enter is why its frame has no place
         if decoded is not None:
-            wait([decoded])
-            self._check_errands()  # a stream that did not enter is why its frame has no place
             pcm[speaking], codec_s = decoded.result()
             took_s = max(took_s, codec_s) if launched.beside else took_s + codec_s
-        self._check_errands()
         return Made(codes, ended, pcm, took_s, idle_s if launched.beside else 0.0)
-
-    def _check_errands(self) -> None:
-        """Raises the first error of streams that entered; all of them are then told."""
-        over = []
-        while self._errands and _over(self._errands[0]):
-            over.append(self._errands.popleft())
-        for errand in over:
-            errand.result().result()
 
     # ---- on the talker's thread
 
@@ -172,23 +170,18 @@ class TorchLanes:
         """Codes of a tick; its decoding is asked for."""
         begun_s = time.perf_counter()
         idle_s = begun_s - self._talked_s
-        codes = np.zeros((len(rows), NUM_CODEBOOKS), np.int64)
-        ended = np.array([self._talker.ended(slot) for slot in slots], bool)
-        sound = np.array([row is None or bool(row.isfinite().all()) for row in rows], bool)
-        codes[~sound, 0] = _FAILED
-        talking = np.flatnonzero(sound & ~ended).tolist()
-        made = self._talker.tick([slots[i] for i in talking], [rows[i] for i in talking])
-        speaking = []
-        for i, frame in zip(talking, made, strict=True):
-            ended[i] = frame is None
-            if frame is not None:
-                codes[i] = frame.numpy()
-                speaking.append(i)
+        streams = [self._streams[slot] for slot in slots]
+        talking = [i for i, stream in enumerate(streams) if not stream.ended]
+        codes = torch.zeros(len(rows), NUM_CODEBOOKS, dtype=torch.int64)
+        if talking:
+            codes[talking] = self._backend.tick([streams[i] for i in talking], [rows[i] for i in talking])
+        ended = np.array([stream.ended for stream in streams])
+        speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
         decoded = None
         if speaking:
-            decoded = self._decoding.do(self._decode, [slots[i] for i in speaking], torch.from_numpy(codes[speaking]))
+            decoded = self._decoding.do(self._decode, [slots[i] for i in speaking], codes[speaking])
         self._talked_s = time.perf_counter()
-        return _Said(codes, ended, speaking, self._talked_s - begun_s, idle_s, decoded)
+        return _Said(codes.numpy(), ended, speaking, self._talked_s - begun_s, idle_s, decoded)
 
     # ---- on the codec's thread
 

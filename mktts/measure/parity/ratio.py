@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
@@ -125,26 +124,23 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
     """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
     with _layers(backend.talker) as layers:
         if row is not None:
-            backend._advance(state, row)
-        hidden = torch.cat(layers)[:, -1].float() if layers else None
-    logits = [backend.code0_logits(state)]
-    ids = codes.to(backend.device)
-    cache = backend.predictor.new_cache(NUM_CODEBOOKS)
-    x = torch.cat((state.hidden, backend.code_tables[0][ids[0]][None, None]), 1)
-    for group, head in enumerate(backend.heads, start=1):
-        if backend.projection is not None:
-            x = F.linear(x, *backend.projection)
-        logits.append(F.linear(backend.predictor.forward(x, cache), head)[0, -1].float())
-        x = backend.code_tables[group][ids[group]][None, None]
-    state.history[state.frames] = ids[0]
-    state.codes = ids
+            backend._advance([state], [row])
+        hidden = torch.stack([rows[-1] for rows in layers]).float() if layers else None
+    logits, ids = [backend.code0_logits(state)], codes.to(backend.device)
+
+    def draw(book: int, given: Tensor) -> Tensor:
+        logits.append(given[0])
+        return ids[book : book + 1]
+
+    state.codes = backend.predicted(state.hidden[0], ids[:1], draw)[0]
+    state.seen[ids[0]] = True
     state.frames += 1
     return Observed(codes, logits, hidden)
 
 
 @contextmanager
 def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
-    """Collects what every layer of a pass returns, (1, T, H) each."""
+    """Collects what every layer of a pass returns, (R, H) each."""
     seen: list[Tensor] = []
     compute = stack.layer
 
@@ -167,11 +163,12 @@ def vocabularies(config: ModelConfig) -> list[int]:
 def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, fp32: TorchBackend) -> Iterator[Sides]:
     """Frame by frame what the model under test did, and both oracles that are made to take its codes."""
     oracles = [(backend, backend.start(stream, stream.sampling, 0, len(stream.text))) for backend in (bf16, fp32)]
-    truth = oracles[1][1]
+    said: list[int] = []
     for index, ours in enumerate(frames):
-        row, history = stream.row(index - 1) if index else None, truth.history[: truth.frames].clone()
+        row = stream.row(index - 1) if index else None
         near, exact = (forced(backend, state, row, ours.codes) for backend, state in oracles)
-        yield ours, near, exact, history
+        yield ours, near, exact, torch.tensor(said, dtype=torch.int64, device=fp32.device)
+        said.append(int(ours.codes[0]))
 
 
 class ErrorRatio:

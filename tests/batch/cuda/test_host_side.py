@@ -139,7 +139,7 @@ def test_histories_are_held_to_22_bits_where_they_are_split_and_to_11_elsewhere(
     states.enter(1, state)
     assert not states.histories[[0, 2, 3]].any()
     at = 0
-    for index, history in enumerate(state.history):
+    for index, history in enumerate(state.views[2:-1]):
         count = history.numel()
         value = states.histories[1, at : at + count].float()
         at += count

@@ -71,12 +71,14 @@ def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_t
     backend, config = backend_of(checkpoint, torch.float32), checkpoint.config
     prompt, text = PromptRows(ratio.random_rows(backend, 8, 0)), ratio.random_rows(backend, 4, 1)
     free, made = (backend.start(prompt, ratio.GREEDY, 0, 4) for _ in range(2))
+    said: list[int] = []
     for index in range(4):
         row = text[index] if index else None
-        history = free.history[: free.frames].clone()
         codes = backend.step(free, row).codes
         observed = ratio.forced(backend, made, row, codes)
+        history = torch.tensor(said, dtype=torch.int64)
         chosen = [int(s.argmax()) for s in ratio.scores(observed.logits, history, ratio.GREEDY, config)]
+        said.append(int(codes[0]))
         assert chosen == codes.tolist()
         assert [len(logits) for logits in observed.logits] == ratio.vocabularies(config)
     assert observed.hidden.shape == (config.talker.num_hidden_layers, config.talker.hidden_size)
@@ -149,7 +151,7 @@ class Limited(TorchBackend):
     def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
         assert position == state.cache.length and rows.is_contiguous() and rows.dtype == self.dtype
         for row in rows:
-            state.hidden = state.head_rows = self.talker.forward(row[None, None], state.cache)
+            state.head_rows = self.talker.forward(row[None, None], state.cache)[0]
         self.put.append(len(rows))
         return SimpleNamespace(synchronize=lambda: None)
 
@@ -228,7 +230,7 @@ def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_i
     assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 1, "codebook": 0}
 
     lanes.launch, lanes.collect = launch, collect
-    heads = lanes._talker._predictor._heads
+    heads = lanes._backend.heads
     heads[2] = heads[3]  # codebook 3
     found = kernel.exact_codes(tested, fp32, streams, (2,))
     assert not found["passed"] and found["frames"] == 0
