@@ -62,7 +62,7 @@ class Linear:
         return self.of_rows(x)
 
     def of_rows(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`x` (R, in) -> (R, out), without the bias added to `onto`, which is overwritten, or written to `out`, if given.
+        """`x` (R, in) -> (R, out): added to `onto` without the bias, or written to `out`, where those are given.
 
         R is at least LEAST_ROWS where the matrix is not packed.
         """
