@@ -5,7 +5,7 @@
     pcm = Synthesizer.load().say("Hello.")
     write_audio("hello.wav", pcm)
 
-A name is imported from its room when it is first used, so that `import mktts` and the command line's help take no time.
+A name is imported from its module when it is first used, so that `import mktts` takes no time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_MODULES = {
     "mktts.audio": ("read_audio", "write_audio"),
     "mktts.batch.settings": ("BatchSettings",),
     "mktts.errors": (
@@ -55,7 +55,7 @@ _ROOMS = {
     "mktts.synth.cloning": ("clone_voice",),
     "mktts.synth.synthesizer": ("Synthesizer",),
 }  # fmt: skip
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "FRAME_RATE_HZ", "SAMPLES_PER_FRAME", "SAMPLE_RATE_HZ", "AudioError", "BackendUnavailable", "BatchSettings",
     "BusyError", "CapacityError", "CheckpointError", "Choice", "Chunk", "EngineError", "Guard", "MkttsError",

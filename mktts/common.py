@@ -1,4 +1,4 @@
-"""What every room needs of files, folders and child processes, and of what it says to people."""
+"""What every folder needs of files, folders and child processes, and of what it says to people."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ TOP_LEVEL = {
     "requirements.txt", "tests",
 }  # fmt: skip
 PROSE = {
-    "CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md", "docs/engine.md",
-    "docs/hardware.md", "docs/serving.md", "notebooks/README.md", "requirements.txt",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md",
+    "docs/decisions.md", "docs/engine.md",
+    "docs/hardware.md", "docs/reading.md", "docs/serving.md", "notebooks/README.md", "requirements.txt",
 }  # fmt: skip
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 

@@ -139,15 +139,6 @@ def test_python_snippet_names_what_there_is(code):
         exec(f"from {package} import {names}", {})
 
 
-def test_the_rooms_are_those_of_the_package():
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = contributing.partition("## Rooms")[2].partition("```")[2].partition("```")[0]
-    listed = re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)
-    package = ROOT / "mktts"
-    assert sorted(listed) == sorted(path.name for path in package.iterdir() if list(path.glob("[!_]*.py")))
-    assert [path for path in re.findall(r"^(\w+)/ ", tree, re.MULTILINE) if not (ROOT / path).is_dir()] == []
-
-
 def test_the_compute_capabilities_are_those_that_are_compiled_for():
     capabilities = (re.sub(r"\D", "", name) for name in TARGETS)
     (line,) = (line for line in HARDWARE.splitlines() if "compute capability" in line)

@@ -34,7 +34,7 @@ class FoldedWeights:
     down: Linear
 
 
-class _Room:
+class _Workspace:
     """What a layer of a `FoldedStack` makes of rows: memory, and its views, each made once, as they cost what operators
     do."""
 
@@ -58,16 +58,17 @@ class _Frame(KVCache):
     def __init__(self, stack: FoldedStack, heads: Tensor) -> None:
         """heads: (layers, 16, B, K, G + 2, D)."""
         streams = heads.shape[2]
-        room = stack.room(streams)
+        workspace = stack.workspace(streams)
         super().__init__(heads[..., -2:, :].permute(0, 4, 2, 3, 1, 5), NUM_CODEBOOKS)
-        # of every position: what its rows are turned by; room, queries (B K, G, D), keys and values of every layer
+        # of every position: what its rows are turned by; workspace, queries (B K, G, D), keys and values of every layer
         self.steps = []
         for position in range(NUM_CODEBOOKS):
             layers = []
             for of_layer in heads:
                 rows = of_layer[: position + 1].flatten(1, 2).transpose(0, 1)  # (B K, positions, G + 2, D)
                 keys_values = rows[:, :, -2].transpose(1, 2), rows[:, :, -1]
-                layers.append((_Room(of_layer[position], room.unit, room.gated), rows[:, -1, :-2], *keys_values))
+                memory = _Workspace(of_layer[position], workspace.unit, workspace.gated)
+                layers.append((memory, rows[:, -1, :-2], *keys_values))
             self.steps.append((stack.turns([position] * streams), layers))
 
 
@@ -107,10 +108,10 @@ class FoldedStack(Qwen3Stack):
             down=Linear.packed(w.down),
         )
 
-    def room(self, rows: int) -> _Room:
+    def workspace(self, rows: int) -> _Workspace:
         c, group = self.config, self.config.num_attention_heads // self.config.num_key_value_heads
         heads, unit = (self.norm.new_empty(rows, c.num_key_value_heads, group + n, c.head_dim) for n in (2, 1))
-        return _Room(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
+        return _Workspace(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
 
     def new_frame(self, streams: int) -> KVCache:
         streams = max(streams, self._least)
@@ -123,7 +124,7 @@ class FoldedStack(Qwen3Stack):
         return self._frames[streams]
 
     def _frame_memory(self, streams: int) -> Tensor:
-        heads = self.room(streams).heads
+        heads = self.workspace(streams).heads
         return heads.new_empty(self.config.num_hidden_layers, NUM_CODEBOOKS, *heads.shape)
 
     def forward(self, x: Tensor, frame: _Frame) -> Tensor:
@@ -133,33 +134,33 @@ class FoldedStack(Qwen3Stack):
             return self.advance(x.flatten(0, 1), [frame], [x.shape[1]]).view(x.shape)
         turns, layers = frame.steps[frame.length]
         frame.length += 1
-        for w, (room, queries, keys, values) in zip(self.layers, layers, strict=True):
-            self._heads(w, x, turns, room)
+        for w, (workspace, queries, keys, values) in zip(self.layers, layers, strict=True):
+            self._heads(w, x, turns, workspace)
             # the heads that share keys are the rows of one small product
             rows = torch.bmm(torch.bmm(queries, keys).softmax(-1), values).view(x.shape[0], -1)
-            x = self._rest(w, x, rows, room)
+            x = self._rest(w, x, rows, workspace)
         return self.final(x)
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
         count, x = x.shape[0], self._filled(x)
-        self._room = self.room(x.shape[0])
+        self._room = self.workspace(x.shape[0])
         return super().advance(x, caches, counts)[:count]
 
     def layer(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], places: Sequence[Place]) -> Tensor:
-        room = self._room
-        self._heads(w, x, turns, room)
+        workspace = self._room
+        self._heads(w, x, turns, workspace)
         rows, at = [], 0
         for place in places:
             count = place.keys.shape[0] * place.count
             if count == 1:  # heads that share keys are rows of one head
-                newest, query = room.single[at]
+                newest, query = workspace.single[at]
                 place.new.copy_(newest)
                 rows.append(F.scaled_dot_product_attention(query, place.keys, place.values, scale=1.0).flatten(1))
             else:
-                heads = room.heads[at : at + count]
+                heads = workspace.heads[at : at + count]
                 rows.append(attended(heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1], place, 1.0))
             at += count
-        return self._rest(w, x, self._filled(torch.cat(rows)), room)
+        return self._rest(w, x, self._filled(torch.cat(rows)), workspace)
 
     def turns(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
         return super().turns([*positions, *positions[:1] * (self._least - len(positions))])
@@ -172,17 +173,17 @@ class FoldedStack(Qwen3Stack):
     def _filled(self, x: Tensor) -> Tensor:
         return x if self._least == 1 else filled_up(x)
 
-    def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], room: _Room) -> None:
-        """Of rows `x` (R, H), makes `room.heads`: queries and keys, normed and rotated, and values."""
-        w.qkv.of_rows(self._unit(x), out=room.flat)
-        torch.div(room.turned, self._length(room.turned), out=room.unit).mul_(w.head_norm)
-        torch.mul(room.pairs[0], turns[0], out=room.pairs[1])
+    def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _Workspace) -> None:
+        """Of rows `x` (R, H), makes `workspace.heads`: queries and keys, normed and rotated, and values."""
+        w.qkv.of_rows(self._unit(x), out=workspace.flat)
+        torch.div(workspace.turned, self._length(workspace.turned), out=workspace.unit).mul_(w.head_norm)
+        torch.mul(workspace.pairs[0], turns[0], out=workspace.pairs[1])
 
-    def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, room: _Room) -> Tensor:
+    def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, workspace: _Workspace) -> Tensor:
         """The rest of the layer: `x` (R, H), overwritten, and what attention gave of its rows."""
         x = w.o.of_rows(rows, onto=x)
-        w.gate_up.of_rows(self._unit(x), out=room.gated)
-        return w.down.of_rows(F.silu(room.gate, inplace=True).mul_(room.up), onto=x)
+        w.gate_up.of_rows(self._unit(x), out=workspace.gated)
+        return w.down.of_rows(F.silu(workspace.gate, inplace=True).mul_(workspace.up), onto=x)
 
     def final(self, x: Tensor) -> Tensor:
         return self._unit(x).mul_(self.norm)
