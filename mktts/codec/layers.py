@@ -8,8 +8,6 @@ On a CPU in fp32 a frame's last bits depend neither on the streams nor on the fr
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,32 +26,16 @@ Shape = tuple[int, int]
 CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
 _LONG_ROWS = 64  # of a frame, from which on copied windows cost more than a convolution
 _WIDTH = 96  # of rows that elementwise operators take
-_MOST_KEPT = 1 << 22  # values of memory that is kept for the next layer
-
-
-_memory = threading.local()
-
-
-def _taken(name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """This thread's memory of that name, which whoever takes it next overwrites: fresh pages cost as much as work on
-    them."""
-    values = math.prod(shape)
-    if like.device.type != "cpu" or values > _MOST_KEPT:
-        return like.new_empty(shape)
-    memory, key = vars(_memory), (name, like.dtype, torch.is_inference_mode_enabled())
-    if key not in memory or memory[key].numel() < values:
-        memory[key] = like.new_empty(values)
-    return memory[key][:values].view(shape)
 
 
 def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
     """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C).
 
-    The history (B, P, C) then holds the newest P rows. The next call overwrites the result.
+    The history (B, P, C) then holds the newest P rows.
     """
     rows = next(history)
     before = rows.shape[1]
-    whole = _taken("whole", x, (x.shape[0], before + x.shape[1], x.shape[2]))
+    whole = x.new_empty(x.shape[0], before + x.shape[1], x.shape[2])
     whole[:, :before] = rows
     if snake is None:
         whole[:, before:] = x
@@ -150,14 +132,14 @@ class SnakeBeta:
         return cls(tensors[f"{name}.alpha"].exp(), 1.0 / (tensors[f"{name}.beta"].exp() + 1e-9))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x` (..., L, C), contiguous -> (..., L, C), into `out`, other memory, where that is given."""
+        """`x` (..., L, C), contiguous -> (..., L, C), into `out` where that is given, which may be `x`."""
         frequency, magnitude = self._wide
         if x.shape[-2] * x.shape[-1] % len(frequency):
             frequency, magnitude = self.frequency, self.magnitude
         out = torch.empty_like(x) if out is None else out
         wide, wide_out = (signal.view(*x.shape[:-2], -1, len(frequency)) for signal in (x, out))
-        torch.mul(wide, frequency, out=wide_out).sin_().square_()
-        torch.addcmul(wide, wide_out, magnitude, out=wide_out)
+        wave = (wide * frequency).sin_().square_()
+        torch.addcmul(wide, wave, magnitude, out=wide_out)
         return out
 
     @cached_property
@@ -169,7 +151,7 @@ class SnakeBeta:
 
 @dataclass(frozen=True)
 class ResidualUnit:
-    """Snake, dilated causal convolution, Snake, 1x1 convolution, added to the input, which is overwritten."""
+    """Snake, dilated causal convolution, Snake, 1x1 convolution, added to the input."""
 
     first: SnakeBeta
     conv: CausalConv
@@ -192,9 +174,7 @@ class ResidualUnit:
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
         h = self.conv(x, history, self.first)
-        h = self.second(h, _taken("through", h, h.shape))
-        rows = x.add_(self.mix.bias).view(-1, x.shape[2])
-        return self.mix.of_rows(h.view(rows.shape), onto=rows).view(x.shape)
+        return self.mix(self.second(h, h)).add_(x)
 
 
 @dataclass(frozen=True)
