@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mktts import audio
@@ -67,10 +67,29 @@ class ServedStream:
         was refused, or failed."""
         self._peeked = await self._take()
 
-    def chunks(self) -> AsyncGenerator[Chunk]:
-        """Chunks as they are to be written: at once, or several together where the listener has time. Ends where the
-        stream does. Raises ApiError where the generation failed. Write each within `sending`."""
-        return coalesced(self._take, self._lead_s)
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
+        time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
+        stream does. Raises ApiError where the generation failed, behind what was held back."""
+        held: list[Chunk] = []
+        ended, error = False, None
+        while not ended:
+            late = False
+            try:
+                chunk = await self._take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+            except TimeoutError:
+                late = True
+            except ApiError as raised:
+                ended, error = True, raised
+            else:
+                ended = chunk is None
+                held += [] if ended else [chunk]
+            frames = sum(one.frames for one in held)
+            if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+                yield _joined(held)
+                held = []
+        if error is not None:
+            raise error
 
     @contextlib.contextmanager
     def sending(self, duration_s: float) -> Iterator[None]:
@@ -184,39 +203,6 @@ class ServedStream:
             first_audio_ms=self.first_audio_ms,
             error=self.error.detail(self.id) if self.error is not None else None,
         )
-
-
-async def coalesced(
-    take: Callable[[float | None], Awaitable[Chunk | None]], lead_s: Callable[[], float]
-) -> AsyncGenerator[Chunk]:
-    """The chunks of a stream, fewer and larger ones where there is time: a write costs the event loop about the same
-    whatever it holds, and the network a packet.
-
-    take: as `Stream.take`; what it raises comes behind what was held back. lead_s: seconds of what was sent that the
-    listener still has to play.
-    """
-    held: list[Chunk] = []
-    while True:
-        try:
-            chunk = await take(max(0.0, lead_s() - KEPT_LEAD_S) if held else None)
-        except TimeoutError:
-            if not held:
-                raise
-            yield _joined(held)
-            held = []
-            continue
-        except Exception:
-            if held:
-                yield _joined(held)
-            raise
-        if chunk is not None:
-            held.append(chunk)
-        frames = sum(one.frames for one in held)
-        if held and (chunk is None or lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
-            yield _joined(held)
-            held = []
-        if chunk is None:
-            return
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
