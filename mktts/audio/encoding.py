@@ -73,12 +73,14 @@ def encoder_of(
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
     encoder: Encoder
-    if whole:
+    if whole and kind in ("wav", "flac"):
         encoder = _Whole(kind, sample_rate_hz)
     elif kind in UNCODED:
         encoder = Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
     else:
         encoder = AvEncoder(kind, sample_rate_hz)
+    if whole and kind not in ("wav", "flac"):
+        encoder = _AtTheEnd(encoder)
     if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
         return encoder
     return _Changed(Tempo(speed, sample_rate_hz), encoder)
@@ -111,7 +113,7 @@ class Samples:
 
 
 class _Whole:
-    """Keeps what it is fed until the end."""
+    """Keeps what it is fed until the end. kind: wav or flac, whose headers then say how long the file is."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         self._kind = kind
@@ -123,8 +125,22 @@ class _Whole:
         return b""
 
     def finish(self) -> bytes:
-        pcm = np.concatenate(self._pcm)
-        return to_pcm16(pcm) if self._kind == "pcm" else encoded(pcm, self._kind, self._sample_rate_hz)
+        return encoded(np.concatenate(self._pcm), self._kind, self._sample_rate_hz)
+
+
+class _AtTheEnd:
+    """Keeps what another encoder makes until the end: the same bytes as while it is made, so the same sound."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._data = b""
+
+    def feed(self, pcm: np.ndarray) -> bytes:
+        self._data += self._encoder.feed(pcm)
+        return b""
+
+    def finish(self) -> bytes:
+        return self._data + self._encoder.finish()
 
 
 class _Changed:

@@ -129,11 +129,9 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         """As Open WebUI asks for them."""
         return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
-    @router.get("/v1/models/{id:path}", responses=error_responses(404))
+    @router.get("/v1/models/{id:path}")
     async def one_model(id: str) -> ModelCard:
-        """The model, by its name."""
-        if id != model.checkpoint:
-            raise ApiError(404, "unknown_model", f"the model here is {model.checkpoint}", "id")
+        """The model, by any name, as POST /v1/audio/speech takes any."""
         return ModelCard(id=id, created=started_s)
 
     @router.get(VOICES_PATH)
