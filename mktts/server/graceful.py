@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 from types import FrameType
@@ -108,16 +107,10 @@ class _TimedHttp(H11Protocol):
 
     def _refuse(self, reason: bytes, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
-        id = new_id()
-        body = json.dumps({"error": error.detail(id).shown()}).encode()
-        headers = {"content-type": "application/json", "connection": "close", REQUEST_ID_HEADER: id}
+        found = error.response({REQUEST_ID_HEADER: new_id(), "Connection": "close"})
         answer = [
-            h11.Response(
-                status_code=error.status,
-                headers=[*headers.items(), ("content-length", str(len(body)))],
-                reason=reason,
-            ),
-            h11.Data(data=body),
+            h11.Response(status_code=error.status, headers=found.raw_headers, reason=reason),
+            h11.Data(data=found.body),
             h11.EndOfMessage(),
         ]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
