@@ -31,7 +31,7 @@ class Replica:
 
     async def __init__(self, arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any]) -> None:
         from mktts.server.app import make_app
-        from mktts.server.command import open_service
+        from mktts.server.loading import open_service
 
         logging.getLogger("mktts").setLevel(logging.INFO)
         if arguments.ray_address is None:

@@ -26,7 +26,7 @@ import mktts.server
 from mktts.cli import main, parse
 from mktts.errors import ServerError
 from mktts.server import Limits
-from mktts.server.command import runs_apart
+from mktts.server.loading import runs_apart
 from mktts.server.replicas import Replica, _resources
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
