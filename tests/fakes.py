@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import NOBODY, Pages
+from mktts.batch.pages import NO_OWNER, Pages
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
@@ -426,7 +426,7 @@ class FakeLanes:
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         page = self._table[slot, position // self.pages.page_rows]
-        assert page != NOBODY, f"slot {slot} has no page for position {position}"
+        assert page != NO_OWNER, f"slot {slot} has no page for position {position}"
         return page, position % self.pages.page_rows
 
 

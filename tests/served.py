@@ -19,7 +19,7 @@ from mktts.model.voice import Voice
 from mktts.server import Limits, listen, url_of
 from mktts.server.graceful import SpeechServer
 from mktts.server.service import SpeechService
-from mktts.server.uploads import VoiceFolder
+from mktts.server.voices import VoiceFolder
 from mktts.synth import Synthesizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 3
@@ -105,7 +105,7 @@ def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
 @dataclass
 class Served:
     url: str
-    studio: SpeechService
+    service: SpeechService
     watched: Watched
 
     @property
@@ -124,9 +124,9 @@ def served(
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    studio = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
-    with listen("127.0.0.1", 0, studio.limits) as bound, running(SpeechServer(studio, **access), bound) as url:
-        yield Served(url, studio, watched)
+    service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
+    with listen("127.0.0.1", 0, service.limits) as bound, running(SpeechServer(service, **access), bound) as url:
+        yield Served(url, service, watched)
 
 
 def first_speaker(checkpoint: Checkpoint) -> str:

@@ -42,7 +42,7 @@ environment:
   OPENAI_API_KEY                 OpenAI's model; without it and without a URL, a script
   OPENAI_BASE_URL, OPENAI_MODEL  any server of OpenAI's shape, such as Ollama or vLLM; a key is then optional
   MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
-  MKTTS_API_KEY                  asked of whoever uses the page; needed where other machines reach it"""
+  MKTTS_API_KEY                  the key of the page; needed where other machines reach it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,8 +128,8 @@ def _scripted(settings: AgentSettings, wav: Path) -> int:
 
     talk = asyncio.run(converse(settings, wav=wav, say=lambda line: print(line, file=sys.stderr)))
     voice = load_voice(settings)
-    told = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
-    print(json.dumps(told | talk.document()))
+    about = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
+    print(json.dumps(about | talk.document()))
     _close_models()
     return 0
 

@@ -105,7 +105,7 @@ def build(
 ) -> Conversation:
     """A conversation over `transport`, not yet running. Loads what is not loaded.
 
-    idle_timeout_s: ends a conversation in which nobody has said anything for so long.
+    idle_timeout_s: ends a conversation in which nothing has been said for so long.
     Raises what loading raises, and AgentError for a package that is missing.
     """
     stt, llm = create_stt(settings), create_llm(settings)

@@ -61,14 +61,14 @@ def spoken_time(now: datetime) -> str:
 
 def rest_of_story(said: Sequence[str]) -> str:
     """What the listener has not heard of the story, from the sentence on in which they interrupted."""
-    told = ""
+    heard = ""
     for message in said:  # the story may have been continued more than once
         place = STORY.find(message.strip()) if len(message.split()) > 1 else -1
         if place >= 0:
-            told = STORY[: place + len(message.strip())]
-    if not told or told == STORY:
+            heard = STORY[: place + len(message.strip())]
+    if not heard or heard == STORY:
         return _NO_MORE
-    begin = max((match.end() for match in re.finditer(r"[.!?] ", STORY) if match.end() <= len(told) + 1), default=0)
+    begin = max((match.end() for match in re.finditer(r"[.!?] ", STORY) if match.end() <= len(heard) + 1), default=0)
     return STORY[begin:]
 
 

@@ -1,4 +1,4 @@
-"""The agent's page beside a notebook's kernel: a child process, whose audio no busy cell can hold up.
+"""The agent's page in a child process of a notebook's kernel: no busy cell delays its audio.
 
     agent = live.start(checkpoint="path/to/checkpoint")
     agent.frame()  # the last line of a cell

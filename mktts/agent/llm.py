@@ -119,8 +119,8 @@ class ScriptedLLMService(LocalLLMService):
         messages = [message for message in context.get_messages() if isinstance(message, dict)]
         said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
-        asked = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
-        reply = intents.answer(asked, intents.Turn(said=said, now=datetime.now()))
+        question = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
+        reply = intents.answer(question, intents.Turn(said=said, now=datetime.now()))
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()
@@ -242,7 +242,7 @@ class Qwen3LLMService(LocalLLMService):
         stream: TokenStream | None = None
         try:
             stream = await model.run(conversation.reply, self._messages(context), self._settings.seed)
-            silent = False  # inside a thought: a model that was told not to think may do so all the same
+            silent = False  # inside a thought: a model that is not to think may do so all the same
             while (token := await model.run(_next, stream)) is not None:
                 await self.stop_ttfb_metrics()
                 if token.id in (conversation.template.think, conversation.template.thought):

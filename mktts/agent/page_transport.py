@@ -101,9 +101,9 @@ class PageObserver(BaseObserver):
             permanent = getattr(frame, "permanent", frame.fatal)
             await self.send("error", message=f"{whose}{frame.error}", fatal=permanent)
         elif data.direction == FrameDirection.DOWNSTREAM:
-            await self._tell(frame)
+            await self._show(frame)
 
-    async def _tell(self, frame: Frame) -> None:
+    async def _show(self, frame: Frame) -> None:
         if isinstance(frame, InputTransportMessageFrame):
             await self._take(frame.message)
         elif isinstance(frame, (TranscriptionFrame, InterimTranscriptionFrame)):

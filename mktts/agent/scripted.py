@@ -267,7 +267,7 @@ class RecordingOutput(BaseOutputTransport):
 
 
 def _at_output_rate(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
-    """Linear: enough for a recording of who spoke when."""
+    """Linear: enough for a recording of turns."""
     if rate_hz == SAMPLE_RATE_HZ:
         return pcm
     at = np.arange(len(pcm) * SAMPLE_RATE_HZ // rate_hz) * (rate_hz / SAMPLE_RATE_HZ)

@@ -53,7 +53,7 @@ class AgentSettings:
         False, "speak words as they are written, not sentence by sentence (default: with --llm qwen3)"
     )
     layout: Layout | None = option(
-        "streaming", "of a sentence's prompt: beside the speech, which begins sooner (default), or before it"
+        "streaming", "of a sentence's prompt: along with the speech, which begins sooner (default), or before it"
     )
     stt: SttName = option("pocketsphinx", "speech to text (default: what the environment has a key for)")
     stt_model: str = option(

@@ -48,7 +48,7 @@ def create_app(
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    lets in anyone who reaches it: such an application must be bound to loopback (`refuse_open_address`).
+    checks no key: such an application must be bound to loopback (`refuse_open_address`).
     origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`).
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing.
@@ -169,7 +169,7 @@ class Sessions:
     async def _wait_for(self, conversation: Conversation, arrived: Callable[[], bool], session: str) -> None:
         await asyncio.sleep(CONNECT_S)
         if not arrived():
-            logger.warning(f"conversation {session} ends: nobody connected within {CONNECT_S:g} s")
+            logger.warning(f"conversation {session} ends: no client connected within {CONNECT_S:g} s")
             await conversation.worker.cancel()
 
 
@@ -184,10 +184,10 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
         if sessions.full:
             raise HTTPException(503, "too many conversations at once", {"Retry-After": "10"})
         try:
-            asked = SmallWebRTCRequest.from_dict(await request.json())
+            offered = SmallWebRTCRequest.from_dict(await request.json())
         except (ValueError, TypeError, AttributeError):
             raise HTTPException(400, "expected a JSON object with sdp and type") from None
-        if not is_offer(asked.sdp, asked.type):
+        if not is_offer(offered.sdp, offered.type):
             raise HTTPException(400, "expected an SDP offer with sound, ICE and DTLS in it")
 
         async def begin(connection: Any) -> None:
@@ -198,7 +198,7 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
 
         try:
-            return await handler.handle_web_request(asked, begin)
+            return await handler.handle_web_request(offered, begin)
         except HTTPException:
             raise
         except Exception as error:  # whatever aiortc makes of an offer that anyone may have sent

@@ -1,10 +1,5 @@
 """Audio files, and speech as the bytes of a format while it is made: PCM goes in, what is ready comes out.
 
-    encoder = encoder_of("mp3")
-    for chunk in stream:
-        send(encoder.feed(chunk.pcm))
-    send(encoder.finish())
-
 `StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file
 that is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`.
 """
@@ -73,12 +68,12 @@ def encoder_of(
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
     encoder: Encoder
-    if whole:
-        encoder = _Whole(kind, sample_rate_hz)
-    elif kind in UNCODED:
+    if kind in UNCODED:
         encoder = Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
     else:
         encoder = AvEncoder(kind, sample_rate_hz)
+    if whole:
+        encoder = _Whole(kind, sample_rate_hz, encoder)
     if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
         return encoder
     return _Changed(Tempo(speed, sample_rate_hz), encoder)
@@ -111,11 +106,12 @@ class Samples:
 
 
 class _Whole:
-    """Keeps what it is fed until the end."""
+    """Keeps what it is fed until the end: the same sound as while it is made, and a length in headers that have one."""
 
-    def __init__(self, kind: str, sample_rate_hz: int) -> None:
+    def __init__(self, kind: StreamFormat, sample_rate_hz: int, encoder: Encoder) -> None:
         self._kind = kind
         self._sample_rate_hz = sample_rate_hz
+        self._encoder = encoder
         self._pcm = [np.zeros(0, np.float32)]
 
     def feed(self, pcm: np.ndarray) -> bytes:
@@ -124,7 +120,9 @@ class _Whole:
 
     def finish(self) -> bytes:
         pcm = np.concatenate(self._pcm)
-        return to_pcm16(pcm) if self._kind == "pcm" else encoded(pcm, self._kind, self._sample_rate_hz)
+        if self._kind in ("wav", "flac"):
+            return encoded(pcm, self._kind, self._sample_rate_hz)
+        return self._encoder.feed(pcm) + self._encoder.finish()
 
 
 class _Changed:

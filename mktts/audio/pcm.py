@@ -30,7 +30,7 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
     """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite.
 
-    All rows in three passes: a thread that has an interpreter beside it which wants its lock loses it at every pass.
+    All rows in three passes: at each pass another thread may take the interpreter's lock.
     """
     finite = np.isfinite(np.add.reduce(pcm, axis=1)).tolist()
     with np.errstate(invalid="ignore"):  # of the rows that are not finite
@@ -40,7 +40,7 @@ def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
 
 
 def joined(pieces: Sequence[np.ndarray | bytearray]) -> np.ndarray:
-    """Pieces of PCM (S,) float32, arrays or their bytes, one behind the other, in memory of their own.
+    """Pieces of PCM (S,) float32, arrays or their bytes, one after another, in memory of their own.
 
     As `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it.
     """
@@ -68,15 +68,7 @@ def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) 
 
 def peak_dbfs(pcm: np.ndarray) -> float:
     """Level of the loudest sample in dB of full scale; -inf for silence or no samples."""
-    return _dbfs(np.abs(pcm).max(initial=0.0))
-
-
-def level_dbfs(pcm: np.ndarray) -> float:
-    """Root-mean-square level in dB of full scale; -inf for silence or no samples."""
-    return _dbfs(np.sqrt(np.mean(np.square(pcm, dtype=np.float64)))) if pcm.size else -np.inf
-
-
-def _dbfs(amplitude: float) -> float:
+    amplitude = np.abs(pcm).max(initial=0.0)
     return float(20 * np.log10(amplitude)) if amplitude > 0 else -np.inf
 
 

@@ -21,7 +21,7 @@ from mktts.engine.lanes import Copy
 from mktts.errors import CapacityError, EngineError, PromptError
 
 PAGE_ROWS = 64  # as many as mktts.engine.runner.KEPT_ROWS: a shorter prefix has no whole page
-NOBODY = 0
+NO_OWNER = 0
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Pages:
                 f"rows, {slots} slots of {rows_per_slot} rows: free device memory or lower the limits"
             )
         self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
-        self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NOBODY, np.int32)
-        self._free = list(range(pages - 1, NOBODY, -1))
+        self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NO_OWNER, np.int32)
+        self._free = list(range(pages - 1, NO_OWNER, -1))
         self._users = [0] * pages  # slots that have the page
         self._keepers = [0] * pages  # prefixes that have it
         self._slots: dict[int, list[int]] = {}  # their pages, in order
@@ -221,6 +221,6 @@ class Pages:
 
     def _write(self, slot: int) -> None:
         pages = self._slots.get(slot, [])
-        self.table[slot] = NOBODY
+        self.table[slot] = NO_OWNER
         self.table[slot, : len(pages)] = pages
         self._changed.add(slot)

@@ -113,9 +113,9 @@ class RemoteSource:
         Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for
         a wrong key.
         """
-        await self._ask()
+        await self._read_health()
         if sum(connection.free for connection in self._connections) <= self._users:
-            await self._dial()
+            await self._open_connection()
         self._users += 1
 
     async def disconnect(self) -> None:
@@ -152,13 +152,13 @@ class RemoteSource:
         return await self._started(self._start(style))
 
     async def _started(self, start: dict[str, Any]) -> RemoteSpeech:
-        speech = RemoteSpeech(self._free, start)
+        speech = RemoteSpeech(self._free_connection, start)
         await speech.begin()
         return speech
 
     def _start(self, style: Style) -> dict[str, Any]:
         """The keys of a start message."""
-        wishes = {
+        fields = {
             "language": style.language,
             "speaker": style.voice,
             "instruct": style.instruct or None,
@@ -166,13 +166,13 @@ class RemoteSource:
             **self._limits,
         }
         if style.sampling is not None:
-            wishes |= style.sampling.flat()
-        return {key: value for key, value in wishes.items() if value is not None}
+            fields |= style.sampling.flat()
+        return {key: value for key, value in fields.items() if value is not None}
 
-    async def _ask(self) -> None:
+    async def _read_health(self) -> None:
         """Takes in what the server says about itself at GET /health."""
         http = self._http
-        found = await asyncio.to_thread(_ask_health, f"{http}/health", self._connect_s)
+        found = await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s)
         try:
             status, model = found["status"], found["model"]
             name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
@@ -189,12 +189,12 @@ class RemoteSource:
         self.name, self.sample_rate_hz = name, rate_hz
         self._model_type, self._speakers, self._languages = kind, speakers, languages
 
-    async def _free(self) -> _Connection:
+    async def _free_connection(self) -> _Connection:
         """A connection for one utterance. Nothing may be awaited between this and the utterance's start."""
         free = next((connection for connection in self._connections if connection.free), None)
-        return free or await self._dial()
+        return free or await self._open_connection()
 
-    async def _dial(self) -> _Connection:
+    async def _open_connection(self) -> _Connection:
         socket = await _open_socket(self._ws, self._api_key, self._connect_s)
         connection = _Connection(socket, self._silence_s, self._connections.remove)
         self._connections.append(connection)
@@ -219,8 +219,7 @@ class RemoteSpeech:
         self._finished = False
         self._waits_s = iter(PATIENCE_S)
         self._pieces: deque[bytes] = deque()
-        self._changed = asyncio.Event()  # for the consumer: a piece, or the end
-        self._room = asyncio.Event()  # for the connection
+        self._changed = asyncio.Event()  # pieces or the end: for the consumer or the connection, which never wait both
         self._heard = False
         self._ended = False
         self._error: Exception | None = None
@@ -287,7 +286,7 @@ class RemoteSpeech:
             raise
         if self._pieces:
             self._heard = True
-            self._room.set()
+            self._changed.set()
             return self._pieces.popleft()
         error, self._error = self._error, None
         raise error or StopAsyncIteration
@@ -295,8 +294,8 @@ class RemoteSpeech:
     async def take(self, pcm: bytes) -> None:
         """Adds a piece; waits while the consumer is too far behind. Drops it when no piece is wanted."""
         while len(self._pieces) >= KEPT_PIECES and not self._ended:
-            self._room.clear()
-            await self._room.wait()
+            self._changed.clear()
+            await self._changed.wait()
         if not self._ended:
             self._pieces.append(pcm)
             self._changed.set()
@@ -307,7 +306,6 @@ class RemoteSpeech:
             self._ended = True
             self.finish_reason, self._error = reason, error
         self._changed.set()
-        self._room.set()
 
     async def _again(self) -> bool:
         """Begins the utterance anew where that may help and nothing of it was heard; False: it is over."""
@@ -485,7 +483,7 @@ async def _open_socket(url: str, api_key: str | None, timeout_s: float) -> Clien
         raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
 
 
-def _ask_health(url: str, timeout_s: float) -> Any:
+def _get_health(url: str, timeout_s: float) -> Any:
     """The JSON at `url`. Raises as `_open_socket`."""
     try:
         try:

@@ -423,7 +423,7 @@ class MkttsTTSService(TTSService):
         else:
             due = utterance.words.rest(heard.made_s)
         origin_s = self._origins_s.get(context_id)
-        if origin_s is None:  # run without an audio context: nobody asks for words
+        if origin_s is None:  # run without an audio context: no word has a time to be pushed at
             return
         for word, offset_s in due:  # Pipecat counts from the first audio of the context
             await self.add_word_timestamps(

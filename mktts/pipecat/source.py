@@ -85,7 +85,7 @@ class SpeechSource(Protocol):
         """Raises what is known to be wrong with `style` without speaking: PromptError, VoiceError."""
 
     def spoken(self, word: str, style: Style) -> str:
-        """A word of a text as it will be heard, as far as that is known: its length tells how long it takes."""
+        """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
 
     async def speak(self, text: str, style: Style) -> Speech:
         """Starts to speak `text`."""
@@ -97,7 +97,7 @@ class SpeechSource(Protocol):
 class LocalSource:
     """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
 
-    The synthesizer belongs to whoever loaded it: nothing here closes it.
+    The caller that loaded the synthesizer closes it; nothing here does.
     """
 
     sample_rate_hz = SAMPLE_RATE_HZ
@@ -124,22 +124,22 @@ class LocalSource:
         """Nothing to do: the model is loaded."""
 
     async def disconnect(self) -> None:
-        """Nothing to do: the synthesizer belongs to whoever loaded it."""
+        """Nothing to do: the caller that loaded the synthesizer closes it."""
 
     def check(self, style: Style) -> None:
-        self._synthesizer.open(**self._asked(style)).cancel()  # never fed, so that no prompt is built
+        self._synthesizer.open(**self._stream_settings(style)).cancel()  # never fed, so that no prompt is built
 
     def spoken(self, word: str, style: Style) -> str:
         front_end = self._synthesizer.front_end
         return word if front_end is None else front_end.word(word, (style.language or "auto").lower())
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
-        return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **self._asked(style)))
+        return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **self._stream_settings(style)))
 
     async def open(self, style: Style) -> LocalSpeech:
-        return LocalSpeech(self._synthesizer.open(**self._asked(style)))
+        return LocalSpeech(self._synthesizer.open(**self._stream_settings(style)))
 
-    def _asked(self, style: Style) -> StreamSettings:
+    def _stream_settings(self, style: Style) -> StreamSettings:
         checkpoint = self._synthesizer.checkpoint
         cloned = style.voice is not None and checkpoint is not None and checkpoint.config.type.clones
         return {

@@ -36,7 +36,7 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="that a server without a key may be called by, beside localhost and numbers",
+        help="that a server without a key may be called by, besides localhost and numbers",
     )
 
 
@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_name(header: str, names: Collection[str]) -> bool:
-    """Whether a header Host can be meant for a server that is called `names` (lower case), beside its addresses.
+    """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses.
 
     With DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends
     that name. A number or `localhost` cannot be pointed anywhere.
@@ -58,7 +58,7 @@ def is_own_name(header: str, names: Collection[str]) -> bool:
         host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return False
-    return _is_address(host) or is_loopback(host) or host in names
+    return host in names or is_loopback(host) or _is_address(host)
 
 
 def checked_origins(words: Iterable[str]) -> tuple[str, ...]:

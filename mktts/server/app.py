@@ -25,11 +25,10 @@ from mktts.server.api_errors import ApiError, current_id, from_error, from_valid
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.gate import Gate, owner_of_request
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.references import References
-from mktts.server.responses import AudioResponse, SpeechEncoder
 from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
+from mktts.server.served_stream import AudioResponse, SpeechEncoder
 from mktts.server.service import SpeechService
-from mktts.server.uploads import VoiceFolder
+from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
 
 PAGE = Path(__file__).parent / "page"

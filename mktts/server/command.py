@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-process",
         default="auto",
         choices=("auto", "same", "own"),
-        help="where it runs: beside the sockets, or in its own process (default: own for --engine batch on CUDA)",
+        help="where it runs: in the process of the sockets, or in its own (default: own for --engine batch on CUDA)",
     )
     parser.add_argument(
         "--codec-precision",
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     try:
         from mktts.server.graceful import SpeechServer
-        from mktts.server.uploads import VoiceFolder
+        from mktts.server.voices import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
     keys = read_keys(arguments.api_key_file)
@@ -114,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
         with synthesizer:
             server = SpeechServer(service, **access)
             synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
-            bound.listen()  # before the address is printed: who connects now is answered as soon as the server runs
+            bound.listen()  # before the address is printed: connections wait from then on
             log = logging.getLogger(__name__)
             if service.model.random_weights:
                 log.info(RANDOM_WEIGHTS)

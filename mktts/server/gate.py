@@ -19,11 +19,11 @@ from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
 
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
-NOBODY = "nobody"  # the owner of all requests to a server without a key
+NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
-_PROTOCOL = "mktts"  # what a browser offers beside its key, to have a protocol that the server can choose
+_PROTOCOL = "mktts"  # what a browser offers besides its key, to have a protocol that the server can choose
 # Subprotocols that carry a key: the first is followed by base64url, the second by the key.
 _KEY_PROTOCOLS = ("mktts.key.", "openai-insecure-api-key.")
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -35,24 +35,24 @@ def needs_no_key(path: str) -> bool:
 
 
 def owner_of(key: str) -> str:
-    """A name for the owner of a key that does not tell the key: 64 hexadecimal digits, the same on every server."""
+    """The owner of a key as 64 hexadecimal digits that do not give the key away, the same on every server."""
     return hashlib.sha256(_OWNER_PREFIX + key.encode()).hexdigest()
 
 
 def owner_of_request(scope: Any) -> str:
     """The owner of the key that a request came with."""
-    return scope.get("state", {}).get(_OWNER) or NOBODY
+    return scope.get("state", {}).get(_OWNER) or NO_OWNER
 
 
 class Gate:
     """ASGI middleware. Gives every request an id, and answers a request that does not pass itself.
 
-    api_key: one or several; None lets everyone in: such a server must listen on loopback only (`refuse_open_address`
+    api_key: one or several; None checks no key: such a server must listen on loopback only (`refuse_open_address`
         sees to it).
     origins: of web pages that may use the server, as the browser writes them. Pages served from loopback may use a
         server without a key; any other page could otherwise speak through the browser of anyone who opens it, because
         neither WebSocket nor a plain POST waits for CORS.
-    hosts: names that a server without a key may be called by, beside numbers and localhost; with a key, names are
+    hosts: names that a server without a key may be called by, besides numbers and localhost; with a key, names are
         checked only where there are any here.
     on_refusal: called with the code of each refusal.
     larger_bodies: paths whose bodies may have more than `max_body_bytes`, and how many.
@@ -92,7 +92,8 @@ class Gate:
             return
         id = new_id()
         current_id.set(id)  # never taken back: what fails further out is answered in this task too
-        send = _first_message_changed(send, id, _chosen_protocol(scope.get("subprotocols", ())))
+        protocol = _chosen_protocol(scope.get("subprotocols", ())) if scope["type"] == "websocket" else None
+        send = _first_message_changed(send, id, protocol)
         try:
             scope.setdefault("state", {})[_OWNER] = self._check(scope)
             if scope["type"] == "http":
@@ -117,7 +118,7 @@ class Gate:
         if not (origin is None or origin in self._origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
-        owner = self._owner(scope) if self._owners else NOBODY
+        owner = self._owner(scope) if self._owners else NO_OWNER
         if owner is None and not self._is_open(scope["path"]):
             where = ", or ?key=KEY" if self._takes_query(scope) else ""
             message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
+import logging
 import socket
-import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, new_id
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
 
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
-_INVALID_TEXT = 1007  # RFC 6455, 7.4.1: a text that is no UTF-8
+_NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
 
 
 class GracefulServer(uvicorn.Server):
@@ -39,9 +35,10 @@ class GracefulServer(uvicorn.Server):
                 app,
                 # h11 and websockets: with these everything was tested, whatever else is installed
                 http=type("Http", (_TimedHttp,), {"head_s": head_s}),
-                ws=_QuietWebSocket,
+                ws="websockets-sansio",
                 loop="asyncio",
                 log_config=None,
+                log_level="warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
                 access_log=False,
                 ws_max_size=max_message_bytes,
                 timeout_graceful_shutdown=_FLUSH_S,
@@ -52,23 +49,11 @@ class GracefulServer(uvicorn.Server):
         )
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for an orderly end, a second one for an end at once."""
+        """The first signal asks for an orderly end, a second one for an end at once. uvicorn raises again at the end
+        what its own method notes; the caller of this server has a model to close first."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self.stopped_by = number
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again at the end: the caller has a model to close first."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class SpeechServer(GracefulServer):
@@ -101,10 +86,6 @@ class _TimedHttp(H11Protocol):
     head_s = 10.0
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.access_log = False  # addresses may hold keys
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
@@ -126,16 +107,10 @@ class _TimedHttp(H11Protocol):
 
     def _refuse(self, reason: bytes, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
-        id = new_id()
-        body = json.dumps({"error": error.detail(id).shown()}).encode()
-        headers = {"content-type": "application/json", "connection": "close", REQUEST_ID_HEADER: id}
+        found = error.response({REQUEST_ID_HEADER: new_id(), "Connection": "close"})
         answer = [
-            h11.Response(
-                status_code=error.status,
-                headers=[*headers.items(), ("content-length", str(len(body)))],
-                reason=reason,
-            ),
-            h11.Data(data=body),
+            h11.Response(status_code=error.status, headers=found.raw_headers, reason=reason),
+            h11.Data(data=found.body),
             h11.EndOfMessage(),
         ]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
@@ -159,27 +134,9 @@ class _TimedHttp(H11Protocol):
         self.transport.close()
 
 
-class _QuietWebSocket(WebSocketsSansIOProtocol):
-    """WebSockets whose refusals and broken texts are no errors of this server, and whose queries are not logged."""
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Whether what uvicorn logs is a fault of this server: a refused handshake and broken text of a client are not."""
+    return str(record.msg).rstrip(".") not in _NO_FAULTS
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.conn.debug = False  # it would log every frame
 
-    async def send(self, message: Any) -> None:
-        if not self.handshake_complete:  # uvicorn logs the first message with the query; the application has its own
-            self.scope = {**self.scope, "query_string": b""}
-        await super().send(message)
-        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
-            self.handshake_complete = True  # by a refusal; uvicorn takes that for a handshake left open
-
-    def send_receive_event_to_app(self) -> None:
-        if self.curr_msg_data_type == "text" and not self.close_sent:
-            try:
-                b"".join(self.frames).decode()
-            except UnicodeDecodeError:
-                self.frames = []
-                self.conn.send_close(_INVALID_TEXT)
-                self.handle_parser_exception()
-                return
-        super().send_receive_event_to_app()
+logging.getLogger("uvicorn.error").addFilter(_is_fault)

@@ -17,7 +17,7 @@ class Limits:
     """Raises ServerError on a value that is not above 0 (max_waiting, wait_s: below 0), or not finite.
 
     max_streams: listened to at once, at most; None: the measured capacity. A stream whose text has not come, or that
-        nobody reads, is none of them. min_streams: let in even where the capacity is smaller.
+        no client reads, is none of them. min_streams: admitted even where the capacity is smaller.
     max_waiting: streams for which there is no place yet wait, so many, for wait_s; then, and beyond, it is 429.
     max_body_bytes: of a request's body and of one WebSocket message.
     max_chars: of one utterance's text, and of its instruction.
@@ -37,7 +37,7 @@ class Limits:
     """
 
     max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
-    min_streams: int = option(1, "that are let in even where the capacity is smaller", metavar="N")
+    min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")
     max_waiting: int = option(64, "streams that wait for a place", metavar="N")
     wait_s: float = option(0.5, "for which they wait; then they are refused with 429", name="--wait", metavar="S")
     max_body_bytes: int = 128 * 1024

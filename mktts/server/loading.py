@@ -22,7 +22,7 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     from mktts.checkpoint import open_checkpoint
     from mktts.model.voice import Voice
     from mktts.server.service import SpeechService
-    from mktts.server.uploads import VoiceFolder
+    from mktts.server.voices import VoiceFolder
     from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
@@ -52,8 +52,8 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
 def runs_apart(process: str, engine: str, device: str) -> bool:
     """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
 
-    With "auto", where a GPU serves many: one H200 carries 680 listeners from one process and 1 100 from two (LOG.md,
-    2026-11-22). One listener hears the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
+    With "auto", where a GPU serves many: one H200 serves 680 listeners from one process and 1 100 from two (LOG.md,
+    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
     Raises BackendUnavailable for no device.
     """
     if process == "auto":

@@ -100,4 +100,4 @@ class _Engines(Collector):
         yield ticks
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # nothing is asked for before somebody looks
+        return ()  # nothing is asked for before a scrape

@@ -17,8 +17,6 @@ from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
 from mktts.server.gate import owner_of_request
 from mktts.server.limits import DAY_S
-from mktts.server.references import References
-from mktts.server.responses import MEDIA_TYPES, AudioResponse, SpeechEncoder
 from mktts.server.schemas import (
     DEFAULT,
     DeletedVoice,
@@ -30,9 +28,9 @@ from mktts.server.schemas import (
     VoiceList,
     VoiceUpload,
 )
+from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, SpeechEncoder
 from mktts.server.service import SpeechService
-from mktts.server.uploads import VoiceFolder
-from mktts.server.voices import OPENAI_VOICES
+from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
@@ -129,11 +127,9 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         """As Open WebUI asks for them."""
         return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
-    @router.get("/v1/models/{id:path}", responses=error_responses(404))
+    @router.get("/v1/models/{id:path}")
     async def one_model(id: str) -> ModelCard:
-        """The model, by its name."""
-        if id != model.checkpoint:
-            raise ApiError(404, "unknown_model", f"the model here is {model.checkpoint}", "id")
+        """The model, by any name, as POST /v1/audio/speech takes any."""
         return ModelCard(id=id, created=started_s)
 
     @router.get(VOICES_PATH)

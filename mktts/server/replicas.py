@@ -21,7 +21,7 @@ from mktts.errors import BackendUnavailable, EngineError, ServerError
 from mktts.server.limits import Limits
 
 _POLL_S = 0.5
-_STOP_S = 15.0  # beside the time of grace, for a replica to close its model
+_STOP_S = 15.0  # besides the time of grace, for a replica to close its model
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def serve_replicas(arguments: argparse.Namespace, limits: Limits, access: Mappin
             name="mktts",
             num_replicas=arguments.replicas,
             ray_actor_options=_resources(ray.cluster_resources(), arguments.replicas, arguments.device),
-            max_ongoing_requests=1_000_000,  # no limit of Ray's: the service admits, and says how many it carries
+            max_ongoing_requests=1_000_000,  # no limit of Ray's: the service admits, and says how many it serves
             graceful_shutdown_timeout_s=limits.grace_s + _STOP_S,
             health_check_period_s=1.0,
             logging_config={"enable_access_log": False},  # addresses may hold keys

@@ -62,7 +62,7 @@ else:
 
 
 class VoiceParams(SamplingParams):
-    """Who speaks and how; every key may be left out."""
+    """The voice and its manner; every key may be left out."""
 
     language: str = Field("auto", description="auto, or a language of the checkpoint: english, en or en-US")
     speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
@@ -133,7 +133,7 @@ class OpenAISpeechRequest(SamplingParams):
     trim_lead: bool | None = Field(None, description="leave out the silence at the start, but 40 ms")
     non_streaming_mode: bool | None = Field(
         None,
-        description="the prompt's layout: the whole text before the speech, or beside it; not how the answer comes",
+        description="the prompt's layout: the whole text before the speech, or along with it; not how the answer comes",
     )
     task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
     ref_audio: Annotated[str | None, BeforeValidator(_only_one)] = Field(
@@ -303,7 +303,7 @@ class ModelList(StrictModel):
 
 
 class UploadedVoice(StrictModel):
-    """What is kept of an upload beside the voice. consent: the statement, as it was sent. created_at, expires_at:
+    """What is kept of an upload besides the voice. consent: the statement, as it was sent. created_at, expires_at:
     seconds since 1970. mime_type, file_size: of the recording, which is not kept."""
 
     name: str
@@ -369,48 +369,3 @@ class Cancel(StrictModel):
 
 
 ClientMessage = Annotated[Start | Text | Finish | Cancel, Field(discriminator="type")]
-
-
-# ---- WebSocket: what the server sends, besides binary PCM
-
-
-class Started(StrictModel):
-    type: Literal["started"] = "started"
-    id: str
-    seed: int
-    sample_rate_hz: int
-    sample_format: Literal["s16le"] = "s16le"
-    channels: Literal[1] = 1
-    random_weights: bool
-
-
-class ChunkTimings(StrictModel):
-    """Milliseconds, as mktts.engine.options.Timings."""
-
-    ready_ms: float
-    prefill_ms: float
-    talker_ms: float
-    predictor_ms: float
-    codec_ms: float
-
-
-class ChunkNote(StrictModel):
-    """Comes before the binary message it is about."""
-
-    type: Literal["chunk"] = "chunk"
-    id: str
-    start_s: float
-    duration_s: float
-    frames: int
-    timings: ChunkTimings
-
-
-class Finished(StreamState):
-    type: Literal["finished"] = "finished"
-
-
-class Refused(ErrorBody):
-    """A `start` that was refused, or (before the connection is closed) a message that makes no sense."""
-
-    type: Literal["error"] = "error"
-    retry_after_s: int | None = None

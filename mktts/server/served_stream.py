@@ -1,18 +1,24 @@
-"""One stream of speech on its way to one connection, from its admission to its record."""
+"""One stream of speech on its way to one connection, from its admission to its record, and as a response's body."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import Response
 
 from mktts import audio
+from mktts.audio.encoding import UNCODED, Samples, StreamFormat, encoder_of
 from mktts.engine.metrics import Player
 from mktts.engine.options import Chunk, Timings
 from mktts.errors import MkttsError
-from mktts.server.api_errors import ApiError, current_id, from_error, new_id
+from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, from_error, new_id
 from mktts.server.meters import Meters
 from mktts.server.schemas import Route, StreamState
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
@@ -23,6 +29,14 @@ if TYPE_CHECKING:
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
 _HELD_UP_S = 0.05  # a write that took longer waited for the client
+MEDIA_TYPES: dict[StreamFormat, str] = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg; codecs=opus",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm;rate={rate_hz};channels=1;format=s16le",
+}
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +81,29 @@ class ServedStream:
         was refused, or failed."""
         self._peeked = await self._take()
 
-    def chunks(self) -> AsyncGenerator[Chunk]:
-        """Chunks as they are to be written: at once, or several together where the listener has time. Ends where the
-        stream does. Raises ApiError where the generation failed. Write each within `sending`."""
-        return coalesced(self._take, self._lead_s)
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
+        time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
+        stream does. Raises ApiError where the generation failed, behind what was held back."""
+        held: list[Chunk] = []
+        ended, error = False, None
+        while not ended:
+            late = False
+            try:
+                chunk = await self._take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+            except TimeoutError:
+                late = True
+            except ApiError as raised:
+                ended, error = True, raised
+            else:
+                ended = chunk is None
+                held += [] if ended else [chunk]
+            frames = sum(one.frames for one in held)
+            if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+                yield _joined(held)
+                held = []
+        if error is not None:
+            raise error
 
     @contextlib.contextmanager
     def sending(self, duration_s: float) -> Iterator[None]:
@@ -165,11 +198,11 @@ class ServedStream:
         """How it ended, for the log. Of an error's message only busy's, which has numbers in it: others may quote the
         text, which is not logged."""
         error, first_ms = self.error, self.first_audio_ms
-        heard = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
+        sent = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
         if error is None:
-            return f"{heard}, {self._reason}"
+            return f"{sent}, {self._reason}"
         why = f"{error.code}: {error}" if error.code == "busy" else error.code
-        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{heard}, {self._reason}, {why}"
+        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self._reason}, {why}"
 
     @property
     def state(self) -> StreamState:
@@ -184,39 +217,6 @@ class ServedStream:
             first_audio_ms=self.first_audio_ms,
             error=self.error.detail(self.id) if self.error is not None else None,
         )
-
-
-async def coalesced(
-    take: Callable[[float | None], Awaitable[Chunk | None]], lead_s: Callable[[], float]
-) -> AsyncGenerator[Chunk]:
-    """The chunks of a stream, fewer and larger ones where there is time: a write costs the event loop about the same
-    whatever it holds, and the network a packet.
-
-    take: as `Stream.take`; what it raises comes behind what was held back. lead_s: seconds of what was sent that the
-    listener still has to play.
-    """
-    held: list[Chunk] = []
-    while True:
-        try:
-            chunk = await take(max(0.0, lead_s() - KEPT_LEAD_S) if held else None)
-        except TimeoutError:
-            if not held:
-                raise
-            yield _joined(held)
-            held = []
-            continue
-        except Exception:
-            if held:
-                yield _joined(held)
-            raise
-        if chunk is not None:
-            held.append(chunk)
-        frames = sum(one.frames for one in held)
-        if held and (chunk is None or lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
-            yield _joined(held)
-            held = []
-        if chunk is None:
-            return
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
@@ -235,3 +235,153 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
     pcm16 = None if None in ready else b"".join(ready)
     frames = sum(chunk.frames for chunk in chunks)
     return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, frames, timings, pcm16)
+
+
+class SpeechEncoder:
+    """The bytes of a response in `format`; speed, sample_rate_hz, whole: as `encoder_of`. Raises ApiError where it
+    cannot be made.
+
+    usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
+        frames of the speech. None sends the bytes as they are.
+    """
+
+    def __init__(
+        self,
+        format: StreamFormat,
+        *,
+        speed: float = 1.0,
+        sample_rate_hz: int = SAMPLE_RATE_HZ,
+        whole: bool = False,
+        usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
+    ) -> None:
+        try:
+            self._encoder = encoder_of(format, speed=speed, sample_rate_hz=sample_rate_hz, whole=whole)
+        except MkttsError as error:
+            raise ApiError(400, "bad_format", str(error), "response_format") from None
+        self.media_type = "text/event-stream" if usage else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz)
+        self.format = format
+        self.sample_rate_hz = sample_rate_hz
+        self.speed = speed
+        self.usage = usage
+
+    async def feed(self, chunk: Chunk) -> bytes:
+        """What can be sent once `chunk` is in; may be nothing yet. An encoder works in a thread."""
+        if isinstance(self._encoder, Samples):
+            return self._sent(self._encoder.feed_pcm16(chunk.pcm16))
+        return self._sent(await asyncio.to_thread(self._encoder.feed, chunk.pcm))
+
+    async def finish(self) -> bytes:
+        """The rest."""
+        light = isinstance(self._encoder, Samples)
+        rest = self._sent(self._encoder.finish() if light else await asyncio.to_thread(self._encoder.finish))
+        if self.usage is None:
+            return rest
+        input_tokens, output_tokens = await self.usage()
+        usage = {"input_tokens": input_tokens, "output_tokens": output_tokens}
+        usage["total_tokens"] = input_tokens + output_tokens
+        return rest + _event({"type": "speech.audio.done", "usage": usage})
+
+    def _sent(self, data: bytes) -> bytes:
+        if self.usage is None or not data:
+            return data
+        return _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+
+class AudioResponse(Response):
+    """Status and headers wait for the first bytes, so that what fails before them is an error and not half a file.
+    Where those are all there is, the headers say how many.
+
+    A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away ends it. A
+    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks
+    its last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
+
+    stall_s: a client that takes no byte for this long is dropped.
+    """
+
+    def __init__(
+        self,
+        stream: ServedStream,
+        encoder: SpeechEncoder,
+        stall_s: float,
+        random_weights: bool,
+        ignored_keys: list[str] | None = None,
+    ) -> None:
+        self.status_code = 200  # Response's own __init__ would announce an empty body
+        self.background = None
+        headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
+            "Content-Type": encoder.media_type,
+            REQUEST_ID_HEADER: stream.id,
+            "X-Seed": str(stream.seed),
+            "X-Sample-Rate-Hz": str(encoder.sample_rate_hz),
+            "X-Sample-Rate": str(encoder.sample_rate_hz),  # as other servers of this model call it
+            "X-Sample-Format": "s16le" if encoder.format in UNCODED else encoder.format,
+            "X-Channels": "1",
+            "X-Random-Weights": str(random_weights).lower(),
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
+        }
+        if ignored_keys:
+            headers["X-Ignored-Keys"] = ",".join(ignored_keys)
+        self.init_headers(headers)
+        self._stream = stream
+        self._encoder = encoder
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        watch = asyncio.create_task(self._close_on_disconnect(receive))
+        try:
+            await self._send_all(scope, receive, send)
+        finally:
+            watch.cancel()
+            self._stream.close()
+
+    async def _close_on_disconnect(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._stream.close()
+
+    async def _send_all(self, scope: Any, receive: Any, send: Any) -> None:
+        stream, encoder, sound_s, started = self._stream, self._encoder, 0.0, False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async with contextlib.aclosing(stream.chunks()) as chunks:
+                async for chunk in chunks:
+                    data = await encoder.feed(chunk)
+                    sound_s += chunk.duration_s / encoder.speed
+                    if data:
+                        with stream.sending(sound_s):
+                            async with asyncio.timeout(self._stall_s):
+                                await write(data)
+                        sound_s = 0.0
+            rest = b"" if stream.closed else await encoder.finish()
+        except ApiError as error:
+            if not started:
+                stream.close()
+                if stream.route == "openai_speech":
+                    error = error.in_openai_terms()
+                await error.response({REQUEST_ID_HEADER: stream.id})(scope, receive, send)
+            elif encoder.usage is not None:
+                stream.close()
+                # OpenAI's clients raise it
+                await write(_event({"type": "error", "error": error.detail().shown()}), more=False)
+            return
+        except TimeoutError:
+            log.warning("stream %s: the client took nothing for %g s", stream.id, self._stall_s)
+            return
+        if stream.closed:  # the client went away
+            return
+        stream.close()  # before the last byte: a client that has it all finds the record complete
+        if not started:
+            self.headers["Content-Length"] = str(len(rest))
+        await write(rest, more=False)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()

@@ -12,7 +12,7 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.options import StreamOptions
 from mktts.engine.runner import EngineStats
 from mktts.server.api_errors import ApiError, from_error
-from mktts.server.gate import NOBODY
+from mktts.server.gate import NO_OWNER
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mktts.model.prompt import Layout
     from mktts.model.tokenizer import TextTokenizer
     from mktts.model.voice import Voice
-    from mktts.server.uploads import VoiceFolder
+    from mktts.server.voices import VoiceFolder
     from mktts.synth import Synthesizer
 
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
@@ -98,7 +98,7 @@ class SpeechService:
         *,
         voice: Voice | None = None,
         layout: Layout | None = None,
-        owner: str = NOBODY,
+        owner: str = NO_OWNER,
     ) -> ServedStream:
         """Starts to speak. Raises ApiError.
 
@@ -183,7 +183,7 @@ class SpeechService:
         voice = self._voices.get(name) if name else None
         return (None if voice is not None else name), voice
 
-    def saved_voice(self, name: str, owner: str = NOBODY) -> Voice | None:
+    def saved_voice(self, name: str, owner: str = NO_OWNER) -> Voice | None:
         """A saved voice by its name or by an alias of it, or one that `owner` has uploaded; None where there is
         none."""
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))

@@ -1,12 +1,34 @@
-"""What requests may call the voices: the checkpoint's speakers, saved voices, and names that stand for one of them."""
+"""What requests may call the voices, the voices of recordings that they bring, and voices that callers upload."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import base64
+import binascii
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mktts.errors import ServerError
-from mktts.server.schemas import DEFAULT
+from pydantic import ValidationError
+
+from mktts.audio.untrusted import DecodingLimits, decode_untrusted
+from mktts.checkpoint import Checkpoint
+from mktts.common import counted
+from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError, VoiceError
+from mktts.model.voice import Voice
+from mktts.server.api_errors import ApiError
+from mktts.server.limits import Limits
+from mktts.server.schemas import DEFAULT, UploadedVoice
+from mktts.synth.cloning import clone_voice
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
 _OPENAI = {
@@ -19,6 +41,14 @@ _SPEAKERS = {
     "female": ("vivian", "serena", "ono_anna", "sohee", "slt"),
     "male": ("uncle_fu", "dylan", "eric", "ryan", "aiden", "rms", "awb"),
 }
+_BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
+_SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_SUFFIX = ".safetensors"
+_LOADED = 256  # voices in memory
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+
+log = logging.getLogger(__name__)
 
 
 def voice_aliases(
@@ -26,8 +56,8 @@ def voice_aliases(
 ) -> dict[str, str]:
     """Which of `names` each alias stands for: all of OpenAI's names, and those of `given` over them.
 
-    OpenAI's are dealt out to speakers of the same sex, or to all where that is not known; not to `dialects`, who speak
-    a dialect, unless there is nobody else. Where there are no names, every alias stands for DEFAULT.
+    OpenAI's stand in turn for speakers of the same sex, or for all where that is not known; for `dialects`, speakers of
+    a dialect, only where there are no others. Where there are no names, every alias stands for DEFAULT.
     Raises ServerError for an alias of a voice that there is not, or with the name of one.
     """
     names = [name.lower() for name in names]
@@ -44,3 +74,179 @@ def voice_aliases(
             raise ServerError(f"--voice-alias {alias}={name}: there is a voice {alias!r}; take another name")
         aliases[alias.lower()] = name.lower()
     return aliases
+
+
+class References:
+    """Makes voices of recordings, one at a time, in a thread; keeps the last ones."""
+
+    def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        self._checkpoint = checkpoint
+        self._kept_voices = limits.kept_voices
+        self._decoding = DecodingLimits(limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s)
+        self._voices: OrderedDict[str, Voice] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def make(self, data: bytes, transcript: str | None, key: str) -> Voice:
+        """The voice of a recording's bytes, which is not kept here. key: what the caller calls it. Raises ApiError."""
+        async with self._lock:
+            return await asyncio.to_thread(self._made, data, transcript, key)
+
+    async def voice(self, recording: str, transcript: str | None) -> Voice:
+        """The voice of `recording`, in-context where `transcript` is given. Raises ApiError."""
+        data = await asyncio.to_thread(_read, recording)
+        key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
+        async with self._lock:
+            if key not in self._voices:
+                self._voices[key] = await asyncio.to_thread(self._made, data, transcript)
+            self._voices.move_to_end(key)
+            while len(self._voices) > self._kept_voices:
+                self._voices.popitem(last=False)
+            return self._voices[key]
+
+    def _made(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
+        try:
+            pcm, rate_hz = decode_untrusted(data, self._decoding)
+            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
+        except BackendUnavailable as error:
+            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
+        except MkttsError as error:
+            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
+
+
+def _read(recording: str) -> bytes:
+    """The bytes of a recording as a request brings it. A server that opened what a request names could be sent to files
+    and addresses that only it can reach. Raises ApiError."""
+    if recording[:64].partition(":")[0].lower() == "data":
+        return _from_base64(recording.partition(",")[2])
+    if len(recording) >= _SHORTEST_BASE64 and _BASE64_TEXT.fullmatch(recording):
+        return _from_base64(recording)
+    message = "ref_audio: expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
+    raise ApiError(400, "reference_not_allowed", message, "ref_audio")
+
+
+def _from_base64(text: str) -> bytes:
+    """Of either alphabet, with or without its padding. Raises ApiError."""
+    plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        message = "ref_audio: expected base64, found other characters"
+        raise ApiError(400, "bad_reference", message, "ref_audio") from None
+
+
+class _Loaded(NamedTuple):
+    stamp: tuple[int, int, int]
+    voice: Voice
+    record: UploadedVoice
+
+
+class VoiceFolder:
+    """The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of
+    `Voice.save`. Methods may be called by any thread.
+
+    Several servers may share it: every use of a voice checks that its file is still there and still the same, and
+    `sweep` does so for voices that are not asked for.
+
+    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired.
+    """
+
+    def __init__(self, folder: Path, max_voices: int) -> None:
+        """Makes the folder, where there is none, for this user alone. Raises ServerError where it cannot be used."""
+        self.folder = folder
+        self.max_voices = max_voices
+        self.on_gone: Callable[[Voice], None] = lambda voice: None
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[Path, _Loaded] = OrderedDict()
+        try:
+            folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            next(folder.iterdir(), None)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ServerError(f"--voice-folder {folder}: expected a folder to read and write: {reason}") from None
+
+    def keep(self, owner: str, voice: Voice, record: UploadedVoice) -> None:
+        """Keeps a voice in place of the owner's former one of that name. Raises BusyError where the owner has as many
+        as are allowed."""
+        path = self._path(owner, record.name)
+        with self._lock:
+            if sum(other != path for other in self._paths(owner)) >= self.max_voices:
+                raise BusyError(f"a key may keep {counted(self.max_voices, 'voice')}: delete one")
+            path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            voice.save(path, record.model_dump_json(), _FILE_MODE)
+        self._record(path)
+        log.info("a voice was uploaded, kept until %s", time.strftime("%F %T", time.localtime(record.expires_at)))
+
+    def find(self, owner: str, name: str) -> Voice | None:
+        """The owner's voice of that name, in any case; None where there is none. The same object every time."""
+        path = self._path(owner, name)
+        if not _NAME.fullmatch(name.lower()) or (record := self._record(path)) is None:
+            return None
+        with self._lock:
+            if path not in self._loaded:
+                try:
+                    self._loaded[path] = _Loaded(_stamp(path), Voice.load(path), record)
+                except (OSError, VoiceError):  # deleted in between
+                    return None
+            self._loaded.move_to_end(path)
+            found = self._loaded[path].voice
+            dropped = [self._loaded.popitem(last=False)[1].voice for _ in range(len(self._loaded) - _LOADED)]
+        for voice in dropped:
+            self.on_gone(voice)
+        return found
+
+    def list(self, owner: str) -> list[UploadedVoice]:
+        """What the owner has uploaded, by name."""
+        return [record for path in self._paths(owner) if (record := self._record(path)) is not None]
+
+    def delete(self, owner: str, name: str) -> bool:
+        """Deletes the owner's voice of that name; False where there is none."""
+        path = self._path(owner, name)
+        if not _NAME.fullmatch(name.lower()) or self._record(path) is None:
+            return False
+        path.unlink(missing_ok=True)
+        self._record(path)
+        log.info("an uploaded voice was deleted")
+        return True
+
+    def sweep(self) -> None:
+        """Deletes what has expired, and forgets what is gone."""
+        for path in {*list(self._loaded), *self._paths("*")}:
+            self._record(path)
+
+    def _path(self, owner: str, name: str) -> Path:
+        return self.folder / owner / f"{name.lower()}{_SUFFIX}"
+
+    def _paths(self, owner: str) -> list[Path]:
+        found = self.folder.glob(f"{owner}/*{_SUFFIX}")
+        return sorted(path for path in found if _NAME.fullmatch(path.name.removesuffix(_SUFFIX)))
+
+    def _record(self, path: Path) -> UploadedVoice | None:
+        """What is noted in the file; None where it is gone, no upload, or has expired, and is deleted then. A voice
+        loaded from another state of the file is forgotten."""
+        stamp = _stamp(path)
+        with self._lock:
+            loaded = self._loaded.get(path)
+            if loaded is not None and loaded.stamp != stamp:
+                del self._loaded[path]
+        if loaded is not None and loaded.stamp != stamp:
+            self.on_gone(loaded.voice)
+            loaded = None
+        if stamp is None:
+            return None
+        try:
+            record = UploadedVoice.model_validate_json(Voice.notes(path)) if loaded is None else loaded.record
+        except (VoiceError, ValidationError):
+            return None
+        if record.expires_at > time.time():
+            return record
+        path.unlink(missing_ok=True)
+        return self._record(path)
+
+
+def _stamp(path: Path) -> Any:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

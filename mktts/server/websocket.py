@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -19,19 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mktts.server.api_errors import ApiError, from_validation
 from mktts.server.gate import owner_of_request
-from mktts.server.schemas import (
-    Cancel,
-    ChunkNote,
-    ChunkTimings,
-    ClientMessage,
-    Finish,
-    Finished,
-    Refused,
-    Start,
-    Started,
-    StrictModel,
-    Text,
-)
+from mktts.server.schemas import Cancel, ClientMessage, Finish, Start, StrictModel, Text
 from mktts.server.served_stream import ServedStream
 from mktts.server.service import SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
@@ -148,25 +137,31 @@ class SpeechSocket:
         try:
             if known and not await self._is_admitted(stream):
                 return
-            weights = self._service.model.random_weights
             await self._send(
-                Started(id=stream.id, seed=stream.seed, sample_rate_hz=SAMPLE_RATE_HZ, random_weights=weights)
+                "started",
+                id=stream.id,
+                seed=stream.seed,
+                sample_rate_hz=SAMPLE_RATE_HZ,
+                sample_format="s16le",
+                channels=1,
+                random_weights=self._service.model.random_weights,
             )
             with contextlib.suppress(ApiError):  # the state holds it
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
-                        note = ChunkNote(
-                            id=stream.id,
-                            start_s=chunk.start_s,
-                            duration_s=chunk.duration_s,
-                            frames=chunk.frames,
-                            timings=ChunkTimings(**asdict(chunk.timings)),
-                        )
                         with stream.sending(chunk.duration_s):
-                            await self._send(note)
-                            await self._send(chunk.pcm16)
+                            await self._send(
+                                "chunk",
+                                id=stream.id,
+                                start_s=chunk.start_s,
+                                duration_s=chunk.duration_s,
+                                frames=chunk.frames,
+                                timings=asdict(chunk.timings),
+                            )
+                            async with asyncio.timeout(self._limits.stall_s):
+                                await self._socket.send_bytes(chunk.pcm16)
             stream.close()
-            await self._send(Finished(**stream.state.model_dump()))
+            await self._send("finished", **stream.state.model_dump())
         except (WebSocketDisconnect, RuntimeError):  # the connection is gone: the receiving task sees it too
             pass
         except TimeoutError:
@@ -187,12 +182,11 @@ class SpeechSocket:
                 return False
         return True  # what else is wrong the state holds
 
-    async def _send(self, message: StrictModel | bytes) -> None:
+    async def _send(self, type: str, **fields: Any) -> None:
+        """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""
         async with asyncio.timeout(self._limits.stall_s):
-            if isinstance(message, bytes):
-                await self._socket.send_bytes(message)
-            else:
-                await self._socket.send_text(message.model_dump_json())
+            await self._socket.send_text(json.dumps({"type": type, **fields}))
 
     async def _refuse(self, error: ApiError) -> None:
-        await self._send(Refused(error=error.detail(), retry_after_s=error.retry_after_s))
+        """Says that a `start` was refused, or (before the connection is closed) that a message makes no sense."""
+        await self._send("error", error=error.detail().model_dump(), retry_after_s=error.retry_after_s)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from mktts.batch.pages import NOBODY, Copy, Pages
+from mktts.batch.pages import NO_OWNER, Copy, Pages
 from mktts.errors import CapacityError, EngineError, PromptError
 
 PAGE_ROWS, SLOTS = 4, 6
@@ -88,17 +88,17 @@ class Device(RuleBasedStateMachine):
     @invariant()
     def pages_are_conserved(self):
         book, free = self.book, self.book._free
-        used = {int(page) for slot in self.held for page in book.table[slot] if page != NOBODY}
+        used = {int(page) for slot in self.held for page in book.table[slot] if page != NO_OWNER}
         kept = {page for prefix in book._kept.values() for page in prefix.pages}
-        assert len(set(free)) == len(free) and not set(free) & (used | kept) and NOBODY not in free
+        assert len(set(free)) == len(free) and not set(free) & (used | kept) and NO_OWNER not in free
         assert len(free) + len(used | kept) == self.total and len(kept) == book.kept <= book.max_kept
         for slot in range(SLOTS + 1):
-            held = int((book.table[slot] != NOBODY).sum())
+            held = int((book.table[slot] != NO_OWNER).sum())
             assert held >= book.count(self.held[slot][0]) if slot in self.held else held == 0
 
     @invariant()
     def what_no_stream_uses_can_be_had(self):
-        used = {int(page) for slot in self.held for page in self.book.table[slot] if page != NOBODY}
+        used = {int(page) for slot in self.held for page in self.book.table[slot] if page != NO_OWNER}
         idle = {page for prefix in self.book._kept.values() for page in prefix.pages} - used
         needed = {p for prefix in self.book._kept.values() if used & set(prefix.pages) for p in prefix.pages}
         most = min(self.book.free + len(idle - needed), 10)

@@ -348,7 +348,7 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
             await other.recv()
             await talk.say(*turn("One two."))
             await talk.until(lambda: talk.of(TTSStoppedFrame))
-        await until(lambda: server.studio.streams_open == 0)
+        await until(lambda: server.service.streams_open == 0)
         await talk.say(*turn("Three four."))
     failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
     assert [(type(f.exception), f.permanent, f.category) for f in failed] == [

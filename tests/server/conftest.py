@@ -81,6 +81,6 @@ def running(synthesizer: Synthesizer) -> Iterator[Served]:
 
 @pytest.fixture
 def server(running: Served) -> Served:
-    until(lambda: running.studio.streams_open == 0, "the streams of the test before to end")
+    until(lambda: running.service.streams_open == 0, "the streams of the test before to end")
     running.watched.streams.clear()
     return running

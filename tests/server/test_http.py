@@ -229,4 +229,4 @@ def test_answers_to_generated_requests_are_the_documented_ones(tiny, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         page = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer a-key"}).text
         assert 'mktts_streams_total{reason="max_frames",route="tts_stream"}' in page, "nothing was spoken: " + page
-        assert server.studio.streams_open == 0 and server.studio.health.status == "ok"
+        assert server.service.streams_open == 0 and server.service.health.status == "ok"

@@ -19,7 +19,7 @@ from test_voices import Clones
 
 from mktts.server import Limits
 from mktts.server.app import PAGE
-from mktts.server.uploads import VoiceFolder
+from mktts.server.voices import VoiceFolder
 from mktts.spec import FRAME_RATE_HZ
 
 KEY = "a/key=of-the+tests"

@@ -13,7 +13,7 @@ from mktts.errors import EngineError
 from mktts.server import served_stream
 from mktts.server.api_errors import ApiError
 from mktts.server.meters import Meters
-from mktts.server.served_stream import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream, coalesced
+from mktts.server.served_stream import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAME_S = 1 / FRAME_RATE_HZ
@@ -133,7 +133,9 @@ async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_befor
 async def test_gathered_chunks_are_the_same_speech(clock):
     chunks = [chunk(4, 4 * n) for n in range(5)]
     source = Source(clock, *[(0.0, one) for one in (*chunks, None)])
-    found = [one async for one in coalesced(source.take, lambda: 10.0)]
+    made, _ = served_stream_of(source)
+    made._lead_s = lambda: 10.0
+    found = [one async for one in made.chunks()]
     assert [one.frames for one in found] == [12, 8]
     assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
     assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]

@@ -99,15 +99,15 @@ def test_closing_the_connection_ends_the_generation_within_one_frame(server):
     with httpx.stream("POST", f"{server.url}/tts/stream", json=LONG, timeout=60) as answer:
         pieces = answer.iter_raw()  # kept: httpx closes the connection of an iterator that is dropped
         assert next(pieces)  # before the generation is over
-    until(lambda: server.studio.streams_open == 0, "the stream to be ended")
-    assert server.studio.find(answer.headers["X-Request-Id"]).finish_reason == "cancelled"
+    until(lambda: server.service.streams_open == 0, "the stream to be ended")
+    assert server.service.find(answer.headers["X-Request-Id"]).finish_reason == "cancelled"
     with raw(server, request(LONG)):
         until(lambda: len(server.watched.streams) == 2, "the stream of a client that reads nothing")
     with connect(server.ws) as line:
         send(line, "start", max_frames=400)
         send(line, "text", text=TEXT)
         read(line), read(line), read(line)
-    until(lambda: server.studio.streams_open == 0, "the streams to be ended")
+    until(lambda: server.service.streams_open == 0, "the streams to be ended")
     for stream in server.watched.streams:
         assert server.watched.wasted_frames(stream) <= 1 and len(stream.codes) < LONG["max_frames"]
 
@@ -129,7 +129,7 @@ def test_a_client_that_reads_nothing_for_too_long_is_dropped(synthesizer):
     limits = Limits(**SMALL_BUFFERS, stall_s=0.3)
     with served(synthesizer, limits) as server, raw(server, request(LONG), 16 * 1024), deaf(server) as line:
         send(line, "start", **LONG)
-        until(lambda: len(server.watched.streams) == 2 and server.studio.streams_open == 0, "both to be dropped")
+        until(lambda: len(server.watched.streams) == 2 and server.service.streams_open == 0, "both to be dropped")
         assert len(server.watched.streams[0].codes) < LONG["max_frames"]
 
 
@@ -139,11 +139,11 @@ def test_cancel_is_heard_while_the_client_does_not_read_and_starting_again_has_a
         until(lambda: server.watched.streams, "the stream to be opened")
         server.watched.frames_at_pause(server.watched.streams[0])
         send(line, "cancel")
-        until(lambda: server.studio.streams_open == 0, "the stream to be ended")
+        until(lambda: server.service.streams_open == 0, "the stream to be ended")
         for _ in range(20):
             send(line, "start", max_frames=400)
             send(line, "cancel")
-        until(lambda: len(server.watched.streams) > 5 and server.studio.streams_open == 0, "the connection's end")
+        until(lambda: len(server.watched.streams) > 5 and server.service.streams_open == 0, "the connection's end")
         assert len(server.watched.streams) < 20
 
 
@@ -155,7 +155,7 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
             assert read(line)["type"] == "started"
             stop = threading.Thread(target=running.close)
             stop.start()
-            until(lambda: server.studio.stopping, "the server to begin to stop")
+            until(lambda: server.service.stopping, "the server to begin to stop")
             refused = httpx.post(f"{server.url}/tts/stream", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
             assert refused.headers["Retry-After"] and httpx.get(f"{server.url}/ready").status_code == 503
@@ -170,7 +170,7 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
 
 
 def stat(server: Served, field: str) -> int:
-    return sum(getattr(one, field) for one in server.studio.stats.values())
+    return sum(getattr(one, field) for one in server.service.stats.values())
 
 
 def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypatch, caplog):
@@ -184,7 +184,7 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypa
             next(pieces)
             with raw(server, request(SHORT)):
                 until(lambda: stat(server, "waiting") == 1, "a client that gives up in line")
-            until(lambda: stat(server, "waiting") == 0 and server.studio.streams_open == 1, "it to have left")
+            until(lambda: stat(server, "waiting") == 0 and server.service.streams_open == 1, "it to have left")
             waits = pool.submit(post)
             until(lambda: stat(server, "waiting") == 1, "the second one to stand in line")
             refused = post()
@@ -210,7 +210,7 @@ def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(syn
             until(lambda: server.watched.streams and server.watched.streams[0].idle, "its buffers to be full")
             assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
             until(lambda: stat(server, "listeners") == 0, "the short one's end to be noticed")
-            assert server.studio.streams_open == 2
+            assert server.service.streams_open == 2
 
 
 # ---- half requests, broken ones, and the log

@@ -35,6 +35,11 @@ export function captions(list) {
       if (interrupted) mark(item, message);
       if (atEnd) list.scrollTop = list.scrollHeight;
     },
+    // The conversation is over: no line grows any more.
+    end() {
+      for (const item of open.values()) item.classList.remove("open");
+      open.clear();
+    },
     clear() {
       open.clear();
       list.replaceChildren();

@@ -197,6 +197,7 @@ function end(reason = "") {
   log.add("end", reason);
   const ended = talk;
   talk = null;
+  lines.end();
   close(ended);
   problem(reason);
   status("idle", reason ? "Not connected" : "Ended");

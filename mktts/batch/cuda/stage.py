@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.kernels import rows as kernels
 from mktts.batch.cuda.kernels.launching import launch, power_of_two
-from mktts.batch.pages import NOBODY, PAGE_ROWS, Copy, Pages
+from mktts.batch.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.engine.lanes import Made
 from mktts.errors import CapacityError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, StackConfig
@@ -88,7 +88,7 @@ class PagedMemory:
                 f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
                 "(see LaneMemory), or end what else runs on the device"
             ) from error
-        self.table = torch.full(book.table.shape, NOBODY, dtype=torch.int32, device=device)
+        self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
         self._book, self._device = book, device
         self._waves: list[list[Copy]] = []
         self._written: set[int] = set()  # pages that the last wave writes
