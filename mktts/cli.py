@@ -37,11 +37,11 @@ GROUPS: dict[str, Group] = {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
-        "trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
-        "site": ("mktts.notebook.site", "make a static site of executed notebooks"),
     },
-    "train the voice in the box": {
+    "for developers": {
+        "lab trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
+        "lab site": ("mktts.notebook.site", "make a static site of executed notebooks"),
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
         "train teacher": ("mktts.training.data.teacher", "have a teacher speak them: Kokoro, or any program"),
         "train codec": ("mktts.training.codec.train", "train encoder, codebooks and decoder"),
@@ -51,6 +51,12 @@ GROUPS: dict[str, Group] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+FAMILIES: Group = {
+    "lab": ("", "look inside the kernel, make the site (`lab --help` lists the commands)"),
+    "train": ("", "train the voice in the box (`train --help` lists the commands)"),
+}
+# What `python -m mktts` lists: a family of commands is one line.
+SHOWN = {**GROUPS, "for developers": FAMILIES}
 DESCRIPTION = "Qwen3-TTS speech, streamed frame by frame."
 EXAMPLES = """examples:
   python -m mktts say "Hello there." -o hello.wav
@@ -102,7 +108,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         return parser_of(first).parse_args(rest)
     if family:
         _refuse(f"{_PROGRAM} {first}", {f"commands that begin with `{first}`": family}, rest)
-    _refuse(_PROGRAM, GROUPS, words)
+    _refuse(_PROGRAM, SHOWN, words)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from absent import needs
 from sounds import decoded
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.cli import COMMANDS, main, parse
+from mktts.cli import COMMANDS, SHOWN, main, parse
 from mktts.common import python_path
 from mktts.errors import EngineError, MkttsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -151,13 +151,15 @@ def test_an_unknown_command_is_refused_with_a_hint(words, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["train"]], ids=str)
-def test_without_a_command_all_that_there_are_are_listed(words, capsys):
+@pytest.mark.parametrize("words", [[], ["train"], ["lab"]], ids=str)
+def test_without_a_command_all_that_there_are_are_listed_and_developers_by_their_first_word(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     listed = capsys.readouterr().err
-    wanted = [name for name in COMMANDS if name.split()[: len(words)] == words]
-    assert wanted and all(f"  {name} " in listed for name in wanted)
+    wanted = [name for name in COMMANDS if words and name.split()[0] == words[0]]
+    wanted += [name for group in SHOWN.values() for name in group if not words]
+    assert wanted and {name.split()[0] for name in COMMANDS} == {name for group in SHOWN.values() for name in group}
+    assert all(f"  {name} " in listed for name in wanted)
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
     assert capsys.readouterr().out == listed
