@@ -18,7 +18,7 @@ from absent import needs
 from sounds import decoded
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.cli import COMMANDS, SHOWN, main, parse
+from mktts.cli import COMMANDS, main, parse
 from mktts.common import python_path
 from mktts.errors import EngineError, MkttsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -156,10 +156,8 @@ def test_without_a_command_all_that_there_are_are_listed_and_developers_by_their
     with pytest.raises(SystemExit, match="2"):
         main(words)
     listed = capsys.readouterr().err
-    wanted = [name for name in COMMANDS if words and name.split()[0] == words[0]]
-    wanted += [name for group in SHOWN.values() for name in group if not words]
-    assert wanted and {name.split()[0] for name in COMMANDS} == {name for group in SHOWN.values() for name in group}
-    assert all(f"  {name} " in listed for name in wanted)
+    wanted = {name if words else name.split()[0] for name in COMMANDS if name.split()[: len(words)] == words}
+    assert wanted and all(f"  {name} " in listed for name in wanted)
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
     assert capsys.readouterr().out == listed
@@ -190,8 +188,7 @@ def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     assert RANDOM_WEIGHTS in lines
     document = json.loads(lines[-1])
     figures = document["figures"]
-    assert figures["load_s"]["n"] == 1 and figures["warm_peak_rss_bytes"]["unit"] == "bytes"
-    assert figures["warm_peak_rss_bytes"]["median"] > 2**20
+    assert figures["load_s"]["n"] == 1 and figures["warm_peak_rss_bytes"]["median"] > 2**20
     assert document["settings"]["random_weights"] is True and document["environment"]["torch"]
     assert sum(line.startswith("load_s ") for line in lines) == 1
 

@@ -69,9 +69,7 @@ class MegakernelStream:
         """Parameters that stay the same over the stream's launches."""
         self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
         stream, sampling = self.params.stream, self.sampling
-        fill_pointers(
-            stream, {"hidden": self.hidden, "sum": self.sum, "kv": self.kv, "seen": self.seen, "out": self.out}
-        )
+        fill_pointers(stream, {name: getattr(self, name) for name in ("hidden", "sum", "kv", "seen", "out")})
         stream.slots, stream.penalty = self.kv.shape[3], sampling.repetition_penalty
         stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
         set_choice(stream, sampling.talker, True)
