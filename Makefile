@@ -86,7 +86,7 @@ lab: setup ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab --LabApp.app_settings_dir=notebooks/.lab notebooks/README.md
 
 site: $(STAMP) ## executed notebooks as one static site, with sound and search: outputs/site/index.html
-	$(BIN)/python -m mktts site --out outputs/site
+	$(BIN)/python -m mktts lab site --out outputs/site
 
 load: $(STAMP) ## real-time listeners of the voice in the box on this CPU, into outputs/reference/load_cpu.json
 	$(BIN)/python -m mktts bench --load --checkpoint small --device cpu --into outputs/reference/load_cpu.json $(LOAD_ARGS)

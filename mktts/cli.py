@@ -37,11 +37,11 @@ GROUPS: dict[str, Group] = {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
         "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
-        "trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
-        "site": ("mktts.notebook.site", "make a static site of executed notebooks"),
     },
-    "train the voice in the box": {
+    "for developers": {
+        "lab trace": ("mktts.measure.trace", "record what happens inside one launch of the frame kernel"),
+        "lab site": ("mktts.notebook.site", "make a static site of executed notebooks"),
         "train texts": ("mktts.training.data.texts", "write sentences to learn from"),
         "train teacher": ("mktts.training.data.teacher", "have a teacher speak them: Kokoro, or any program"),
         "train codec": ("mktts.training.codec.train", "train encoder, codebooks and decoder"),
@@ -51,6 +51,11 @@ GROUPS: dict[str, Group] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_FAMILIES = {
+    "lab": ("", "look inside the kernel, make the site (`lab --help` lists the commands)"),
+    "train": ("", "train the voice in the box (`train --help` lists the commands)"),
+}
+SHOWN = {**GROUPS, "for developers": _FAMILIES}  # by `python -m mktts`
 DESCRIPTION = "Qwen3-TTS speech, streamed frame by frame."
 EXAMPLES = """examples:
   python -m mktts say "Hello there." -o hello.wav
@@ -94,15 +99,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of the command that `words` name, its `main` among them as `run`. Exits as argparse does."""
-    first, *rest = [*words] or [""]
-    family = _family(first)
-    if rest and f"{first} {rest[0]}" in family:
-        return parser_of(f"{first} {rest[0]}").parse_args(rest[1:])
-    if first in COMMANDS and not (family and rest and not rest[0].startswith("-")):
-        return parser_of(first).parse_args(rest)
-    if family:
-        _refuse(f"{_PROGRAM} {first}", {f"commands that begin with `{first}`": family}, rest)
-    _refuse(_PROGRAM, GROUPS, words)
+    for count in (2, 1):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return parser_of(name).parse_args(words[count:])
+    if family := _family(name):  # of the first word
+        _refuse(f"{_PROGRAM} {name}", {f"commands that begin with `{name}`": family}, words[1:])
+    _refuse(_PROGRAM, SHOWN, words)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -119,8 +121,6 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         raise BackendUnavailable(f"`{name}` needs the package {error.name}: pip install -r requirements.txt") from None
     parser = _parser(f"{_PROGRAM} {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
     module.add_arguments(parser)
-    if family := _family(name):
-        parser.epilog = f"{parser.epilog}\n\n{_listed('more commands', family)}"
     parser.set_defaults(run=module.main)
     return parser
 

@@ -151,12 +151,12 @@ def test_an_unknown_command_is_refused_with_a_hint(words, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["train"]], ids=str)
-def test_without_a_command_all_that_there_are_are_listed(words, capsys):
+@pytest.mark.parametrize("words", [[], ["train"], ["lab"]], ids=str)
+def test_without_a_command_all_that_there_are_are_listed_and_developers_by_their_first_word(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     listed = capsys.readouterr().err
-    wanted = [name for name in COMMANDS if name.split()[: len(words)] == words]
+    wanted = {name if words else name.split()[0] for name in COMMANDS if name.split()[: len(words)] == words}
     assert wanted and all(f"  {name} " in listed for name in wanted)
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
@@ -188,8 +188,7 @@ def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     assert RANDOM_WEIGHTS in lines
     document = json.loads(lines[-1])
     figures = document["figures"]
-    assert figures["load_s"]["n"] == 1 and figures["load_peak_rss_bytes"]["unit"] == "bytes"
-    assert figures["load_peak_rss_bytes"]["median"] >= figures["import_peak_rss_bytes"]["median"] > 0
+    assert figures["load_s"]["n"] == 1 and figures["warm_peak_rss_bytes"]["median"] > 2**20
     assert document["settings"]["random_weights"] is True and document["environment"]["torch"]
     assert sum(line.startswith("load_s ") for line in lines) == 1
 

@@ -46,7 +46,7 @@ def launches_of(layers: tuple[int, int], blocks: int, count: int = 2) -> dict[st
 
 
 def document_of(layers: tuple[int, int] = (28, 5), blocks: int = 128) -> dict:
-    """What `python -m mktts trace` writes, of a card that is not there."""
+    """What `python -m mktts lab trace` writes, of a card that is not there."""
     found = document(launches_of(layers, blocks, 1), layers)
     settings = {"checkpoint": "0b6 custom_voice", "blocks": blocks, "group": blocks // 8, "random_weights": True}
     about = {"device": "No GPU at all", "date": "2026-01-02T03:04:05+00:00", "revision": "0123456789abcdef"}

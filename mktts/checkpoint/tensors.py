@@ -130,24 +130,28 @@ def tensor_specs(shapes: Mapping[str, Shape]) -> TensorSpecs:
 
 def stack_shapes(prefix: str, c: StackConfig) -> dict[str, Shape]:
     """One Qwen3 decoder stack: grouped-query attention with q/k norms, SwiGLU, no biases."""
-    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes: dict[str, Shape] = {prefix + "norm.weight": (h,)}
+    shapes: dict[str, Shape] = {prefix + "norm.weight": (c.hidden_size,)}
     for i in range(c.num_hidden_layers):
         layer = f"{prefix}layers.{i}."
-        shapes |= {
-            layer + "input_layernorm.weight": (h,),
-            layer + "self_attn.q_proj.weight": (q, h),
-            layer + "self_attn.k_proj.weight": (kv, h),
-            layer + "self_attn.v_proj.weight": (kv, h),
-            layer + "self_attn.o_proj.weight": (h, q),
-            layer + "self_attn.q_norm.weight": (c.head_dim,),
-            layer + "self_attn.k_norm.weight": (c.head_dim,),
-            layer + "post_attention_layernorm.weight": (h,),
-            layer + "mlp.gate_proj.weight": (c.intermediate_size, h),
-            layer + "mlp.up_proj.weight": (c.intermediate_size, h),
-            layer + "mlp.down_proj.weight": (h, c.intermediate_size),
-        }
+        shapes |= dict(_decoder_layer(layer, vars(c)))
+        shapes |= {layer + f"self_attn.{kind}_norm.weight": (c.head_dim,) for kind in "qk"}
     return shapes
+
+
+def _attention(layer: str, c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    hidden, q, kv = c["hidden_size"], *(c[f"num_{of}_heads"] * c["head_dim"] for of in ("attention", "key_value"))
+    for kind, shape in (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, q))):
+        yield f"{layer}self_attn.{kind}_proj.weight", shape
+
+
+def _decoder_layer(layer: str, c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """One layer's attention, SwiGLU and the norms before them."""
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    yield from _attention(layer, c)
+    for norm in ("input", "post_attention"):
+        yield f"{layer}{norm}_layernorm.weight", (hidden,)
+    for kind, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        yield f"{layer}mlp.{kind}_proj.weight", shape
 
 
 def conv(name: str, *shape: int, channels: int | None = None) -> Iterator[tuple[str, Shape]]:
@@ -190,14 +194,10 @@ def _codec_encoder(c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
         width, index = 2 * width, index + 2
     hidden = c["hidden_size"]
     yield from conv(f"{root}{index + 1}.conv", hidden, width, c["last_kernel_size"])
-    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     for i in range(c["num_hidden_layers"]):
         layer = f"encoder.encoder_transformer.layers.{i}."
         yield from conv(layer + "input_layernorm", hidden)
-        yield layer + "self_attn.q_proj.weight", (q, hidden)
-        yield layer + "self_attn.k_proj.weight", (kv, hidden)
-        yield layer + "self_attn.v_proj.weight", (kv, hidden)
-        yield layer + "self_attn.o_proj.weight", (hidden, q)
+        yield from _attention(layer, c)
         yield layer + "self_attn_layer_scale.scale", (hidden,)
         yield from conv(layer + "post_attention_layernorm", hidden)
         yield layer + "mlp.fc1.weight", (c["intermediate_size"], hidden)
@@ -228,19 +228,10 @@ def _codec_decoder(c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
             yield f"{rvq}vq.layers.{i}._codebook.embedding_sum", (c["codebook_size"], books // 2)
     yield from conv("decoder.pre_conv.conv", latent, books, 3)
     yield from conv("decoder.pre_transformer.input_proj", hidden, latent)
-    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     for i in range(c["num_hidden_layers"]):
         layer = f"decoder.pre_transformer.layers.{i}."
-        yield layer + "input_layernorm.weight", (hidden,)
-        yield layer + "self_attn.q_proj.weight", (q, hidden)
-        yield layer + "self_attn.k_proj.weight", (kv, hidden)
-        yield layer + "self_attn.v_proj.weight", (kv, hidden)
-        yield layer + "self_attn.o_proj.weight", (hidden, q)
+        yield from _decoder_layer(layer, c)
         yield layer + "self_attn_layer_scale.scale", (hidden,)
-        yield layer + "post_attention_layernorm.weight", (hidden,)
-        yield layer + "mlp.gate_proj.weight", (c["intermediate_size"], hidden)
-        yield layer + "mlp.up_proj.weight", (c["intermediate_size"], hidden)
-        yield layer + "mlp.down_proj.weight", (hidden, c["intermediate_size"])
         yield layer + "mlp_layer_scale.scale", (hidden,)
     yield "decoder.pre_transformer.norm.weight", (hidden,)
     yield from conv("decoder.pre_transformer.output_proj", latent, hidden)

@@ -27,8 +27,8 @@ from mktts.kernel.launch import (
     Launcher,
     Params,
     check_device,
+    fill_pointers,
     pinned_words,
-    point,
     set_choice,
     wait_for_frame,
 )
@@ -69,7 +69,7 @@ class MegakernelStream:
         """Parameters that stay the same over the stream's launches."""
         self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
         stream, sampling = self.params.stream, self.sampling
-        point(stream, {"hidden": self.hidden, "sum": self.sum, "kv": self.kv, "seen": self.seen, "out": self.out})
+        fill_pointers(stream, {name: getattr(self, name) for name in ("hidden", "sum", "kv", "seen", "out")})
         stream.slots, stream.penalty = self.kv.shape[3], sampling.repetition_penalty
         stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
         set_choice(stream, sampling.talker, True)
@@ -246,7 +246,7 @@ class MegakernelBackend:
         params = self._params(state, stacked)
         params.frames = len(rows)
         if debug is not None:
-            point(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
+            fill_pointers(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
         state.words[:STATUS_WORDS] = 0
         state.done = self._launcher.launch(params, len(rows) * self._tags_per_frame, state.done)
         return state.done
@@ -263,7 +263,7 @@ class MegakernelBackend:
 
     def _fixed_params(self) -> Params:
         params = Params()
-        point(params, self._weights)
+        fill_pointers(params, self._weights)
         params.ends[:] = [self.config.codec_ids.eos, -1, -1, -1]
         params.min_frames = MIN_NEW_FRAMES
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL

@@ -65,7 +65,7 @@ class Params(ctypes.Structure):
     )
 
 
-def point(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+def fill_pointers(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
     """Sets the pointers named by `tensors`; None leaves one null."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())

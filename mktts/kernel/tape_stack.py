@@ -13,7 +13,7 @@ from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of, compile_kernel
 from mktts.kernel.driver import PlainKernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import point
+from mktts.kernel.launch import fill_pointers
 from mktts.kernel.tape import unpack_layer
 from mktts.model.qwen3 import LayerWeights, Stack
 
@@ -83,13 +83,13 @@ class TapeRows:
         rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
         """
         p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
-        point(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
+        fill_pointers(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
         c, blocks = self._shape.talker, self._shape.blocks
         tiles = (self._shape.group, -(-c.hidden_size // (self._shape.group * _TILE)))
         for i in range(c.num_hidden_layers):
             norms, heads = self._norms[i], self._heads[i]
             named = {"input_norm": norms[0], "post_norm": norms[1], "q_norm": heads[0], "k_norm": heads[1]}
-            point(p, {"tape": self._tape[0, i], "keys": kv[0, i], "values": kv[1, i], **named})
+            fill_pointers(p, {"tape": self._tape[0, i], "keys": kv[0, i], "values": kv[1, i], **named})
             self._launch("mktts_rows_qkv", (blocks, 1), p)
             self._launch("mktts_rows_attend", (c.num_attention_heads, ROWS), p)
             self._launch("mktts_rows_out", tiles, p)
@@ -134,7 +134,7 @@ class TapeStack(Stack):
             return self._layers[index]
         parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
         named = {"out" if name == "o" else name: matrix for name, matrix in self._room.items()}
-        point(parameters, {"tape": self._tape[0, index], **named})
+        fill_pointers(parameters, {"tape": self._tape[0, index], **named})
         with torch.cuda.device(self._tape.device):
             self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
         return self._layers[index]

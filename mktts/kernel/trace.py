@@ -16,7 +16,7 @@ from torch import Tensor
 from mktts.errors import EngineError
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import card_of
-from mktts.kernel.launch import Launcher, point
+from mktts.kernel.launch import Launcher, fill_pointers
 from mktts.model.backend import Frame
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -180,10 +180,10 @@ class TracedBackend(MegakernelBackend):
         """
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
-        point(state.params, {"trace": self._room})
+        fill_pointers(state.params, {"trace": self._room})
         try:
             frames = list(self.frames(state, rows))
         finally:
             self._launcher = usual
-            point(state.params, {"trace": None})
+            fill_pointers(state.params, {"trace": None})
         return frames, decode(self._room.cpu().numpy().view(np.uint64))

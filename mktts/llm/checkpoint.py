@@ -28,17 +28,9 @@ from mktts.model.sampling import Choice
 from mktts.spec import StackConfig
 
 RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
-_RELEASED = Path(__file__).with_name("qwen3_0.6b.json")  # the released JSON files (Apache-2.0)
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_window_layers": 3,
-}
-SIZES: dict[str, dict[str, Any]] = {"tiny": _TINY, "tiny-untied": {**_TINY, "tie_word_embeddings": False}, "0.6b": {}}
+# The released JSON files (Apache-2.0), and what the sizes of random checkpoints change in config.json.
+_RELEASED = read_object(Path(__file__).with_name("qwen3_0.6b.json"))
+SIZES: dict[str, dict[str, Any]] = _RELEASED["sizes"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 STACK = "model."  # prefix of the layers and the final norm
@@ -211,7 +203,7 @@ def make_text_checkpoint(folder: Path, size: str = "tiny", *, margin: bool = Fal
     with whole_folder(folder) as work:
         for name, content in (
             ("config.json", raw),
-            ("generation_config.json", read_object(_RELEASED)["generation_config"]),
+            ("generation_config.json", _RELEASED["generation_config"]),
             (MARKER, {"random": True, "recipe": RECIPE, "size": size, "margin": margin}),
         ):
             write_json(work / name, content, sort_keys=False)
@@ -241,7 +233,7 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
 def config_json(size: str) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError listing the sizes for an unknown one."""
     one_of("size", size, SIZES, CheckpointError)
-    return {**read_object(_RELEASED)["config"], **SIZES[size]}
+    return {**_RELEASED["config"], **SIZES[size]}
 
 
 def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:

@@ -57,13 +57,10 @@ class TokenStream:
     _eos_ids: Collection[int]
     seed: int
     _max_tokens: int
-    _tokens_per_step: int
     _started_s: float
     ids: list[int] = field(default_factory=list)
     finish_reason: TextFinishReason | None = None
     failed: bool = False
-    _made: list[int] = field(default_factory=list)  # by the backend, not taken yet
-    _ready_ms: float = 0.0
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
@@ -80,15 +77,13 @@ class TokenStream:
     def __next__(self) -> Token:
         if self._backend is None:
             raise StopIteration
-        if not self._made:
-            try:
-                self._made = self._backend.step(self.state, self._tokens_per_step)
-            except BaseException:  # Ctrl-C too: the state may be half a step further
-                self._backend = self.state = None
-                self.failed = True
-                raise
-            self._ready_ms = 1e3 * (time.perf_counter() - self._started_s)
-        token_id = self._made.pop(0)
+        try:
+            (token_id,) = self._backend.step(self.state)
+        except BaseException:  # Ctrl-C too: the state may be half a step further
+            self._backend = self.state = None
+            self.failed = True
+            raise
+        ready_ms = 1e3 * (time.perf_counter() - self._started_s)
         index = len(self.ids)
         self.ids.append(token_id)
         text = self._pieces.push(token_id)
@@ -98,7 +93,7 @@ class TokenStream:
             self._end("max_tokens")
         if self.finish_reason is not None:
             text += self._pieces.finish()
-        return Token(token_id, text, index, self._ready_ms)
+        return Token(token_id, text, index, ready_ms)
 
     def __enter__(self) -> TokenStream:
         return self
@@ -109,7 +104,6 @@ class TokenStream:
     def _end(self, reason: TextFinishReason) -> None:
         self.finish_reason = reason
         self._backend = self.state = None
-        self._made = []
 
 
 class TextDecoder:
@@ -161,20 +155,18 @@ class TextDecoder:
         seed: int | None = None,
         max_tokens: int = 256,
         stop_at_eos: bool = True,
-        tokens_per_step: int = 1,
         after: After = None,
     ) -> TokenStream:
         """Prefills `prompt` and returns the stream of new tokens.
 
         prompt: text, continued as it stands (no chat template), or token ids.
         choice: None takes the checkpoint's own. seed: None draws one, see `TokenStream.seed`.
-        stop_at_eos: False goes on after an end id. tokens_per_step: tokens the backend makes in one go; the first
-        of them waits for the last, and cancelling takes effect after that many at most.
+        stop_at_eos: False goes on after an end id.
         after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
         holds, or 0; those are not computed again (see `mktts.agent.llm.TextConversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
-        positions, OptionsError for a seed or tokens_per_step out of range, EngineError after `close`.
+        positions, OptionsError for a seed or max_tokens out of range, EngineError after `close`.
         """
         started_s = time.perf_counter()
         if self._backend is None:
@@ -183,7 +175,6 @@ class TextDecoder:
         seed = drawn_seed() if seed is None else seed
         whole_number("seed", seed, at_least=0, at_most=MAX_SEED)
         whole_number("max_tokens", max_tokens, at_least=1)
-        whole_number("tokens_per_step", tokens_per_step, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
         after = after if after and after[1] else None
@@ -194,7 +185,6 @@ class TextDecoder:
             config.eos_ids if stop_at_eos else (),
             seed,
             max_tokens,
-            tokens_per_step,
             started_s,
         )
 

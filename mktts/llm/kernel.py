@@ -19,8 +19,8 @@ from mktts.kernel.launch import (
     Launcher,
     Params,
     check_device,
+    fill_pointers,
     pinned_words,
-    point,
     set_choice,
 )
 from mktts.kernel.prompts import KernelPrefill, kept_of_cache
@@ -57,7 +57,7 @@ class TextKernelState:
     def __post_init__(self, fixed: Params) -> None:
         self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
         stream = self.params.stream
-        point(stream, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
+        fill_pointers(stream, {"kv": self.kv, "hidden": self.hidden, "out": self.out})
         stream.slots = self.kv.shape[3]
         stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
         set_choice(stream, self.choice, True)
@@ -95,7 +95,7 @@ class TextKernelBackend(TextBackend):
         self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
         self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
         self._fixed = Params()
-        point(self._fixed, self._weights)
+        fill_pointers(self._fixed, self._weights)
         self._fixed.ends[:] = [*config.eos_ids, -1, -1, -1, -1][:4]
         self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 

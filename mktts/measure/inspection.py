@@ -22,7 +22,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
 from mktts.errors import CheckpointError
-from mktts.spec import FRAME_MS, NUM_CODEBOOKS, ModelConfig
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions
 
@@ -122,20 +122,13 @@ def text_bytes_per_token(size: str) -> int:
     return row_bytes + head_bytes + sum(t.nbytes() for name, t in tensors.items() if name not in (EMBEDDING, HEAD))
 
 
-def roofline_ms(
-    rows: Sequence[Component], bandwidth_bytes_per_s: float, parts: Sequence[str] = ("talker", "predictor")
-) -> float:
-    """Milliseconds a frame takes at least where memory delivers `bandwidth_bytes_per_s`.
-
-    Raises CheckpointError where the bandwidth is not above 0.
-    """
-    if not bandwidth_bytes_per_s > 0:
-        raise CheckpointError(f"bandwidth must be above 0 bytes per second, found {bandwidth_bytes_per_s}")
-    return 1_000 * bytes_per_frame(rows, parts) / bandwidth_bytes_per_s
+def roofline_ms(rows: Sequence[Component], bandwidth_bytes_per_s: float) -> float:
+    """Milliseconds a frame takes at least where memory delivers `bandwidth_bytes_per_s`."""
+    return 1_000 * bytes_per_frame(rows) / bandwidth_bytes_per_s
 
 
-def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str:
-    """The table as text: `python -m mktts inspect`. Bandwidth in 1e9 bytes per second."""
+def describe(checkpoint: Checkpoint) -> str:
+    """The table as text: `python -m mktts inspect`."""
     c, rows = checkpoint.config, components(checkpoint)
     lines = [
         f"{checkpoint.folder}",
@@ -156,13 +149,6 @@ def describe(checkpoint: Checkpoint, bandwidth_gb_s: float | None = None) -> str
         f"speakers: {', '.join(c.speakers) or 'none'}",
         f"languages: {', '.join(c.languages) or 'none'}",
     ]
-    if bandwidth_gb_s is not None:
-        floor_ms = roofline_ms(rows, bandwidth_gb_s * 1e9)
-        lines.append(
-            f"at {bandwidth_gb_s:g} GB/s a frame of {FRAME_MS:g} ms takes at least {floor_ms:.3f} ms "
-            f"(talker {roofline_ms(rows, bandwidth_gb_s * 1e9, ('talker',)):.3f}, "
-            f"predictor {roofline_ms(rows, bandwidth_gb_s * 1e9, ('predictor',)):.3f})"
-        )
     return "\n".join(lines)
 
 
@@ -194,17 +180,15 @@ def _row(rule: _Rule, specs: Sequence[TensorSpec]) -> Component:
 
 EXAMPLES = """examples:
   python -m mktts inspect small
-  python -m mktts inspect path/to/checkpoint --bandwidth 4200"""
+  python -m mktts inspect path/to/checkpoint"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=SOURCES)
     parser.add_argument("--revision", help="of a Hub id")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="memory bandwidth for the time floor per frame")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints what is in the checkpoint."""
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    print(describe(checkpoint, bandwidth_gb_s=arguments.bandwidth))
+    print(describe(open_checkpoint(arguments.checkpoint, arguments.revision)))
     return 0

@@ -12,7 +12,7 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 * **Codec** (`codec_N_ms`): N frames, codes on the host to PCM on the host, by the decoder that the synthesizer uses.
 * **First PCM**: TTFC of mktts.engine.metrics, of a few words in the streaming layout (`ttfc_ms`), and of a sentence of
   15 words in the checkpoint's own layout (`ttfc_sentence_ms`). **RTF** (`rtf`): as there.
-* **Text** (`text_tok_s`, `text_tok_s_ten_a_step`): tokens a second of the text model, one and ten a launch.
+* **Text** (`text_tok_s`): tokens a second of the text model, one a launch.
 * **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
   of 2 000 frames open. The card must be otherwise idle.
 

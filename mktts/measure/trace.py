@@ -1,4 +1,4 @@
-"""`python -m mktts trace`: where the time of a frame goes inside one launch of the frame kernel.
+"""`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel.
 
 Launches of three builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of
 weights. The document keeps medians by phase, one frame of all marks, and one layer of each stack block by block.
@@ -44,8 +44,8 @@ UNIT_NS = 4  # of times that are kept in 16 bits
 _PERCENTS = (50, 10, 90)
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
-  python -m mktts trace
-  python -m mktts trace --checkpoint random:1.7b --output trace.json"""
+  python -m mktts lab trace
+  python -m mktts lab trace --checkpoint random:1.7b --output trace.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ COMMANDS = {
     "--parts kernel,text --output outputs/reference/h200/parity.json",
     "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
     "--output outputs/reference/h200/parity_batch.json",
-    "trace": "python -m mktts trace --output outputs/reference/h200/trace.json",
+    "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
 }
 SHOWN_IN = {
     "agent": "LOG.md: the agent's times",

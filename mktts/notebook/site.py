@@ -1,4 +1,4 @@
-"""`python -m mktts site`: executed notebooks as one static site, with sound, search and a table of all verdicts.
+"""`python -m mktts lab site`: executed notebooks as one static site, with sound, search and a table of all verdicts.
 
 The pages ask for nothing from elsewhere: pictures are in them, sounds and the search's index beside them, formulas are
 MathML. What they look like stands in `page/`.
@@ -35,8 +35,8 @@ INDEX = "search.js"  # a script and not JSON: a page that was opened from a disk
 NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 AGENT_PICTURE = "agent_page.png"
 EXAMPLES = """examples:
-  python -m mktts site
-  python -m mktts site outputs/reference --out site
+  python -m mktts lab site
+  python -m mktts lab site outputs/reference --out site
 
 What `python -m mktts run` has executed, and what is published where there is no run: of a notebook that several RUNS
 have, the first one's. Runs that failed or had values set are left out. Exit status: 0, or 2 where there is no executed

@@ -118,23 +118,23 @@ def _reference_encoder(checkpoint: Checkpoint, dtype: torch.dtype, with_codes: b
     speaker.load_state_dict(
         {name.removeprefix(prefix): t for name, t in checkpoint.tensors().items() if name.startswith(prefix)}
     )
-    ears = SimpleNamespace(
+    encoder = SimpleNamespace(
         tts_model_type=checkpoint.config.type.name,
         speaker_encoder=speaker,
         speaker_encoder_sample_rate=config.speaker_encoder_config.sample_rate,
         device=torch.device("cpu"),
         dtype=dtype,
     )
-    listen = Qwen3TTSForConditionalGeneration.extract_speaker_embedding
-    ears.extract_speaker_embedding = lambda audio, sr: listen(ears, audio, sr)
+    extract = Qwen3TTSForConditionalGeneration.extract_speaker_embedding
+    encoder.extract_speaker_embedding = lambda audio, sr: extract(encoder, audio, sr)
     if with_codes:
-        ears.speech_tokenizer = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
+        encoder.speech_tokenizer = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
             checkpoint.folder / "speech_tokenizer", dtype=torch.float32
         )
     else:
         no_codes = SimpleNamespace(audio_codes=[None])
-        ears.speech_tokenizer = SimpleNamespace(encode=lambda audio, sr: no_codes)
-    return qwen_tts.Qwen3TTSModel(ears, processor=None)
+        encoder.speech_tokenizer = SimpleNamespace(encode=lambda audio, sr: no_codes)
+    return qwen_tts.Qwen3TTSModel(encoder, processor=None)
 
 
 EXAMPLES = """examples:

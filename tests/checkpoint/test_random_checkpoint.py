@@ -12,7 +12,7 @@ from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.random import make as random_checkpoint
-from mktts.checkpoint.random.tokenizer import SPECIAL_START, WORDS, vocabulary
+from mktts.checkpoint.random.tokenizer import SPECIAL_START, vocabulary
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import TensorSpec
 from mktts.engine import upstream
@@ -78,8 +78,8 @@ def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny: Checkp
     tokenizer = tiny.tokenizer()
     known = {text: tokenizer.encode(text) for text in ("\n", "\n\n", "user", "assistant")}
     assert known == {"\n": [198], "\n\n": [271], "user": [872], "assistant": [77_091]}
-    ascii_words = [word for word in WORDS if word.isascii()]
-    assert all(len(tokenizer.encode(form)) == 1 for word in ascii_words for form in (word, " " + word))
+    words = "iPhone JavaScript the would people speech weather please".split()
+    assert all(len(tokenizer.encode(form)) == 1 for word in words for form in (word, " " + word))
 
 
 @pytest.mark.parametrize("name", ["random:tiny:margin", "random:tiny-projected:margin"])

@@ -18,7 +18,7 @@ from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel import driver as kernel_driver
 from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
-from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams, point
+from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams
 from mktts.kernel.trace import TracedBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.llm.kernel import TextKernelBackend, TextKernelState
@@ -255,7 +255,7 @@ def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher
     backend = object.__new__(TextKernelBackend)
     backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
     backend._launcher = launcher
-    point(backend._fixed, {"embeddings0": torch.zeros(8)})
+    backend._fixed.embeddings0 = torch.zeros(8).data_ptr()
     state = TextKernelState(
         kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
         hidden=torch.zeros(8, dtype=torch.bfloat16),

@@ -116,15 +116,12 @@ def test_token_i_is_the_draw_of_frame_i(tiny):
     assert ids == expected and 1 < int(kept.sum()) <= 40
 
 
-def test_a_seed_repeats_and_calls_may_be_divided_anyhow(tiny):
+def test_a_seed_repeats_also_for_streams_that_take_turns(tiny):
     decoder = TextDecoder.load(tiny, device="cpu")
-    streams = [
-        decoder.generate(PROMPT, seed=seed, max_tokens=12, tokens_per_step=step)
-        for seed, step in ((1, 1), (1, 5), (1, 100), (2, 1))
-    ]
+    streams = [decoder.generate(PROMPT, seed=seed, max_tokens=12) for seed in (1, 1, 2)]
     interleaved = [[token.id for token in group] for group in zip(*streams, strict=True)]
-    first, *same, other = ([row[i] for row in interleaved] for i in range(4))
-    assert all(ids == first for ids in same) and other != first
+    first, same, other = ([row[i] for row in interleaved] for i in range(3))
+    assert first == same != other
     drawn = {decoder.generate(PROMPT, max_tokens=1).seed for _ in range(3)}
     assert len(drawn) == 3
 
@@ -178,25 +175,24 @@ def faked(tiny: TextCheckpoint, ids: Sequence[int], **settings: Any) -> tuple[Te
 
 def test_a_stream_ends_at_max_tokens(tiny):
     decoder, backend = faked(tiny, [10, 11, 12])
-    stream = decoder.generate([1, 2], max_tokens=5, seed=7, choice=GREEDY, tokens_per_step=2)
+    stream = decoder.generate([1, 2], max_tokens=5, seed=7, choice=GREEDY)
     assert stream.finish_reason is None and stream.seed == 7
     tokens = list(stream)
     assert [(token.index, token.id) for token in tokens] == list(enumerate([10, 11, 12, 10, 11]))
     assert stream.ids == [token.id for token in tokens] and stream.finish_reason == "max_tokens"
-    assert backend.started == [([1, 2], GREEDY, 7, 5)] and backend.calls == [2, 2, 2]
+    assert backend.started == [([1, 2], GREEDY, 7, 5)] and backend.calls == [1] * 5
     assert 0 < tokens[0].ready_ms <= tokens[-1].ready_ms
     assert list(stream) == []
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
-def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_request(tiny, tokens_per_step):
+def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_request(tiny):
     first, second = tiny.config.eos_ids
     decoder, backend = faked(tiny, [10, 11, first, second])
-    stream = decoder.generate("Hello", tokens_per_step=tokens_per_step)
+    stream = decoder.generate("Hello")
     tokens = list(stream)
     assert [token.id for token in tokens] == [10, 11, first] and tokens[-1].text == ""
     assert stream.finish_reason == "eos" and backend.started[0][1] == tiny.choice()
-    stream = decoder.generate("Hello", max_tokens=5, stop_at_eos=False, tokens_per_step=tokens_per_step)
+    stream = decoder.generate("Hello", max_tokens=5, stop_at_eos=False)
     assert [token.id for token in stream] == [10, 11, first, second, 10] and stream.finish_reason == "max_tokens"
     with pytest.raises(CapacityError, match="max_tokens 0"):
         backend.step(backend.start(torch.tensor([1]), GREEDY, 0, 0))
@@ -204,12 +200,12 @@ def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_reques
 
 def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     decoder, backend = faked(tiny, [10, 11, 12])
-    stream = decoder.generate("Hello", tokens_per_step=3)
+    stream = decoder.generate("Hello")
     assert next(stream).id == 10
     stream.cancel()
     stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
-    assert backend.calls == [3] and stream.state is None
+    assert backend.calls == [1] and stream.state is None
     with decoder.generate("Hello") as other:
         next(other)
     assert other.finish_reason == "cancelled"
@@ -241,7 +237,6 @@ def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
         ([2**70], {}, PromptError, "from 0 to 151935"),
         ([1] * 40_000, {"max_tokens": 961}, CapacityError, "40960 positions"),
         ([1], {"max_tokens": 0}, OptionsError, "max_tokens"),
-        ([1], {"tokens_per_step": 0}, OptionsError, "tokens_per_step"),
         ([1], {"seed": -1}, OptionsError, "seed"),
         ([1], {"seed": 1.5}, OptionsError, "seed"),
     ],

@@ -105,7 +105,7 @@ def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
 
 
 def test_what_cannot_be_recorded_has_its_name(capsys):
-    assert main(["trace", "--checkpoint", "random:tiny"]) == 2
+    assert main(["lab", "trace", "--checkpoint", "random:tiny"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
-    assert main(["trace", "--launches", "0"]) == 2
+    assert main(["lab", "trace", "--launches", "0"]) == 2
     assert "--launches must be at least 1" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import nbformat
 import numpy as np
 import pytest
 from absent import needs
+from commands import run
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from mktts.audio import write_audio
@@ -55,8 +56,7 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
     (reference / "05_next" / "spoken.mp3").write_bytes(b"sound")
     write_run(reference / "04_first", "An older one?", "", "")
     write_run(reference / "h200" / "04_first", "Elsewhere?", "", "See [next](05_next.ipynb).")
-
-    assert main(["site", str(runs), str(reference), "--out", str(out)]) == 0
+    assert run("lab site", runs, reference, "--out", out) == 0
     assert capsys.readouterr().out == f"3 notebooks: {out / 'index.html'}\n"
     texts = {path.name: path.read_text(encoding="utf-8") for path in out.glob("*.*")}
     pages = {name: text for name, text in texts.items() if name.endswith(".html")}
@@ -96,7 +96,7 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
         "05_next",
     ]
 
-    assert main(["site", str(reference), "--out", str(out)]) == 0  # an older site is replaced
+    assert run("lab site", reference, "--out", out) == 0  # an older site is replaced
     assert "An older one?" in (out / "04_first.html").read_text(encoding="utf-8")
 
 
@@ -107,7 +107,7 @@ def test_a_site_of_nothing_and_a_folder_of_something_else_are_refused(holds, tmp
     (tmp_path / "out" / "mine.txt").write_text("keep")
     if holds != "nothing":
         write_run(tmp_path / "runs" / "04_first", "Can it be heard?", "", "")
-    assert main(["site", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
+    assert main(["lab", "site", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
     expected = "expected executed notebooks" if holds == "nothing" else "expected a folder that is empty"
     assert expected in capsys.readouterr().err
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep"

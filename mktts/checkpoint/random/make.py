@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mktts.checkpoint.files import MARKER
-from mktts.checkpoint.random.tokenizer import TOKENIZER_CONFIG, merges, tokenizer_config, vocabulary
+from mktts.checkpoint.random.tokenizer import MERGES, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
 from mktts.common import cache_folder, one_of, read_object, write_json
@@ -33,6 +33,7 @@ FLAGS = ("full-codec", "margin")
 SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 _FOLDER = Path(__file__).resolve().parent
 _RELEASED = _FOLDER / "released"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 Json = dict[str, Any]
 
@@ -45,7 +46,7 @@ def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]
     one_of("size", size, SIZES, CheckpointError)
     one_of("type", model_type, MODEL_TYPES, CheckpointError)
     names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
-    files = {name: read_object(_RELEASED / name) for name in names if name != TOKENIZER_CONFIG}
+    files = {name: read_object(_RELEASED / name) for name in names if name != _TOKENIZER_CONFIG}
     changes, kind = read_object(_FOLDER / "sizes.json"), MODEL_TYPES[model_type]
     config = _changed(files["config.json"], changes[size])
     config["tts_model_type"] = model_type
@@ -171,10 +172,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def write_tokenizer(folder: Path) -> None:
     """The small tokenizer's vocab.json, merges.txt and tokenizer_config.json."""
-    write_json(folder / "tokenizer_config.json", tokenizer_config(), sort_keys=False)
+    write_json(folder / _TOKENIZER_CONFIG, read_object(_RELEASED / _TOKENIZER_CONFIG), sort_keys=False)
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
-    lines = "".join(f"{left} {right}\n" for left, right in merges())
-    (folder / "merges.txt").write_text("#version: 0.2\n" + lines, encoding="utf-8")
+    shutil.copyfile(MERGES, folder / "merges.txt")
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ _SEEDS = 50  # streams that random weights may end early before a section gives 
 _CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 _OVERLAP_CHUNKS = 24
-_TOKENS = 10  # of one rate, since several may come at once
+_TOKENS = 10  # of one rate
 _MIB = 2**20
 
 Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
@@ -127,16 +127,14 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def load(settings: BenchSettings) -> Measured:
-    """Seconds to load (files in the page cache), and peak resident bytes of this process: of its imports, after
-    loading, and after a first utterance, which reads all of the memory-mapped weights."""
+    """Seconds to load (files in the page cache), and peak resident bytes of this process after a first utterance, which
+    reads all of the memory-mapped weights."""
     from mktts.synth import Synthesizer
 
     checkpoint, loading = settings.open(), settings.loading()
-    imported_bytes, begun_s = peak_rss_bytes(), time.perf_counter()
+    begun_s = time.perf_counter()
     with Synthesizer.load(checkpoint, **loading) as synthesizer:
         yield "load_s", [time.perf_counter() - begun_s], "s"
-        yield "import_peak_rss_bytes", [imported_bytes], "bytes"
-        yield "load_peak_rss_bytes", [peak_rss_bytes()], "bytes"
         synthesizer.warm_up()
         yield "warm_peak_rss_bytes", [peak_rss_bytes()], "bytes"
 
@@ -166,10 +164,7 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
         spoken = [run(short, seed, settings.frames) for seed in range(settings.utterances)]
         whole = [summarise(chunks) for chunks in spoken]
         yield f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s"
-        yield f"utterance{suffix}_s", [metrics.audio_s for metrics in whole], "s of audio"
         yield f"underruns{suffix}", [metrics.underruns for metrics in whole], "count"
-        if audible_ms := [metrics.audible_ttfc_ms for metrics in whole if metrics.audible_ttfc_ms is not None]:
-            yield f"audible_ttfc{suffix}_ms", audible_ms, "ms"
         arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
         if steady_ms := [ms for chunks in arrived for ms in steady_frame_ms(chunks)]:
             yield f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
@@ -240,11 +235,10 @@ def memory(settings: BenchSettings) -> Measured:
         model.codec.submit(torch.stack(codes), codec_state).result()
     free, total = torch.cuda.mem_get_info()
     yield "peak_gpu_mb", [(total - free) / _MIB], "MiB in use on the device, driver and context included"
-    yield "peak_gpu_torch_mb", [torch.cuda.max_memory_allocated() / _MIB], "MiB of tensors"
 
 
 def text(settings: BenchSettings) -> Measured:
-    """Text tokens a second at the context: one token a launch, and several."""
+    """Text tokens a second at the context."""
     from mktts.llm.decoder import TextDecoder
 
     tokens = max(2 * settings.around, 3 * _TOKENS)
@@ -252,14 +246,13 @@ def text(settings: BenchSettings) -> Measured:
         yield {"text_backend": decoder.backend_name}
         rows, draw = settings.context - settings.around, torch.Generator().manual_seed(0)
         ids = torch.randint(1_000, (rows,), generator=draw).tolist()
-        for name, together in (("text_tok_s", 1), ("text_tok_s_ten_a_step", _TOKENS)):
-            rates: list[float] = []
-            for seed in range(1 + max(1, settings.samples // tokens)):  # the first one warms up
-                made = decoder.generate(ids, seed=seed, max_tokens=tokens, stop_at_eos=False, tokens_per_step=together)
-                ready_ms = [token.ready_ms for token in made][_TOKENS - 1 :: _TOKENS]
-                if seed:
-                    rates += [1e3 * _TOKENS / (b - a) for a, b in zip(ready_ms, ready_ms[1:], strict=False)]
-            yield name, rates, "tokens / s"
+        rates: list[float] = []
+        for seed in range(1 + max(1, settings.samples // tokens)):  # the first one warms up
+            made = decoder.generate(ids, seed=seed, max_tokens=tokens, stop_at_eos=False)
+            ready_ms = [token.ready_ms for token in made][_TOKENS - 1 :: _TOKENS]
+            if seed:
+                rates += [1e3 * _TOKENS / (b - a) for a, b in zip(ready_ms, ready_ms[1:], strict=False)]
+        yield "text_tok_s", rates, "tokens / s"
 
 
 # ---- single frames
@@ -357,7 +350,7 @@ def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], s
 
 def faster(settings: BenchSettings) -> Measured:
     """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM at a chunk of 1
-    frame, a frame at the context by its own clock, and RTF at its default and at chunks of 8 and 1.
+    frame, a frame at the context by its own clock, and RTF at its default chunks and at chunks of 8.
 
     Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec.
     """
@@ -405,7 +398,7 @@ def faster(settings: BenchSettings) -> Measured:
         run(said, 0, 1, 1)
         first = [run(said, seed, 1, 1)[0] for seed in range(settings.samples // 10)]
         yield name, [chunk.ready_ms for chunk in first], "ms, chunk of 1 frame"
-    for name, size in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8), ("faster_rtf_chunk_1", 1)):
+    for name, size in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8)):
         runs = [run(short, seed, settings.frames, size) for seed in range(settings.peer_utterances)]
         rtf = [made[-1].ready_ms / 1e3 / sum(chunk.audio_s for chunk in made) for made in runs]
         yield name, rtf, f"compute s / audio s, chunks of {size}"

@@ -67,7 +67,7 @@ class Listener:
     player: Player = field(default_factory=Player)
     tail: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
-    def hear(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
+    def receive(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
         """A chunk came at `now_s`: `pcm` (S,) float32 of so many frames. One without a sample is no PCM."""
         self.frames += frames
         if self.byte_s is None:
@@ -192,7 +192,7 @@ class _Client:
             self._streams[asyncio.current_task()] = stream
             one.engine = getattr(stream, "engine", "server")
             async for chunk in stream:
-                one.hear(time.perf_counter(), chunk.pcm, chunk.frames)
+                one.receive(time.perf_counter(), chunk.pcm, chunk.frames)
                 self._frames += chunk.frames
         except asyncio.CancelledError:
             pass

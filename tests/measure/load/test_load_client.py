@@ -36,7 +36,7 @@ def played(planned_s: float, chunks: list[tuple[float, int]], ended_s: float | N
     """Opened when planned; chunks: (when they came, frames)."""
     one = Listener(planned_s, opened_s=planned_s, ended_s=ended_s, **more)
     for at_s, frames in chunks:
-        one.hear(at_s, np.tile(FRAME, frames), frames)
+        one.receive(at_s, np.tile(FRAME, frames), frames)
     return one
 
 
@@ -58,7 +58,7 @@ def test_a_chunk_that_comes_at_the_last_moment_is_in_time_and_later_ones_count_f
 
 def test_a_chunk_without_samples_is_a_first_byte_and_no_first_pcm():
     one = Listener(0.0)
-    one.hear(1.0, FRAME[:0], 0)
+    one.receive(1.0, FRAME[:0], 0)
     assert (one.byte_s, one.first_s) == (1.0, None) and one.gaps_within(0.0, 9.0, 9.0) == []
 
 
@@ -66,7 +66,7 @@ def test_a_chunk_without_samples_is_a_first_byte_and_no_first_pcm():
 def test_the_audible_moment_is_when_it_sounds_however_the_sound_is_cut(size):
     pcm, one = np.concatenate((SILENCE, FRAME)), Listener(0.0)
     for start in range(0, len(pcm), size):
-        one.hear(5.0, pcm[start : start + size], 0)
+        one.receive(5.0, pcm[start : start + size], 0)
     assert one.audible_s == pytest.approx(5.0 + FRAME_S, abs=1e-6)
     assert one.player.dry_s == pytest.approx(5.0 + 2 * FRAME_S) and not one.gaps
 
