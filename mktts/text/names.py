@@ -121,6 +121,8 @@ def _is_roman(name: str, written: str) -> bool:
         return True
     if re.search("[cdm]", written, re.IGNORECASE) and (len(written) < 4 or not written.isupper()):
         return False  # "Washington DC", "the mix"
+    if len(written) > 4 and written.isupper():
+        return True
     if written.lower() == "xxx" or re.fullmatch(_SMALL + "|an?|this|that|my|your|his|her", name, re.IGNORECASE):
         return False
     if written.isupper() and not name.isupper():
