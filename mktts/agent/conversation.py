@@ -152,7 +152,7 @@ def _source(settings: AgentSettings) -> LocalSource:
         # Random weights never end by themselves: they are ended where speech of the same text would end.
         tokens = len(checkpoint.tokenizer().encode(STORY))
         frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
-        options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1))
+        options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1), markup="strip")
     return LocalSource(synthesizer, settings.checkpoint, options, settings.layout)
 
 

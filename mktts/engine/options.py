@@ -95,6 +95,7 @@ class StreamOptions:
     max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
         one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
+    markup: "speak" gives the model the text as it is written; "strip" takes Markdown, HTML and TeX out before.
     """
 
     schedule: tuple[int, ...] | None = None
@@ -102,12 +103,15 @@ class StreamOptions:
     guard: Guard = field(default_factory=Guard)
     max_chars_per_segment: int | None = None
     buffer_frames: int = 500
+    markup: str = "speak"
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
             object.__setattr__(self, "schedule", tuple(self.schedule))
             if not self.schedule:
                 raise OptionsError("schedule must name at least one chunk size in frames, got ()")
+        if self.markup not in ("speak", "strip"):
+            raise OptionsError(f'markup must be "speak" or "strip", got {self.markup!r}')
         for frames in self.schedule or ():
             whole_number("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:

@@ -98,7 +98,7 @@ class RemoteSource:
         self.name = urlsplit(self._http).netloc
         self.sample_rate_hz = SAMPLE_RATE_HZ
         self._api_key = api_key
-        self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None}
+        self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None, "markup": "strip"}
         self._connect_s = connect_s
         self._silence_s = silence_s
         self._model_type = ""

@@ -109,11 +109,11 @@ class LocalSource:
         options: StreamOptions | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance. `layout`: of
-        the prompts of `speak`, None for the checkpoint's; "streaming" leaves no prompt to compute before the first
-        frame. What `open` gives is in the streaming layout in any case."""
+        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance; None takes
+        markup out of its text. `layout`: of the prompts of `speak`, None for the checkpoint's; "streaming" leaves no
+        prompt to compute before the first frame. What `open` gives is in the streaming layout in any case."""
         self._synthesizer = synthesizer
-        self._options = options
+        self._options = options or StreamOptions(markup="strip")
         self._layout = layout
         self._voices: dict[str, Voice] = {}
         checkpoint = synthesizer.checkpoint

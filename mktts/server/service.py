@@ -163,7 +163,9 @@ class SpeechService:
             "seed": params.seed,
             "sampling": sampling,
             "max_frames": params.max_frames or limits.max_frames,
-            "options": StreamOptions(trim_lead=params.trim_lead, buffer_frames=limits.buffer_frames),
+            "options": StreamOptions(
+                trim_lead=params.trim_lead, buffer_frames=limits.buffer_frames, markup=params.markup
+            ),
         }
 
     def _speaker_or_voice(self, wanted: str | None, owner: str) -> tuple[str | None, Voice | None]:

@@ -26,6 +26,7 @@ from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.text import FrontEnd
+from mktts.text.markup import MarkupFeed, strip_markup
 from mktts.text.split import clean_text, segment_chars, split_text
 
 if TYPE_CHECKING:
@@ -238,12 +239,17 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        feed = self.front_end and self.front_end.feed(request.language)
+        markup = plan.options.markup
+        feed = self.front_end.feed(request.language, markup) if self.front_end else None
+        if feed is None and markup == "strip":
+            feed = MarkupFeed()
         return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
+        if plan.options.markup == "strip":
+            request = replace(request, text=clean_text(strip_markup(request.text)))
         spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
         pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         requests = [replace(request, text=piece) for piece in pieces]

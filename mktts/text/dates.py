@@ -46,7 +46,7 @@ _TIME = r"\d{1,2}(?::[0-5]\d)?(?:\s?[ap]\.?m\b\.?)?"
 _TIME_SPAN = re.compile(rf"(?<![\w.:,/-])({_TIME})\s?-\s?(?={_TIME}(?![\w:/-]))", re.IGNORECASE)
 _OF_A_TIME = re.compile(r":|[ap]\.?m", re.IGNORECASE)
 _GOES_ON = re.compile(
-    rf"\s+(?:(?i:{_DAY}|{_MONTH}|on|in|at|to|and|or|for|until|tomorrow|today)\b|[A-Z]{{2,4}}\b|[^A-Z])"
+    rf"\s+(?:(?i:(?:{_DAY}|{_MONTH})\w*|on|in|at|to|and|or|for|until|tomorrow|today)\b|[A-Z]{{2,4}}\b|[^A-Z])"
 )
 _BEFORE_DATE = re.compile(r"\b(?:on|in|by|since|until|till|of|from|before|after|between|to|the|for)\s+$")
 _VERBS = ("may", "march", "mar", "dec")  # in lower case they are months only where a date may stand

@@ -10,9 +10,18 @@ import re
 import unicodedata
 
 from mktts.text.dates import spell_dates, spell_times
-from mktts.text.letters import GREEK, all_capitals, is_known, spell_dotted, spell_letters, split_mixed
-from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_labels, spell_names
-from mktts.text.numbers import NUMBER, bare, ordinal, spell_measures, spell_money
+from mktts.text.letters import (
+    GREEK,
+    WORDS,
+    all_capitals,
+    is_known,
+    spell_dotted,
+    spell_letters,
+    split_camel,
+    split_mixed,
+)
+from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_labels, spell_names, typed
+from mktts.text.numbers import NUMBER, bare, in_pairs, ordinal, singly, spell_measures, spell_money, year
 
 _BEFORE = str.maketrans(
     dict.fromkeys("‘’‚ʼ′`´", "'")
@@ -20,8 +29,18 @@ _BEFORE = str.maketrans(
     | dict.fromkeys("‐‑‒–−", "-")
     | dict.fromkeys("—―", " — ")
     | dict.fromkeys("™®©", "")
-    | {"²": "^2", "³": "^3", "×": " x ", "÷": " divided by ", "≈": "about ", "±": " plus or minus ", "…": "..."}
-    | {"≥": " at least ", "≤": " at most ", "→": ", ", "•": ", ", "·": " ", "№": "No. ", "⁄": "/"}
+    | {
+        "×": " * ",
+        "÷": " divided by ",
+        "≈": " ~ ",
+        "±": " plus or minus ",
+        "…": "...",
+        "′": "'",
+        "″": '"',
+        "∞": " infinity ",
+    }
+    | {"≥": " >= ", "≤": " <= ", "≠": " != ", "→": ", ", "⇒": ", ", "•": ", ", "·": " ", "№": "No. ", "⁄": "/"}
+    | {"√": " the square root of ", "∛": " the cube root of ", "∑": " the sum of ", "∈": " in "}
 )
 # Letters that do not come apart into a plain letter and an accent.
 _LETTERS = str.maketrans(
@@ -30,6 +49,7 @@ _LETTERS = str.maketrans(
     | {letter: f" {name} " for letter, name in GREEK.items() if letter not in "μΩ"}  # those two stand in units
 )
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
+_RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
 _CURRENCIES = "$€£¥₹₩¢°µμΩ"
 
@@ -38,9 +58,12 @@ def plain_characters(text: str) -> str:
     """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
     if text.isascii():
         return text.replace("`", "'")
+    text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text)).replace("·", " ")
+    text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_BEFORE))).translate(_BEFORE)
     apart = unicodedata.normalize("NFD", text.translate(_LETTERS))
-    return "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
+    plain = "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
+    return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
 def plain_marks(text: str) -> str:
@@ -63,36 +86,32 @@ _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.
 _MONTHS = frozenset(
     "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat sun may march".split()
 )
-_BOUND = ABBREVIATIONS | BINDERS | ROMANS | _MONTHS  # they belong to what stands beside them
+_BOUND = (
+    ABBREVIATIONS | BINDERS | ROMANS | _MONTHS | frozenset(WORDS["binders"].split()) | WORDS["units"].keys()
+)  # they belong to what stands beside them
 _ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
 _HASH = re.compile(r"#\s?(?=\d)")
 _MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
 _SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
 _NUMBER = re.compile(NUMBER)
-_SIGNS = (
-    (re.compile(r"\b([A-Z])([A-Z]?)&([A-Z])\b"), r"\1 \2 and \3"),  # AT&T
-    (re.compile(r"\s*&\s*"), " and "),
-    (re.compile(r"\b([CF])#"), r"\1 sharp"),
-    (re.compile(r"\bw/o\s?", re.IGNORECASE), "without "),
-    (re.compile(r"\bw/\s?", re.IGNORECASE), "with "),
-    (re.compile(r"(?<=[A-Za-z0-9])\s?=\s?"), " equals "),
-    (re.compile(r"(?<=\d)\s?\+\s?(?=\d)"), " plus "),
-    (re.compile(r"(?<=[A-Za-z])\+\+"), " plus plus"),
-    (re.compile(r"(?<=\w)\+"), " plus"),
-    (re.compile(r"\+(?=\d)"), "plus "),
-    (re.compile(r"(?<=\d)\s?:\s?(?=\d)"), " to "),
-    (re.compile(r"~\s?(?=\d)"), "about "),
-    (re.compile(r"(?<=\w)\s?<\s?(?=\d)|<\s?(?=\d)"), " less than "),
-    (re.compile(r"(?<=\w)\s?>\s?(?=\d)|(?<!\S)>\s?(?=\d)"), " more than "),
-    (re.compile(r"(?<=\w)\^2\b"), " squared"),
-    (re.compile(r"(?<=\w)\^3\b"), " cubed"),
-    (re.compile(r"#(?=[A-Za-z])"), "hashtag "),
-    (re.compile(r"(?<!\S)@(?=\w)"), "at "),
-    (re.compile(r"(?<=\w)@(?=\w)|\s@\s"), " at "),
-    (re.compile(r"(?<=[A-Za-z0-9])/(?=[A-Za-z0-9])"), " "),
-    (re.compile(r"%"), " percent"),
-    (re.compile(r"\bo'clock", re.IGNORECASE), "o'clock"),
-)
+_NAME = re.compile(rf"\b(?:{'|'.join(WORDS['names'])})(?=s?\b)")
+_HOW = {"s": singly, "p": in_pairs, "y": lambda digits: year(int(digits)), "t": typed}  # of a group, in a rule's words
+
+
+def _rules(name: str) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern), words) for pattern, words in WORDS[name]]
+
+
+_EARLY, _OPERATORS, _SIGNS = _rules("early"), _rules("operators"), _rules("signs")
+
+
+def _apply(rules: list[tuple[re.Pattern[str], str]], text: str) -> str:
+    """Each rule in turn. "{s1}" in its words is the first group, read as _HOW["s"] does."""
+    for pattern, words in rules:
+        text = pattern.sub(
+            lambda m, w=words: re.sub(r"\{(\w)(\d)\}", lambda hole: _HOW[hole[1]](m[int(hole[2])]), m.expand(w)), text
+        )
+    return text
 
 
 def is_plain(token: str) -> bool:
@@ -101,7 +120,7 @@ def is_plain(token: str) -> bool:
     if not found:
         return False
     core = found["core"].lower()
-    if len(core) < 2:
+    if len(core) < 2 or token == "in.":
         return core in ("a", "i")
     return core not in _BOUND and not is_known(core)
 
@@ -121,9 +140,12 @@ def reading(text: str) -> str:
 
 def _rewritten(text: str) -> str:
     shouted = all_capitals(text)
+    text = _NAME.sub(lambda m: WORDS["names"][m[0]], text)
+    text = _apply(_EARLY, text)
     text = spell_addresses(text)
     text = spell_dates(text)
     text = spell_times(text)
+    text = _apply(_OPERATORS, text)
     text = spell_money(text)
     text = spell_names(text)
     text = spell_measures(text)
@@ -133,9 +155,7 @@ def _rewritten(text: str) -> str:
     text = spell_labels(text)
     text = _SPAN.sub(r"\1 to \2", text)
     text = _MINUS.sub("minus ", text)
-    for pattern, words in _SIGNS:
-        text = pattern.sub(words, text)
-    text = split_mixed(text)
+    text = split_mixed(split_camel(_apply(_SIGNS, text)))
     text = _NUMBER.sub(lambda m: f" {bare(m[0])} ", text)
     return spell_letters(text, shouted)
 

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 
 from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.text.letters import GREEK
+from mktts.text.markup import MarkupFeed
 
 _LATIN = frozenset({"LATIN"})
 _JAPANESE = frozenset({"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"})
@@ -184,15 +185,16 @@ class FrontEnd:
             raise BackendUnavailable(f"the text front end {name!r} needs the package num2words: {error}") from None
         return made
 
-    def feed(self, language: str = AUTO) -> FrontEndFeed:
-        """Of one text in `language`."""
+    def feed(self, language: str = AUTO, markup: str = "speak") -> FrontEndFeed:
+        """Of one text in `language`. markup: one of MARKUP."""
         known = self.languages if language == AUTO else (language,)
-        return FrontEndFeed(Reader(self.rules) if known == (self.name,) else None, known)
+        reader = Reader(self.rules) if known == (self.name,) else None
+        return FrontEndFeed(reader, known, MarkupFeed() if markup == "strip" else None)
 
-    def read(self, text: str, language: str = AUTO) -> str:
+    def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
         """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
         without a letter or digit."""
-        feed = self.feed(language)
+        feed = self.feed(language, markup)
         return feed.push(text) + feed.finish()
 
     def word(self, written: str, language: str = AUTO) -> str:
@@ -207,9 +209,9 @@ class FrontEnd:
 class FrontEndFeed:
     """A text that arrives in pieces; what `push` and `finish` return depends on the text alone, not on the pieces."""
 
-    def __init__(self, reader: Reader | None, languages: Sequence[str]) -> None:
-        """reader: None passes text on as it is."""
-        self._reader = reader
+    def __init__(self, reader: Reader | None, languages: Sequence[str], markup: MarkupFeed | None = None) -> None:
+        """reader: None passes text on as it is. markup: what the text goes through before."""
+        self._reader, self._markup = reader, markup
         self._languages = languages
         self._scripts = scripts_of(languages)
         self._letters = False
@@ -218,18 +220,22 @@ class FrontEndFeed:
         """What can be spoken by now, perhaps "". Raises TextError for letters of another script; the piece is then
         not taken."""
         check_script(piece, self._scripts, self._languages)
+        return self._read(piece if self._markup is None else self._markup.push(piece))
+
+    def _read(self, piece: str) -> str:
         self._letters = self._letters or any(map(str.isalnum, piece))
         return piece if self._reader is None else self._reader.push(piece)
 
     def finish(self) -> str:
         """The rest. Raises TextError where no letter or digit came."""
-        rest = "" if self._reader is None else self._reader.finish()
+        rest = "" if self._markup is None else self._read(self._markup.finish())
+        rest += "" if self._reader is None else self._reader.finish()
         if not self._letters or (self._reader is not None and self._reader.silent):
             raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
         return rest
 
 
-def spoken(text: str, language: str = ENGLISH) -> str:
-    """`text` as the front end of `language` reads it; for a language without one as it stands. Raises as
-    `FrontEnd.read`."""
-    return FrontEnd(ENGLISH, (language,)).read(text, language)
+def spoken(text: str, language: str = ENGLISH, markup: str = "strip") -> str:
+    """`text` as the front end of `language` reads it; for a language without one as it stands. markup: one of MARKUP.
+    Raises as `FrontEnd.read`."""
+    return FrontEnd(ENGLISH, (language,)).read(text, language, markup)

@@ -39,6 +39,8 @@ _DOTTED = re.compile(r"(?<![\w.])((?:[A-Za-z]\.)+[A-Za-z]\b\.?|Ph\.?\s?D\b\.?)('
 _CAPITALS = re.compile(r"(?<![\w'])([A-Z]{2,})('?s|S')?(?![\w'])")
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 _MIXED = re.compile(r"(?<=[A-Za-z])-?(?=\d)|(?<=\d)-?(?=[A-Za-z])")
+_CAMEL = re.compile(r"\b(?!Mc[A-Z])[A-Za-z]*(?:[a-z][A-Z]|[A-Z]{2}[a-z]{2})[A-Za-z]*")
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{2})")
 _LONGEST_SPELLED = 5
 
 
@@ -86,6 +88,11 @@ def all_capitals(text: str) -> bool:
 def split_mixed(text: str) -> str:
     """Letters and digits that stand together apart: "COVID-19" -> "COVID 19", "MP3" -> "MP 3"."""
     return re.sub(r"\b(?=\w*[A-Za-z])(?=[\w-]*\d)[A-Za-z\d]+(?:-[A-Za-z\d]+)*", lambda m: _MIXED.sub(" ", m[0]), text)
+
+
+def split_camel(text: str) -> str:
+    """ "ChatGPT" -> "Chat GPT"; a name such as "McDonald" stays."""
+    return _CAMEL.sub(lambda m: m[0] if m[0].lower() in _OTHERWISE else _HUMP.sub(" ", m[0]), text)
 
 
 def _capitals(match: re.Match[str], shouted: bool) -> str:

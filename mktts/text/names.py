@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mktts.text.letters import WORDS, spell_unknown
-from mktts.text.numbers import bare, cardinal, in_pairs, number, ordinal, singly
+from mktts.text.numbers import bare, cardinal, in_pairs, number, ordinal, singly, year
 
 _TITLES = WORDS["titles"]  # before a name
 _WORDS = ("rep", "hon")  # in lower case no titles
@@ -31,7 +31,7 @@ _LATIN = ((re.compile(r"\be\.\s?g\.,?", re.I), "for example,"), (re.compile(r"\b
 _AND_OTHERS = re.compile(r"\bet al\.", re.IGNORECASE)
 _NUMBER_OF = re.compile(r"\bno\.(?=\s+of\b)", re.IGNORECASE)
 
-_ROMAN = r"(?=[ivxl])(?:x{0,3}|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
+_ROMAN = r"(?=[ivxlcdm])m{0,3}(?:cm|cd|d?c{0,3})(?:xc|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
 ROMANS = frozenset("ii iii iv vi vii viii ix xi xii xiii xiv xv xvi xvii xviii xix xx xxi xxii xxiii".split())
 _ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-]|\.\s*[A-Za-z])", re.IGNORECASE)
 _REGNAL = frozenset(
@@ -108,7 +108,8 @@ def _roman(match: re.Match[str]) -> str:
     if not written or not (_is_one(match) if written in "Ii" else _is_roman(name, written)):
         return match[0]
     value = _value(written.lower())
-    return f"{name} {'the ' + ordinal(value) if name.lower() in _REGNAL else cardinal(value)}"
+    read = year if 1_500 < value < 2_100 else cardinal
+    return f"{name} {'the ' + ordinal(value) if name.lower() in _REGNAL else read(value)}"
 
 
 def _is_roman(name: str, written: str) -> bool:
@@ -117,6 +118,10 @@ def _is_roman(name: str, written: str) -> bool:
     if len(written) == 1:
         return head and written in "VX" and name != "Malcolm"
     if head:
+        return True
+    if re.search("[cdm]", written, re.IGNORECASE) and (len(written) < 4 or not written.isupper()):
+        return False  # "Washington DC", "the mix"
+    if len(written) > 4 and written.isupper():
         return True
     if written.lower() == "xxx" or re.fullmatch(_SMALL + "|an?|this|that|my|your|his|her", name, re.IGNORECASE):
         return False
@@ -134,7 +139,7 @@ def _is_one(match: re.Match[str]) -> bool:
 
 
 def _value(roman: str) -> int:
-    values = [{"i": 1, "v": 5, "x": 10, "l": 50}[letter] for letter in roman]
+    values = [{"i": 1, "v": 5, "x": 10, "l": 50, "c": 100, "d": 500, "m": 1_000}[letter] for letter in roman]
     return sum(-v if any(w > v for w in values[i + 1 :]) else v for i, v in enumerate(values))
 
 
@@ -147,7 +152,7 @@ _URL = re.compile(
     r"(?![\w@])",
     re.IGNORECASE,
 )
-_MARKS = WORDS["marks"]  # of addresses
+_MARKS, PATHS = WORDS["marks"], WORDS["paths"]  # of addresses
 _SPELLED_ENDS = {"uk", "us", "de", "fr", "eu", "jp", "cn", "au", "tv", "fm", "ly", "gg", "io", "ai", "html", "php"}
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+|[^\w\s]|_", re.ASCII)
 
@@ -164,9 +169,9 @@ _SOCIAL = re.compile(r"(?<![\w-])(\d{3})-(\d\d)-(\d{4})(?![\w-])")
 def spell_addresses(text: str) -> str:
     """`text` with its addresses in words."""
     if "@" in text:
-        text = _MAIL.sub(lambda m: f"{_typed(m[1])} at {_typed(m[2])}", text)
+        text = _MAIL.sub(lambda m: f"{typed(m[1])} at {typed(m[2])}", text)
     if "." in text or "://" in text:
-        text = _URL.sub(lambda m: _typed((m[1] or m[2]).rstrip("/")), text)
+        text = _URL.sub(lambda m: typed((m[1] or m[2]).rstrip("/")), text)
     if any(char.isdigit() for char in text):
         text = _PHONE.sub(_phone, text)
         text = _FOREIGN.sub(lambda m: f"plus {singly(m[1])}, {_groups(m[2])}", text)
@@ -178,8 +183,8 @@ def spell_addresses(text: str) -> str:
     return text
 
 
-def _typed(address: str) -> str:
-    """ "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
+def typed(address: str) -> str:
+    """An address or a path: "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
     words = []
     for piece in _PIECE.findall(address):
         if piece in _MARKS:
@@ -190,7 +195,9 @@ def _typed(address: str) -> str:
             words.append("W W W")
         elif piece.isalpha():
             whole = piece.lower()
-            words.append(" ".join(whole.upper()) if whole in _SPELLED_ENDS else spell_unknown(whole))
+            words.append(
+                " ".join(whole.upper()) if whole in _SPELLED_ENDS else PATHS.get(whole) or spell_unknown(whole)
+            )
     return " ".join(words)
 
 

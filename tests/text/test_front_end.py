@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from record_cases import cases, words, wrong
 
 from mktts.checkpoint.open import FRONT_ENDS as NAMED
 from mktts.errors import OptionsError, TextError
 from mktts.text import FRONT_ENDS, FrontEnd, spoken
+from mktts.text.markup import MarkupFeed, strip_markup
 from mktts.text.numbers import bare, cardinal, in_pairs, ordinal, year
 
 SEEN = files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8")
-UNSEEN = Path(__file__).with_name("written_unseen.tsv").read_text(encoding="utf-8")
-SENTENCES = [line.partition("\t")[0] for line in (SEEN + UNSEEN).splitlines()]
+TABLE = cases()
+SENTENCES = [line.partition("\t")[0] for line in SEEN.splitlines()] + [text for text, _ in TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
 MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
 PIECES = st.lists(
     st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5)), max_size=14
 )
-
-
-def words(text: str) -> str:
-    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
 
 
 def misread(table: str) -> list[tuple[str, str]]:
@@ -39,10 +37,46 @@ def title(text: str) -> str:
     return re.sub(r"(?<![\w'])[a-z]", lambda match: match[0].upper(), text)
 
 
-@pytest.mark.parametrize(("table", "lines"), [(SEEN, 60), (UNSEEN, 40)], ids=["seen by the rules", "unseen"])
-def test_written_numbers_prices_times_dates_and_titles_are_read_right(table, lines):
-    assert len(table.splitlines()) == lines
-    assert misread(table) == []
+def test_written_numbers_prices_times_dates_and_titles_are_read_right():
+    assert len(SEEN.splitlines()) == 60
+    assert misread(SEEN) == []
+
+
+def test_at_least_245_of_250_written_forms_are_read_as_listed():
+    assert len(TABLE) >= 250
+    assert len(wrong()) <= len(TABLE) * 5 // 250, wrong()
+
+
+def test_each_written_form_in_random_pieces_gives_what_the_whole_gives():
+    random = Random(90210)
+    for text, _ in TABLE:
+        for _ in range(3):
+            feed, start, said = FrontEnd("english").feed(markup="strip"), 0, ""
+            while start < len(text):
+                end = start + random.randint(1, 9)
+                said += feed.push(text[start:end])
+                start = end
+            assert said + feed.finish() == spoken(text)
+
+
+@given(st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40), st.lists(st.integers(0, 40), max_size=6))
+@example("[^1]: note", [5])
+@example("see [a [b]](c(d)) **e** `f`", [7, 9])
+def test_markup_is_taken_out_of_pieces_as_of_the_whole(text, cuts):
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    feed = MarkupFeed()
+    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    try:
+        whole = strip_markup(text)
+    except TextError:
+        return
+    assert said + feed.finish() == whole
+
+
+def test_a_block_of_code_is_left_out_or_named():
+    text = "Run:\n```sh\nls **\n```\nDone."
+    assert strip_markup(text).split() == ["Run:", "Done."]
+    assert strip_markup(text, code="Code left out.").split() == ["Run:", "Code", "left", "out.", "Done."]
 
 
 @pytest.mark.parametrize("form", [str.upper, str.lower, title, lambda text: text.rstrip(".")])
@@ -62,7 +96,7 @@ def test_a_plain_sentence_keeps_its_words_and_marks(text):
 def test_pieces_give_what_the_whole_gives(parts, cuts):
     text = " ".join(parts)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    feed = FrontEnd("english").feed()
+    feed = FrontEnd("english").feed(markup="strip")
     try:
         whole = spoken(text)
     except TextError:

@@ -1,0 +1,148 @@
+"""Markdown, HTML, TeX and terminal codes taken out of a text: what is left is what a person would read out."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from mktts.errors import TextError
+from mktts.text.letters import WORDS
+
+_TEX = WORDS["tex"]
+_IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
+_FRACTION = re.compile(rf"\\[dt]?frac\s?({_IN_BRACES})\s?({_IN_BRACES})")
+_COMMAND = re.compile(r"\\([A-Za-z]+|.)")
+_EMOJI = "\U0001f000-\U0001faff\U000e0020-\U000e007f\u2600-\u27bf\u2b00-\u2bff\u231a-\u23ff\ufe0f\u20e3\u200d"
+_IN_BRACKETS = r"(?:[^\[\]\n]|\[[^\[\]\n]{0,100}\]){0,300}"
+_IN_PARENTHESES = r"(?:[^()\n]|\([^()\n]{0,100}\)){0,600}"
+_CITED = r"\^[^\]\n]{1,40}|[1-9]\d{0,2}(?:,\s?\d{1,3}){0,9}"
+_FOUND = re.compile(
+    rf"!?\[(?P<link>{_IN_BRACKETS})\](?:\({_IN_PARENTHESES}\)|\[[^\]\n]{{0,80}}\])|`(?P<code>[^`\n]{{1,240}})`"
+    rf"|<(?P<address>https?://[^\s<>]{{1,600}}|[^\s<>@]{{1,80}}@[^\s<>]{{1,80}})>|(?P<entity>&(?:#\d+|#x[\da-fA-F]+|\w+);)"
+    rf"|(?P<space></?(?:br|p|div|li|td|th|tr|h\d)(?:\s[^<>\n]{{0,600}})?/?>)|\\(?P<escaped>[*_`#\[\]~$<>|!])"
+    rf"|(?P<gone>\s?(?:\[(?:{_CITED})\](?!\()|~~(?=\S)[^~\n]{{1,240}}~~|[{_EMOJI}]+)|\x1b\[[\d;]*[A-Za-z]|\[\d{{1,2}}(?:;\d{{1,3}})*m(?!\])"
+    r"|<\|[^|<>\n]{1,40}\|>|<!--[^\n>]{0,600}-->|</?[A-Za-z][\w-]{0,30}(?:\s[^<>\n]{0,600})?/?>"
+    r"|(?<![\w*_])[*_]{1,3}(?=[^\s*_])|(?<=[^\s*_])[*_]{1,3}(?![\w*_])|(?<!\S)==(?=[^\s=])|(?<=[^\s=])==(?![\s\w]*=))"
+    r"|(?P<tex>\\\([^\n]{1,240}?\\\)|\\\[[^\n]{1,240}?\\\]|\$\$[^$\n]{1,240}\$\$|(?<![\w$])\$(?![\s\d$])[^$\n]{1,120}"
+    r"(?<![\s(/-])\$(?![\w$])|(?<![\w$])\$\d[^$\s]{0,80}(?<![\s(/.,-])\$(?![\w$])"
+    rf"|\\(?:[dt]?frac\s?{_IN_BRACES}\s?{_IN_BRACES}|(?:sqrt|text\w*|math\w+)\s?{_IN_BRACES}|(?:{'|'.join(_TEX)})(?![A-Za-z{{])))"
+)
+_STARTS = re.compile(rf"[\s!\[<&~\\$*_=`\x1b{_EMOJI}]")
+# What may yet become one of them when more of the line is there.
+_OPEN = re.compile(
+    rf"\s?!?\[{_IN_BRACKETS}(?:\[[^\]\n]{{0,100}}|\](?:\({_IN_PARENTHESES}(?:\([^)\n]{{0,100}})?|\[[^\]\n]{{0,80}})?)?"
+    rf"|<[^>\n]{{0,640}}>?|&[#\w]*|\s?~(?:~[^~\n]{{0,240}}~?)?|\\(?:[(\[][^\n]{{0,244}}|[A-Za-z]{{0,16}}(?:\s?\{{[^\n]{{0,240}})?)"
+    rf"|\$(?:\$?[^\d$\n][^$\n]{{0,240}}|[^\s]{{0,82}})\$?|`[^`\n]{{0,240}}|\x1b(?:\[[\d;]*)?|[*_]{{1,4}}|={{1,2}}[\s\w]*|!|\s|\s?[{_EMOJI}]+"
+)
+_FENCE = re.compile(r"[\s>]*(```|~~~)")
+_NO_WORDS = re.compile(r"[\s|:*_=-]*(?:-\s?-|\*\s?\*\s?\*|_\s?_\s?_|==)[\s|:*_=-]*|\s*\[[^\]\n]{1,80}\]:\s.*")
+_KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d{1,3}[.)]\s))?")
+_KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{1,3}[.)]?)?|[\s>]*(?:[|]|``?`?|~~?~?).*")
+
+
+def strip_markup(text: str, code: str = "") -> str:
+    """`text` without its markup. code: what stands for a block of code. Raises TextError where nothing is left."""
+    feed = MarkupFeed(code)
+    return feed.push(text) + feed.finish()
+
+
+class MarkupFeed:
+    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
+
+    def __init__(self, code: str = "") -> None:
+        """code: what stands for a block of code."""
+        self._code = code
+        self._rest = ""  # of the present line, not handed on
+        self._last = "\n"  # the character before it
+        self._begun = self._item = False  # the line's kind is known; it is a sentence of its own
+        self._fence = ""  # what ends the present block of code
+        self._said = "\n"  # the last visible character of the line that was handed on
+        self._spoken = False  # something visible was handed on
+
+    def push(self, piece: str) -> str:
+        """What is certain by now, perhaps ""."""
+        *lines, last = (self._rest + piece).split("\n")
+        said = [self._line(line) + "\n" for line in lines]
+        self._rest = last
+        if not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
+            said.append(self._words(final=False))
+        words = "".join(said)
+        self._spoken = self._spoken or bool(words.strip())
+        return words
+
+    def finish(self) -> str:
+        """The rest. Raises TextError where the whole text was markup."""
+        rest = self._line(self._rest)
+        if not self._spoken and not rest.strip():
+            raise TextError("expected text with a letter or a digit, got none beside its markup")
+        return rest
+
+    def _line(self, line: str) -> str:
+        """What remains of a line to its end."""
+        fence = None if self._begun else _FENCE.match(line)
+        if self._fence:
+            if fence and fence[1] == self._fence:
+                self._fence = ""
+            return ""
+        if fence:
+            self._fence = fence[1]
+            return self._code
+        if not self._begun and _NO_WORDS.fullmatch(line):
+            return ""
+        if not self._begun and line.lstrip().startswith("|"):  # a row of a table, read as a heading
+            line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
+        self._rest = line
+        said = self._words(final=True)
+        last = self._said
+        ends = "." if self._item and (last.isalnum() or last in ")\"'%") else ""
+        self._begun = self._item = False
+        self._last = self._said = "\n"
+        return said + ends
+
+    def _words(self, final: bool) -> str:
+        """Of the present line what is certain; all of it when it is final."""
+        said = []
+        if not self._begun:
+            kind = _KIND.match(self._rest)
+            self._begun, self._item = True, kind["item"] is not None
+            self._rest = self._rest[kind.end() :]
+            said.append("\n" if self._item else "")
+        text, at = self._last + self._rest, 1
+        while at < len(text):
+            start = _STARTS.search(text, at)
+            plain = text[at : start.start() if start else len(text)]
+            said.append(plain)
+            at += len(plain)
+            if start is None:
+                break
+            found = _FOUND.match(text, at)
+            if not final and ((found and found.end() == len(text)) or (not found and _OPEN.fullmatch(text, at))):
+                break
+            said.append(_words_of(found) if found else text[at])
+            at = found.end() if found else at + 1
+        self._last, self._rest = text[at - 1], text[at:]
+        words = "".join(said)
+        self._said = (self._said + words.rstrip())[-1]
+        return words
+
+
+def _words_of(found: re.Match[str]) -> str:
+    kind, text = found.lastgroup, found[found.lastgroup]
+    if kind == "link":
+        return _inline(text)
+    if kind == "tex":
+        return _formula(text)
+    return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)
+
+
+def _inline(text: str) -> str:
+    feed = MarkupFeed()
+    feed._begun, feed._rest = True, text
+    return feed._words(final=True)
+
+
+def _formula(text: str) -> str:
+    """ "$\\frac{a}{b}$" -> "a over b"."""
+    text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
+    text = _COMMAND.sub(lambda m: f" {_TEX[m[1]]} " if m[1] in _TEX else " ", text)
+    return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())

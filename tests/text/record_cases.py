@@ -1,0 +1,38 @@
+"""How many written forms of cases.tsv are read as listed (`python tests/text/record_cases.py` writes text.json).
+
+A line is `written<TAB>read`, with "|" between readings that are all right; \\n and \\x1b stand for those characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from mktts.text import spoken
+
+CASES = Path(__file__).with_name("cases.tsv")
+RECORD = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "text.json"
+
+
+def cases() -> list[tuple[str, list[str]]]:
+    rows = [line.split("\t") for line in CASES.read_text(encoding="utf-8").splitlines()]
+    return [(unescaped(written), right.split("|")) for written, right in rows]
+
+
+def unescaped(written: str) -> str:
+    return written.replace("\\n", "\n").replace("\\x1b", "\x1b").replace("\\\\", "\\")
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
+
+
+def wrong() -> list[tuple[str, str]]:
+    """(written, spoken) where `spoken` is none of the readings that are right."""
+    return [(text, spoken(text)) for text, right in cases() if words(spoken(text)) not in map(words, right)]
+
+
+if __name__ == "__main__":
+    total = len(cases())
+    RECORD.write_text(json.dumps({"cases": total, "right": total - len(wrong()), "outside": None}, indent=1) + "\n")
