@@ -134,7 +134,7 @@ def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: fl
     if not holds(value, limit):
         raise MetricsError(f"{name}: expected {checked} {unit}, found {value}")
     value = value if isinstance(value, int) else float(value)
-    return {"name": name, "value": value, "unit": unit, "n": n, "machine": machine, "checked": checked}
+    return {"name": name, "value": value, "unit": unit, "n": n, "checked": checked, "machine": machine}
 
 
 def verdict(run_dir: Path, question: str, answer: str, figures: Sequence[dict[str, Any]], limit: str) -> None:
