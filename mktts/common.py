@@ -147,7 +147,7 @@ def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
             print(f" {elapsed_s:.1f} s", file=sys.stderr)
 
 
-def whole_number(
+def checked_int(
     name: str, value: object, at_least: int, at_most: int | None = None, error: type[MkttsError] = OptionsError
 ) -> None:
     """Raises `error` unless `value` is a whole number of at least `at_least` and, where given, at most `at_most`."""

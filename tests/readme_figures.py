@@ -21,29 +21,21 @@ SCALE = re.compile(r"<!-- scale -->\n.*?<!-- end of scale -->", re.DOTALL)
 SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end of speed -->", re.DOTALL)
 CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
 CARDS_FILE = "outputs/reference/h100/architectures.json"
-H200, CPU = "outputs/reference/h200/", "outputs/reference/"
-
-# Of the table of scale: what, where, file and keys of the figure, and of how many streams it is; {:.0f} and its unit.
+# Of the table of scale: what, where, file under outputs/reference and keys of the figure, how it is written.
 SCALE_ROWS = (
-    ("0.6B, 32 rows of prompt", "H200", H200 + "load.json", "listeners.by_context.32", "{:,.0f}"),
-    ("1.7B, 32 rows", "H200", H200 + "load.json", "listeners_1p7b.value", "{:,.0f}"),
-    ("0.6B, 32 rows", "H100", "outputs/reference/h100/load.json", "listeners.value", "at least {:,.0f}"),
+    ("0.6B, 32 rows of prompt", "H200", "h200/load.json", "listeners.by_context.32", "{:,.0f}"),
+    ("1.7B, 32 rows", "H200", "h200/load.json", "listeners_1p7b.value", "{:,.0f}"),
+    ("0.6B, 32 rows", "H100", "h100/load.json", "listeners.value", "at least {:,.0f}"),
     (
         "first PCM at 1,024 of 0.6B, 32 rows, p99",
         "H200",
-        H200 + "load.json",
+        "h200/load.json",
         "ttfc_p99_1024_ms.by_context.32",
         "{:.0f} ms",
     ),
-    ("0.6B over sockets", "H200", H200 + "serve_load.json", "listeners.value", "{:,.0f}"),
-    ("first byte at that load, p99", "H200", H200 + "serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
-    (
-        "the voice in the box",
-        "two CPU cores",
-        CPU + "load_cpu.json",
-        "listeners.playing_mean",
-        "{:.0f}",
-    ),
+    ("0.6B over sockets", "H200", "h200/serve_load.json", "listeners.value", "{:,.0f}"),
+    ("first byte at that load, p99", "H200", "h200/serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
+    ("the voice in the box, 45 rows", "two CPU cores", "load_cpu.json", "listeners.playing_mean", "{:.0f}"),
 )
 
 # Row of the table -> suffix of the three engines' figures in the bench's document.
@@ -62,7 +54,7 @@ def scale_table() -> list[str]:
     """Markdown lines: a row of `SCALE_ROWS` each; n: streams of the run, where the figure says it."""
     lines = ["| listeners at once, each in time | on | |", "|---|---|---|"]
     for what, where, name, keys, form in SCALE_ROWS:
-        document = _document(name)
+        document = _document(f"outputs/reference/{name}")
         value = figure = document["figures"][keys.partition(".")[0]]
         for key in keys.split(".")[1:]:
             value = value[key]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mktts.codec.packed import Precision
-from mktts.common import one_of, whole_number
+from mktts.common import checked_int, one_of
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,5 @@ class BatchSettings:
     def __post_init__(self) -> None:
         for name in ("max_streams", "positions", "memory_bytes"):
             if (value := getattr(self, name)) is not None:
-                whole_number(name, value, at_least=1)
+                checked_int(name, value, at_least=1)
         one_of("codec", self.codec, get_args(Precision))

@@ -16,7 +16,7 @@ OpenStream = Callable[[str, Any], Stream]
 _NOTHING = np.zeros(0, np.float32)
 
 
-class Asked(NamedTuple):
+class SayRequest(NamedTuple):
     """A text to say, with settings of its own as of `Synthesizer.stream`. name: whatever the caller knows it by."""
 
     text: str
@@ -24,10 +24,10 @@ class Asked(NamedTuple):
     name: Any = None
 
 
-class Said(NamedTuple):
+class SayResult(NamedTuple):
     """What became of it. stream: None where it could not be opened. pcm: (S,) float32, empty beside an `error`."""
 
-    asked: Asked
+    asked: SayRequest
     stream: Stream | None
     pcm: np.ndarray = _NOTHING
     error: Exception | None = None
@@ -72,14 +72,14 @@ def say_many(
             stream.cancel()
 
 
-def say_each(open_stream: OpenStream, ask: Callable[[], Asked | None], at_once: int) -> Iterator[Said]:
+def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:
     """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
 
     ask: gives the next one; None where there is none for now: it is asked again after each that was handed out, and all
     is over once it has none and nothing is open. What it raises is raised. Leaving the iterator ends what is open.
     """
     over: SimpleQueue[int] = SimpleQueue()
-    waiting: dict[int, Said] = {}  # by number
+    waiting: dict[int, SayResult] = {}  # by number
     number = 0
 
     def fill() -> None:
@@ -87,10 +87,10 @@ def say_each(open_stream: OpenStream, ask: Callable[[], Asked | None], at_once: 
         while len(waiting) < at_once and (asked := ask()) is not None:
             number += 1
             try:
-                waiting[number] = Said(asked, open_stream(asked.text, asked.settings))
+                waiting[number] = SayResult(asked, open_stream(asked.text, asked.settings))
                 waiting[number].stream.when_over(partial(over.put, number))
             except Exception as error:
-                waiting[number] = Said(asked, None, error=error)
+                waiting[number] = SayResult(asked, None, error=error)
                 over.put(number)
 
     try:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from mktts.audio import to_pcm16
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.errors import OptionsError
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
@@ -42,10 +42,10 @@ class Guard:
 
     def __post_init__(self) -> None:
         if self.repeat_frames is not None:
-            whole_number("repeat_frames", self.repeat_frames, at_least=2)
+            checked_int("repeat_frames", self.repeat_frames, at_least=2)
         if self.frames_per_text_token is not None and not self.frames_per_text_token > 0:
             raise OptionsError(f"frames_per_text_token must be above 0 or None, got {self.frames_per_text_token!r}")
-        whole_number("slack_frames", self.slack_frames, at_least=1)
+        checked_int("slack_frames", self.slack_frames, at_least=1)
 
     @classmethod
     def off(cls) -> Guard:
@@ -113,10 +113,10 @@ class StreamOptions:
         if self.markup not in ("speak", "strip"):
             raise OptionsError(f'markup must be "speak" or "strip", got {self.markup!r}')
         for frames in self.schedule or ():
-            whole_number("every entry of schedule", frames, at_least=1)
+            checked_int("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:
-            whole_number("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
-        whole_number("buffer_frames", self.buffer_frames, at_least=max(self.schedule or SCHEDULE))
+            checked_int("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
+        checked_int("buffer_frames", self.buffer_frames, at_least=max(self.schedule or SCHEDULE))
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class Plan:
             raise OptionsError(
                 f"options must be StreamOptions, got {kind}: pass options=StreamOptions(schedule=(1, 1, 2, 4, 8))"
             )
-        whole_number("seed", self.seed, at_least=0, at_most=MAX_SEED)
+        checked_int("seed", self.seed, at_least=0, at_most=MAX_SEED)
         if self.max_frames is not None:
-            whole_number("max_frames", self.max_frames, at_least=1)
+            checked_int("max_frames", self.max_frames, at_least=1)
 
 
 @dataclass(frozen=True)

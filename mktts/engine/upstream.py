@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.engine.lanes import Copy, Made
 from mktts.engine.options import FinishReason, GuardState
 from mktts.engine.scheduler import TickSettings
@@ -162,7 +162,7 @@ def generate_codes(
     frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
     PromptError for what upstream refuses and CapacityError for max_frames < 1.
     """
-    whole_number("max_frames", max_frames, 1, error=CapacityError)
+    checked_int("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
 
     def before(module: Any, arguments: Any) -> None:

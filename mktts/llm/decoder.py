@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from mktts.common import one_of, whole_number
+from mktts.common import checked_int, one_of
 from mktts.errors import BackendUnavailable, EngineError, TextError
 from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
@@ -173,8 +173,8 @@ class TextDecoder:
             raise EngineError("the decoder is closed: load another one")
         ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
         seed = drawn_seed() if seed is None else seed
-        whole_number("seed", seed, at_least=0, at_most=MAX_SEED)
-        whole_number("max_tokens", max_tokens, at_least=1)
+        checked_int("seed", seed, at_least=0, at_most=MAX_SEED)
+        checked_int("max_tokens", max_tokens, at_least=1)
         config = self.checkpoint.config
         check_start(config.stack, ids, max_tokens)
         after = after if after and after[1] else None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
@@ -55,7 +55,7 @@ def check_start(embeds: Tensor, width: int, max_frames: int) -> None:
     """What every backend refuses: PromptError for rows that are not (L >= 2, width), CapacityError for no frames."""
     if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
         raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
-    whole_number("max_frames", max_frames, 1, error=CapacityError)
+    checked_int("max_frames", max_frames, 1, error=CapacityError)
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.common import one_of, whole_number
+from mktts.common import checked_int, one_of
 from mktts.errors import SamplingError
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
@@ -166,7 +166,7 @@ def checked_seed(seed: int | None) -> int:
     """`seed`, or a fresh one for None. Raises SamplingError outside [0, 2^64)."""
     if seed is None:
         return secrets.randbits(SEED_BITS)
-    whole_number("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
+    checked_int("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
     return int(seed)
 
 

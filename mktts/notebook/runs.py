@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import python_path, read_object, whole_number, write_json, write_whole
+from mktts.common import checked_int, python_path, read_object, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the grid; 0 if every run succeeded, else 1. Raises BatchError before anything runs on bad input."""
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
-    whole_number("--timeout", arguments.timeout, 1, error=BatchError)
+    checked_int("--timeout", arguments.timeout, 1, error=BatchError)
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

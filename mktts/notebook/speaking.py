@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.errors import MkttsError, OptionsError
 from mktts.model.sampling import Choice, Sampling
 
@@ -23,7 +23,7 @@ _DRAWING = (*_FIELDS, "GREEDY")
 def at_least(smallest: int, **parameters: int) -> None:
     """Raises OptionsError naming the parameter that is not a whole number of at least `smallest`."""
     for name, value in parameters.items():
-        whole_number(name, value, at_least=smallest)
+        checked_int(name, value, at_least=smallest)
 
 
 def schedule(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
-from mktts.common import one_of, whole_number
+from mktts.common import checked_int, one_of
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
@@ -62,7 +62,7 @@ class Loading:
         dtype = default_dtype(where) if dtype is None else dtype
         one_of("dtype", dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
         if cpu_threads is not None:
-            whole_number("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
+            checked_int("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
         if deterministic and engine == "single":
             raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
         together = engine == "batch" or bool(deterministic)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.errors import MkttsError, SentencesError
 from mktts.model.sampling import MAX_SEED
 
@@ -111,7 +111,7 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
         value = cells.get(name)
         if name in _NUMBERS and value is not None:
             value = int(value) if isinstance(value, str) and value.isdecimal() else value
-            whole_number(name, value, *_NUMBERS[name])
+            checked_int(name, value, *_NUMBERS[name])
         elif name == "id" and isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
         elif not isinstance(value, str | None):

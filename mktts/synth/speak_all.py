@@ -24,8 +24,8 @@ from mktts.audio import encoded, require_format
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import python_path, whole_number
-from mktts.engine.many import Asked, Said
+from mktts.common import checked_int, python_path
+from mktts.engine.many import SayRequest, SayResult
 from mktts.engine.options import StreamOptions
 from mktts.errors import (
     BackendUnavailable,
@@ -93,7 +93,7 @@ def speak_into_folder(
         except VoiceError as error:
             yield Outcome(sentence.line, sentence.id, str(error))
 
-    def ask() -> Asked | None:
+    def ask() -> SayRequest | None:
         if not waiting:
             return None
         sentence, attempt = waiting.popleft()
@@ -107,7 +107,7 @@ def speak_into_folder(
             "seed": derived_seed(sentence.seed, attempt) if attempt else sentence.seed,
             "options": _UNREAD,
         }
-        return Asked(sentence.text, settings, (sentence, attempt))
+        return SayRequest(sentence.text, settings, (sentence, attempt))
 
     writing: deque[Future[Outcome]] = deque()
     with ThreadPoolExecutor(_WRITERS, "mktts-writer") as pool:
@@ -133,7 +133,7 @@ def derived_seed(*words: Any) -> int:
     return int.from_bytes(hashlib.sha256(" ".join(map(str, words)).encode()).digest()[:4])
 
 
-def _fault(said: Said, sentence: Sentence) -> str | None:
+def _fault(said: SayResult, sentence: Sentence) -> str | None:
     """Why an utterance that is over is not kept; None for a good one."""
     if said.error is not None:
         kind = "" if isinstance(said.error, MkttsError) else f"{type(said.error).__name__}: "
@@ -298,10 +298,10 @@ def _outcomes(
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses at once what could only fail after the model has loaded."""
     require_format(arguments.format)
-    whole_number("--seed", arguments.seed, 0, MAX_SEED)
+    checked_int("--seed", arguments.seed, 0, MAX_SEED)
     for name in ("max_frames", "replicas"):
         if (value := getattr(arguments, name)) is not None:
-            whole_number(f"--{name.replace('_', '-')}", value, 1)
+            checked_int(f"--{name.replace('_', '-')}", value, 1)
     if arguments.voice:
         _voice(str(arguments.voice.resolve()))  # raises VoiceError
     if arguments.output.exists() and not arguments.output.is_dir():

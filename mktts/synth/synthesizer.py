@@ -13,9 +13,9 @@ import torch
 
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
-from mktts.common import whole_number
+from mktts.common import checked_int
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.many import Asked, Said, say_each, say_many
+from mktts.engine.many import SayRequest, SayResult, say_each, say_many
 from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
 from mktts.engine.stream import EngineName, Session, Stream
@@ -216,10 +216,10 @@ class Synthesizer:
         Raises OptionsError here for an `at_once` below 1.
         """
         if at_once is not None:
-            whole_number("at_once", at_once, at_least=1)
+            checked_int("at_once", at_once, at_least=1)
         return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._room)
 
-    def say_each(self, ask: Callable[[], Asked | None], *, at_once: int | None = None) -> Iterator[Said]:
+    def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
         """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
 
         ask: gives the next one, or None where there is none for now: see `mktts.engine.many.say_each`. One whose
@@ -227,7 +227,7 @@ class Synthesizer:
         at_once: None takes a few more than the engine has room for, which then wait for a place.
         """
         if at_once is not None:
-            whole_number("at_once", at_once, at_least=1)
+            checked_int("at_once", at_once, at_least=1)
         return say_each(self._stream_unpaced, ask, at_once or self._room + self._room // _WAITING)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:

@@ -19,20 +19,6 @@ from mktts.errors import EngineError, TextError
 # ---- turns
 
 
-@pytest.mark.parametrize("make", ["single"], indirect=True)  # its turns are the subject
-def test_open_streams_take_turns_frame_by_frame(held):
-    synth, backend = held
-    streams = [speak(synth, seed=1)]
-    backend.wait_entered(1)  # the worker is inside the first frame of stream 1
-    streams += [speak(synth, seed=2), speak(synth, seed=3)]
-    backend.let(18)
-    for stream in streams:
-        assert len(list(stream)) == 6
-    assert backend.order[1:3] == [2, 3]  # the first frame of a new stream comes next
-    assert [backend.order.count(seed) for seed in (1, 2, 3)] == [6, 6, 6]
-    assert all(len(set(backend.order[i : i + 3])) == 3 for i in range(0, 18, 3)), backend.order
-
-
 def test_the_first_frame_of_a_new_stream_does_not_wait_for_a_sentence(held):
     synth, backend = held
     long = speak(synth, seed=1, frames=1_000)

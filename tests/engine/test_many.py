@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
 
-from mktts.engine.many import Asked
+from mktts.engine.many import SayRequest
 from mktts.errors import EngineError, OptionsError, TextError
 
 TEXTS = [f"Text number {number}." for number in range(12)]
@@ -84,7 +84,7 @@ def test_as_many_are_open_as_there_is_room_for_and_a_few_more_where_they_are_ask
         assert len(taken) == room + 1
         many.close()
         taken.clear()
-        said = synth.say_each(lambda: taken.append(1) or Asked("Text.", {"max_frames": 2}))
+        said = synth.say_each(lambda: taken.append(1) or SayRequest("Text.", {"max_frames": 2}))
         next(said)
         assert len(taken) == room + room // 8 + 1
         said.close()
@@ -103,7 +103,7 @@ def test_leaving_early_ends_what_is_open(make, method, leave):
         if method == "say_many":
             made = synth.say_many(TEXTS, at_once=4, on_done=fails if calls_back else None, **settings)
         else:
-            asked = [Asked(text, settings) for text in TEXTS]
+            asked = [SayRequest(text, settings) for text in TEXTS]
             made = synth.say_each(lambda: fails() if calls_back and len(asked) < 7 else asked.pop(), at_once=4)
         if calls_back:
             with pytest.raises(ZeroDivisionError):
@@ -134,7 +134,7 @@ def test_how_many_at_once_is_checked_at_the_call():
 
 def asks(synth, texts):
     """What gives them out one by one."""
-    left = iter([Asked(text, {"seed": number}, number) for number, text in enumerate(texts)])
+    left = iter([SayRequest(text, {"seed": number}, number) for number, text in enumerate(texts)])
     return partial(next, left, None)
 
 
@@ -154,10 +154,10 @@ def test_each_text_has_settings_and_errors_of_its_own(make, at_once):
 
 def test_what_is_asked_for_because_of_the_last_one_is_made_too(make):
     with make(FakeBackend(eos_after=3)) as synth:
-        left = [Asked("One.", {}, 1)]
+        left = [SayRequest("One.", {}, 1)]
         names = []
         for said in synth.say_each(lambda: left.pop() if left else None):
             names.append(said.asked.name)
             if len(names) < 4:
-                left.append(Asked("More.", {}, said.asked.name + 1))
+                left.append(SayRequest("More.", {}, said.asked.name + 1))
         assert names == [1, 2, 3, 4]

@@ -335,18 +335,6 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
     served(at)
 
 
-def test_an_event_loop_that_raises_when_it_is_woken_harms_nobody(desk):
-    class Broken:
-        def call_soon_threadsafe(self, *_):
-            raise OSError("no descriptor")
-
-    at = desk()
-    job = at.say(frames=5, options=ONE)
-    job._waiter = (Broken(), None)
-    at.run()
-    assert len(job.codes) == 5 and at.all_free()
-
-
 # ---- one tick
 
 

@@ -288,17 +288,6 @@ def test_of_a_fifth_more_than_the_capacity_within_100_ms_those_admitted_hear_no_
     assert run.ttfc_ms(100) < 1e3 * (limits.max_wait_s + 0.2)
 
 
-def test_chunks_of_slow_ticks_grow_slowly_enough():
-    """Two CPU cores near their capacity: frames 5 to 8 as one chunk are not there when frame 4 has been played."""
-    ticks, more = replace(TickSettings.cpu(), fill_lanes=8), {"prompt_rows": 48, "seed": 1, "slots": 32, "noise": 0.1}
-    runs = [
-        Run(21, settings, CORES, None, WAITING, 60.0, truth=CORES, **more).play()
-        for settings in (ticks, replace(ticks, chunks=(1, 1, 2, 4)))
-    ]
-    assert [len(run.late_s) for run in runs] == [0, pytest.approx(10, abs=8)]
-    assert runs[0].ttfc_ms(95) < 400
-
-
 # ---- the runner, and a host whose work takes time
 
 FRAME_READ_S = 25e-6  # of the host, for a lane's frame

@@ -18,7 +18,7 @@ from commands import run
 from fakes import FakeBackend, fake_synthesizer
 
 from mktts.audio import to_pcm16
-from mktts.engine.many import Said
+from mktts.engine.many import SayResult
 from mktts.errors import BackendUnavailable, MkttsError, PromptError, SentencesError
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -232,7 +232,7 @@ class SaysAll:
 
     def say_each(self, ask):
         while (asked := ask()) is not None:
-            yield Said(asked, SimpleNamespace(finish_reason="eos"), np.full(24_000, 0.25, np.float32))
+            yield SayResult(asked, SimpleNamespace(finish_reason="eos"), np.full(24_000, 0.25, np.float32))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

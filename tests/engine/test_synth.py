@@ -105,25 +105,6 @@ def test_the_seed_decides_the_samples_where_they_are_drawn(synth, tiny):
     assert np.array_equal(greedy, same) and not np.array_equal(greedy, pcm)
 
 
-def test_the_chunk_schedule_does_not_change_the_samples(synth, limit):
-    pcm = speak(synth, frames=16).read()
-    for schedule in ((1,), (5, 2), (16,)):
-        chunks = list(speak(synth, frames=16, options=replace(OFF, schedule=schedule)))
-        assert np.abs(np.concatenate([chunk.pcm for chunk in chunks]) - pcm).max() <= limit
-        assert [chunk.frames for chunk in chunks][0] == schedule[0]
-
-
-def test_interleaved_streams_give_what_each_gives_alone(synth):
-    settings = [{"seed": 1}, {"seed": 2, "speaker": "ryan"}, {"seed": 3, "language": "german"}]
-    alone = [speak(synth, **setting).read() for setting in settings]
-    together = [speak(synth, **setting) for setting in settings]
-    mixed: list[list[np.ndarray]] = [[], [], []]
-    for chunks in zip(*together, strict=True):
-        for pcm, chunk in zip(mixed, chunks, strict=True):
-            pcm.append(chunk.pcm)
-    assert all(np.array_equal(a, np.concatenate(b)) for a, b in zip(alone, mixed, strict=True))
-
-
 @pytest.mark.parametrize(
     "text",
     [
