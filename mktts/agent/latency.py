@@ -1,4 +1,4 @@
-"""How long the user waits, and what they hear: the one observer that times the turns of a conversation."""
+"""The latencies of a conversation, turn by turn: one observer of the pipeline."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from mktts.pipecat import MkttsTTSService
 
 @dataclass(frozen=True)
 class TurnLatency:
-    """One turn of the user and its answer. None for what did not happen, or has not yet.
+    """A turn of the user and its answer; None for what has not happened.
 
-    user: the transcript. reply: what the language model has written. heard: what of it the context received, which is
-    what was heard; interrupted: whether that is because the user spoke.
-    transcript_ms, first_token_ms, first_audio_ms, speaking_ms: from the end of the user's speech, as the voice
-        detection dates it, to the transcript, the language model's first token, the first audio frame of the voice,
-        and that frame's arrival at the output.
-    silence_ms: of a turn that interrupted the bot: from the onset of the user's speech to the output's silence.
+    user: the transcript. reply: the text of the language model. heard: the part of it that was spoken, as the context
+        has it. interrupted: the user cut it off.
+    transcript_ms, first_token_ms, first_audio_ms, speaking_ms: from the end of the user's speech, as detected, to the
+        transcript, the language model's first token, the first audio frame, and that frame's arrival at the output.
+    silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output.
     """
 
     turn: int
@@ -58,7 +57,7 @@ TIMES = ("transcript_ms", "first_token_ms", "first_audio_ms", "speaking_ms", "si
 
 @dataclass
 class _OpenTurn:
-    """at_s: when each of TIMES happened. Times in s as `time.time`, which Pipecat dates speech with."""
+    """A turn in progress. at_s: when each of TIMES happened, in s as `time.time`, which Pipecat uses."""
 
     number: int
     onset_s: float
@@ -67,13 +66,13 @@ class _OpenTurn:
     reply: list[str] = field(default_factory=list)
     heard: str | None = None
     interrupted: bool = False
-    asked: bool = False  # the language model has begun to answer what the user has said so far
+    answering: bool = False  # the language model has begun to answer what the user has said so far
     end_s: float | None = None
     at_s: dict[str, float] = field(default_factory=dict)
 
     def take(self, frame: Frame, now_s: float) -> None:
-        """A frame on the way from the user's speech to the bot's."""
-        if isinstance(frame, LLMTextFrame) and self.asked:
+        """Notes a frame between the user's speech and the bot's."""
+        if isinstance(frame, LLMTextFrame) and self.answering:
             self.reply.append(frame.text)
             self.at_s.setdefault("first_token_ms", now_s)
         elif "speaking_ms" in self.at_s:
@@ -84,7 +83,7 @@ class _OpenTurn:
             self.words.append(frame.text)
             self.at_s["transcript_ms"] = now_s
         elif isinstance(frame, LLMFullResponseStartFrame):
-            self.asked, self.reply = True, []
+            self.answering, self.reply = True, []
             for name in ("first_token_ms", "first_audio_ms"):
                 self.at_s.pop(name, None)
         elif isinstance(frame, TTSAudioRawFrame) and "first_token_ms" in self.at_s:
@@ -101,13 +100,11 @@ class _OpenTurn:
 
 
 class LatencyObserver(BaseObserver):
-    """Collects a `TurnLatency` for every turn of the user that the bot answers, and follows what the bot does.
+    """Collects a `TurnLatency` for every turn that the bot answers; the transport behind the output is not included.
 
-    The way from the output to the user's ear is not included.
-
-    started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to. error: the last one.
-    stale_frames: audio that left the voice after the interruption of its utterance.
-    on_turn: awaited as the bot begins to answer.
+    started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to speak. error: the last one.
+    stale_frames: audio frames that left the TTS service after the interruption of their utterance.
+    on_turn: awaited when the bot begins to answer.
     """
 
     def __init__(self) -> None:
@@ -122,16 +119,16 @@ class LatencyObserver(BaseObserver):
         self._turn: _OpenTurn | None = None
         self._spoken: set[str | None] = set()  # audio contexts since the last interruption
         self._cut: set[str | None] = set()
-        self._at_voice: InterruptionFrame | None = None
+        self._at_tts: InterruptionFrame | None = None
         self._changed = asyncio.Event()
 
     @property
     def turns(self) -> list[TurnLatency]:
-        """Of the turns that the bot has begun to answer, as known by now."""
+        """The turns that the bot has begun to answer."""
         return [turn.latency() for turn in self._answered]
 
     async def until(self, condition: Callable[[], Any], limit_s: float, what: str) -> None:
-        """Waits for `condition`, `what` in words. Raises AgentError after `limit_s`, or at an error of the pipeline."""
+        """Waits for `condition`. what: for the error. Raises AgentError after `limit_s`, or at a pipeline's error."""
         try:
             async with asyncio.timeout(limit_s):
                 while not condition():
@@ -143,7 +140,7 @@ class LatencyObserver(BaseObserver):
             raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
 
     def note_heard(self, message: AssistantTurnStoppedMessage) -> None:
-        """Takes note of what the context received; the greeting's message belongs to no turn."""
+        """Notes the message that the context received; the greeting's belongs to no turn."""
         turn = next((turn for turn in self._answered if turn.heard is None), None)
         if turn is not None:
             turn.heard, turn.interrupted = message.content, message.interrupted
@@ -153,15 +150,15 @@ class LatencyObserver(BaseObserver):
         self._changed.set()
 
     async def on_process_frame(self, data: FrameProcessed) -> None:
-        """What leaves the voice after an interruption has come through it is stale; before that it is on its way."""
+        """Finds when an interruption has passed the TTS service: audio that leaves it later is stale."""
         if not isinstance(data.frame, InterruptionFrame) or data.direction != FrameDirection.DOWNSTREAM:
             return
         if isinstance(data.processor, MkttsTTSService):
-            self._at_voice = data.frame
-        elif data.frame is self._at_voice:  # the processor behind the voice has it
+            self._at_tts = data.frame
+        elif data.frame is self._at_tts:  # the processor after the TTS service has it
             self._cut |= self._spoken
             self._spoken.clear()
-            self._at_voice = None
+            self._at_tts = None
 
     async def on_push_frame(self, data: FramePushed) -> None:
         frame, now_s = data.frame, time.time()
@@ -189,11 +186,11 @@ class LatencyObserver(BaseObserver):
         self._changed.set()
 
     def _begin(self, onset_s: float) -> None:
-        """The user speaks: a new turn, unless the bot has not yet begun to answer the last one."""
+        """Begins a turn, unless the bot has not begun to answer the last one."""
         if self._turn is None or "speaking_ms" in self._turn.at_s:
             self._turn = _OpenTurn(len(self._answered) + 1, onset_s, self.speaking)
         else:
-            self._turn.asked = False
+            self._turn.answering = False
 
     async def _answer(self, now_s: float) -> None:
         turn = self._turn

@@ -96,7 +96,8 @@ class AgentSettings:
 
     def parts(self) -> dict[str, str]:
         """What hears ("stt"), answers ("llm") and speaks ("voice"), in words without secrets."""
-        turn_end = "Pipecat's turn model" if self.turn_end == "smart" else f"{self.turn_end_s:g} s of silence"
+        smart = self.turn_end == "smart"
+        turn_end = "a model decides when you have finished" if smart else f"{self.turn_end_s:g} s of silence end a turn"
         stt = {
             "pocketsphinx": "pocketsphinx with a grammar",
             "whisper": f"Whisper, {self.stt_model}",
@@ -108,7 +109,7 @@ class AgentSettings:
             "openai": f"{self.openai_model} at {self.openai_url or 'OpenAI'}",
         }[self.llm]
         return {
-            "stt": f"{stt}, Silero VAD, end of turn by {turn_end}",
+            "stt": f"{stt}; {turn_end}",
             "llm": llm,
             "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
         }

@@ -1,4 +1,4 @@
-"""Speech to text: Deepgram, Whisper, or pocketsphinx with a grammar, which needs no network and no download."""
+"""Speech to text: Deepgram, Whisper, or pocketsphinx with a grammar, which needs neither network nor download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.errors import AgentError, PackageMissing
 from mktts.spec import LANGUAGE_CODES
 
-# From the end of speech to a transcript: the silence Silero waits for, and the decoding of a phrase.
+# From the end of speech to a transcript: the silence that Silero waits for, and the decoding of a phrase.
 _POCKETSPHINX_LATEST_S, _WHISPER_LATEST_S = 0.35, 1.0
 _WARM_UP_S = 0.5
 
@@ -41,7 +41,7 @@ def create_stt(settings: AgentSettings) -> STTService:
 
 
 def check_stt(settings: AgentSettings) -> None:
-    """Raises AgentError where the service's package is missing, before a model is loaded."""
+    """Raises AgentError where the service's package is missing."""
     if settings.stt == "pocketsphinx":
         _decoder_class()
     elif settings.stt == "whisper":
@@ -55,17 +55,16 @@ def check_stt(settings: AgentSettings) -> None:
 
 
 def load_stt(settings: AgentSettings) -> None:
-    """Loads the model that all conversations of this process share, if there is one. Raises as `create_stt`."""
+    """Loads Whisper's model, which all conversations share. Raises as `create_stt`."""
     check_stt(settings)
     if settings.stt == "whisper":
         _whisper_model(settings)
 
 
 class PocketsphinxSTTService(SegmentedSTTService):
-    """Pocketsphinx with the English model in its wheel, and a grammar of whole phrases.
+    """Pocketsphinx with the English model of its wheel and a grammar of whole phrases.
 
-    With a grammar a phrase takes 10 to 20 ms on one core, and what fits no phrase gives no transcript. Free dictation
-    with the same model gets most words wrong.
+    A phrase takes 10 to 20 ms on one core; other speech gives no transcript. Dictation gets most words wrong.
     """
 
     def __init__(self) -> None:
@@ -87,7 +86,7 @@ class PocketsphinxSTTService(SegmentedSTTService):
         self._decoder = await asyncio.to_thread(make_decoder, self.sample_rate)
 
     async def run_stt(self, audio: bytes) -> AsyncGenerator[Frame | None, None]:
-        """Yields the transcript of one stretch of 16-bit mono PCM; nothing where no phrase of the grammar fits."""
+        """Yields the transcript of a segment of 16-bit mono PCM; nothing where no phrase of the grammar fits."""
         await self.start_processing_metrics()
         try:
             text = await asyncio.to_thread(decode, self._decoder, audio)
@@ -105,7 +104,7 @@ def make_decoder(sample_rate_hz: int) -> Any:
     decoder = _decoder_class()(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
     decoder.add_jsgf_string("phrases", grammar())
     decoder.activate_search("phrases")
-    decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # or the first user waits for it
+    decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # or the first phrase takes longer
     return decoder
 
 
@@ -125,8 +124,8 @@ def _decoder_class() -> Any:
         from pocketsphinx import Decoder
     except ImportError as error:
         raise PackageMissing(
-            f"hearing offline needs the package pocketsphinx: pip install -r requirements.txt ({error}); where it has "
-            "no wheel (arm64 Linux, Python 3.14), hear with Deepgram: set DEEPGRAM_API_KEY, --stt deepgram"
+            f"offline speech to text needs the package pocketsphinx: pip install -r requirements.txt ({error}); where "
+            "it has no wheel (arm64 Linux, Python 3.14), use Deepgram: set DEEPGRAM_API_KEY, --stt deepgram"
         ) from None
     return Decoder
 
@@ -135,7 +134,7 @@ def _whisper_service(settings: AgentSettings) -> STTService:
     from pipecat.services.whisper.stt import WhisperSTTService
 
     class SharedWhisper(WhisperSTTService):
-        """Pipecat's own loads a model for every conversation."""
+        """Pipecat's service, with a shared model instead of one for each conversation."""
 
         def _load(self) -> None:
             self._model = _whisper_model(settings)
@@ -144,13 +143,13 @@ def _whisper_service(settings: AgentSettings) -> STTService:
                 raise AgentError(unsupported)
 
     codes = [code for code, name in LANGUAGE_CODES.items() if name == settings.language]
-    language = Language(codes[0]) if codes else None  # None: Whisper finds it out, of every stretch of speech
+    language = Language(codes[0]) if codes else None  # None: Whisper detects it, segment by segment
     service = WhisperSTTService.Settings(model=settings.stt_model, language=language)
     return SharedWhisper(settings=service, ttfs_p99_latency=_WHISPER_LATEST_S)
 
 
 def _whisper_model(settings: AgentSettings) -> Any:
-    """The process's model for these settings, loaded at the first call: seconds, so not from an event loop."""
+    """The process's model for these settings. The first call loads it, for seconds: not on an event loop."""
     from pipecat.services.whisper.stt import WhisperModel
 
     name, key = settings.stt_model, (settings.stt_model, settings.device)

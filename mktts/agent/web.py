@@ -24,7 +24,7 @@ from mktts.agent.page_transport import PageObserver, PageTransport
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.server.gate import Gate
+from mktts.server.access import AccessMiddleware
 from mktts.server.graceful import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -49,7 +49,7 @@ def create_app(
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
     checks no key: such an application must be bound to loopback (`refuse_open_address`).
-    origins: of web pages from elsewhere that may use it. hosts: names it may be called by (see `Gate`).
+    origins, hosts: as `AccessMiddleware`.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing.
     """
@@ -60,7 +60,7 @@ def create_app(
     checkpoint = synthesizer.checkpoint
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
-        Gate,
+        AccessMiddleware,
         api_key=api_key,
         origins=origins,
         max_body_bytes=_MAX_BODY_BYTES,

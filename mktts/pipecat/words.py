@@ -1,8 +1,7 @@
-"""When each word is heard: an estimate, because the model aligns nothing.
+"""Estimated times of words, because the model gives no alignment.
 
-A word's place in the audio is its place in the text. While an utterance is being made, its length is taken from the
-pace of earlier ones; once it is made, the words that are left are spread over the audio that is left. A listener who
-interrupts has then heard the words of the conversation's context, give or take the unevenness of speech.
+A word's time in the audio follows from its place in the text: by the pace of earlier utterances while this one is being
+made, and then by its own length. After an interruption the context holds about the words that were heard.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ _AHEAD_S = 1.0  # words are pushed this long before they are heard: the next cha
 
 @dataclass(frozen=True)
 class Word:
-    """A piece of the text, character for character. `wide`: no space stands between it and a wide neighbour."""
+    """A word of the text, with its marks. wide: no space separates it from a wide neighbour."""
 
     text: str
     wide: bool
 
     @property
     def units(self) -> float:
-        """Its share of the speaking time, with the space after it."""
+        """Its duration in units of a letter, with the space after it."""
         wide = len(_WIDE.findall(self.text))
         return wide * _UNITS_OF_A_WIDE + (len(self.text) - wide) + (0 if self.wide else 1)
 
 
 def split_words(text: str) -> list[Word]:
-    """The words of `text`. Marks and symbols belong to the word before them, opening ones to the word after."""
+    """The words of `text`, each with the marks after it and the opening ones before it."""
     spans: list[tuple[int, int]] = []
     opening: int | None = None  # where marks began that wait for their word
     for match in _WORD.finditer(text):
@@ -60,13 +59,13 @@ def split_words(text: str) -> list[Word]:
 
 
 def _opens(marks: str) -> bool:
-    """Whether these marks belong to the word after them: a bracket or quotation mark that opens."""
+    """Whether the last mark is an opening bracket or quotation mark."""
     return unicodedata.category(marks[-1]) in ("Ps", "Pi")
 
 
 @dataclass
 class Pace:
-    """How fast a voice speaks, from the utterances so far."""
+    """The pace of a voice, in s per unit, averaged over its utterances."""
 
     s_per_unit: float = 1 / _UNITS_PER_S
 
@@ -79,10 +78,10 @@ class Pace:
 
 
 class WordTimes:
-    """The words of one utterance and where in its audio they begin, in seconds from its first sample."""
+    """The words of one utterance and their offsets in its audio, in s."""
 
     def __init__(self, pace: Pace, spoken: Callable[[str], str] | None = None) -> None:
-        """spoken: a word as it is heard: "$12" takes the time of "twelve dollars". None: as it is written."""
+        """spoken: gives a word as it is spoken, "twelve dollars" for "$12"; None takes it as written."""
         self.units = 0.0  # of all words so far
         self._spoken = spoken
         self._pace = pace
@@ -91,7 +90,7 @@ class WordTimes:
         self._pushed_s = 0.0  # where the first word that is left is expected
 
     def feed(self, text: str, made_s: float = 0.0) -> None:
-        """Adds text, when `made_s` of audio exist already: none of them says any of it."""
+        """Adds text that comes after `made_s` of audio."""
         if not self._left and not self._unfinished:
             self._pushed_s = max(self._pushed_s, made_s)
         text = self._unfinished + text
@@ -105,7 +104,7 @@ class WordTimes:
         self._unfinished = ""
 
     def due(self, made_s: float, heard_s: float) -> list[tuple[Word, float]]:
-        """Words to push now, of an utterance of which `made_s` exist and at most `heard_s` have been heard."""
+        """The words to push now, with `made_s` of audio made and at most `heard_s` heard."""
         due = []
         while self._left and self._pushed_s < min(made_s, heard_s + _AHEAD_S):
             word = self._left.pop(0)
@@ -114,7 +113,7 @@ class WordTimes:
         return due
 
     def rest(self, made_s: float) -> list[tuple[Word, float]]:
-        """All words not pushed yet, over the audio that is left of `made_s`, now that all of it exists."""
+        """The words not pushed yet, spread over the rest of the complete audio of `made_s`."""
         units = sum(map(self._units, self._left))
         begin_s = min(self._pushed_s, made_s)
         rest = []
@@ -134,7 +133,7 @@ class WordTimes:
 
 
 class Playout:
-    """When the audio a service has pushed is heard: one piece after another, none before it was pushed."""
+    """When pushed audio is heard: one piece after another, none before it was pushed."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
@@ -146,13 +145,13 @@ class Playout:
         return begin_s
 
     def drop(self) -> None:
-        """What has not been heard yet never will be."""
+        """Drops the audio that has not been heard."""
         self._until_s = 0.0
 
 
 @dataclass
 class AudioTimes:
-    """Where the audio of one utterance is on the listener's clock; pauses of a slow engine included."""
+    """When the audio of one utterance is heard, with the pauses of a slow engine."""
 
     made_s: float = 0.0
     _offsets_s: list[float] = field(default_factory=list)

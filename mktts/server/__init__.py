@@ -1,7 +1,7 @@
 """One model behind HTTP and WebSocket: `python -m mktts serve`.
 
-The names below are what other folders use without fastapi and uvicorn (requirements.txt); `Gate` and `GracefulServer`
-are in modules that need them.
+The names below need neither fastapi nor uvicorn (requirements.txt); `AccessMiddleware` and `GracefulServer` do, and are
+imported from their modules.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from mktts.audio.encoding import import_av
 from mktts.errors import BackendUnavailable
+from mktts.server.access import AccessMiddleware, owner_of_request
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
-from mktts.server.gate import Gate, owner_of_request
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
 from mktts.server.served_stream import AudioResponse, SpeechEncoder
@@ -32,7 +32,7 @@ from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
 
 PAGE = Path(__file__).parent / "page"
-# What the page may load, and where it may go: this server alone. blob: is sound that the page has made itself.
+# The page may load from this server alone; blob: is audio that the page has made itself.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
@@ -44,7 +44,7 @@ _PAGE_HEADERS = {
 }
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Ignored-Keys", "Retry-After"]
 _CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
-_SWEEP_S = 5.0  # within which a voice that another server deleted is out of this one's memory
+_SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,12 @@ def make_app(
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The ASGI application. `api_key`, `origins`, `hosts`: see `Gate`; pages of the origins and of this machine also
-    get CORS headers."""
-    with contextlib.suppress(BackendUnavailable):  # a request that needs it says so
-        import_av()  # now: it takes 0.2 s, in which no stream would get on
+    """The ASGI application of a speech server.
+
+    api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and of this machine also get CORS headers.
+    """
+    with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
+        import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +77,7 @@ def make_app(
 
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
     app.add_middleware(
-        Gate,
+        AccessMiddleware,
         api_key=api_key,
         origins=origins,
         max_body_bytes=limits.max_body_bytes,
@@ -84,7 +86,7 @@ def make_app(
         hosts=hosts,
         body_s=limits.body_s,
     )
-    app.add_middleware(  # around the gate: a refusal needs its headers too
+    app.add_middleware(  # outermost: a refusal needs CORS headers, too
         CORSMiddleware,
         allow_origins=list(origins),
         allow_origin_regex=LOOPBACK_ORIGIN,
@@ -116,7 +118,7 @@ def make_app(
         log.error("request %s failed", current_id.get())
         return from_error(error).response()
 
-    # The gate checks the key; naming the scheme here puts it into the document.
+    # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
     everyone = error_responses(403) if api_key is None else {}
     locked: dict[str, Any] = {
         "dependencies": [Security(HTTPBearer(auto_error=False))] if api_key is not None else [],
@@ -132,7 +134,7 @@ def make_app(
         responses={200: audio_response("audio/pcm"), **errors},
     )
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
-        """Speaks a text; raw 16-bit PCM comes while it is made."""
+        """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
         return AudioResponse(stream, SpeechEncoder("pcm"), limits.stall_s, service.model.random_weights)
 
@@ -143,7 +145,7 @@ def make_app(
     )
     async def tts_stream_state(id: str) -> StreamState:
         """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
-        return service.find(id.partition(",")[0])  # where a proxy adds an id of its own, clients give both
+        return service.find(id.partition(",")[0])  # behind a proxy that adds its own id, clients send both
 
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:
@@ -152,21 +154,21 @@ def make_app(
     references = References(service.checkpoint, limits)
     app.include_router(openai_routes(service, references, **locked))
 
-    @app.head("/ping", include_in_schema=False)  # as other servers, and the clouds that run them, call it
+    @app.head("/ping", include_in_schema=False)  # the name that other servers and cloud platforms use
     @app.get("/ping", include_in_schema=False)
     @app.head("/v1/health", include_in_schema=False)
     @app.get("/v1/health", include_in_schema=False)
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **everyone})
     async def health() -> Response:
-        """What is served, and whether it can be used."""
+        """The model that is served and its state."""
         found = service.health
         return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", response_model=Ready, responses={503: {"model": Ready, "description": "Not ready."}, **everyone})
     async def ready() -> Response:
-        """Whether this server wants more requests: not while it fails or stops."""
+        """Whether this server accepts more requests: not while it fails or stops."""
         wants_more = service.health.status == "ok"
         return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
@@ -178,12 +180,12 @@ def make_app(
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """A page to try what is served."""
+        """A page to try the server."""
         return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     app.mount("/page", _PageFiles(directory=PAGE))
 
-    @app.websocket("/{path:path}")  # the last: left to itself, the framework answers 403
+    @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
     async def no_such_socket(socket: WebSocket, path: str) -> None:
         refused("not_found")
         answer = ApiError(404, "not_found", "no WebSocket is spoken here").response()
@@ -208,7 +210,7 @@ class _PageFiles(StaticFiles):
 
 
 def _allowed(app: FastAPI, request: Request) -> str:
-    """The methods of a path, of all its routes; the framework names those of the first alone."""
+    """The methods of all routes of a path; the framework names only those of the first."""
     methods = ("GET", "HEAD", "POST", "DELETE")
     scopes = [{**request.scope, "method": method} for method in methods]
     found = [any(route.matches(scope)[0] is Match.FULL for route in app.routes) for scope in scopes]
@@ -216,7 +218,7 @@ def _allowed(app: FastAPI, request: Request) -> str:
 
 
 async def _sweep(folder: VoiceFolder) -> None:
-    """Lets go, again and again, of voices that have expired or that another server of the folder has deleted."""
+    """Drops voices that have expired or that another server has deleted, every _SWEEP_S."""
     while True:
         try:
             await asyncio.to_thread(folder.sweep)

@@ -13,9 +13,9 @@ from fastapi.responses import Response
 from mktts.audio.encoding import STREAM_FORMATS
 from mktts.errors import BusyError
 from mktts.model.voice import Voice
+from mktts.server.access import owner_of_request
 from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
-from mktts.server.gate import owner_of_request
 from mktts.server.limits import DAY_S
 from mktts.server.schemas import (
     DEFAULT,

@@ -20,7 +20,7 @@ Route = Literal["tts_stream", "openai_speech", "tts_ws"]
 State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
-SAMPLE_RATES_HZ = sorted({SAMPLE_RATE_HZ, 8_000, 12_000, 16_000, 22_050, 32_000, 44_100, 48_000})
+SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
 # Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.
 _OTHER_NAMES = {
     "speaker": "voice",
@@ -36,13 +36,13 @@ _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
 class StrictModel(BaseModel):
-    """Unknown keys and values of a neighbouring type are refused: a misspelt setting must not be dropped silently."""
+    """Refuses unknown keys and values of another type: a misspelt setting must not be ignored silently."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _sampling_fields() -> dict[str, Any]:
-    """Every setting of `Sampling.flat`, within bounds of its type; `Sampling` itself checks the rest."""
+    """Pydantic's fields for `Sampling.flat`, with bounds by type; `Sampling` checks the rest."""
     bounds: dict[type, dict[str, float]] = {bool: {}, int: {"ge": 0, "le": 10_000}, float: {"ge": 0, "le": 10}}
     found: dict[str, Any] = {}
     for name, value in Sampling().flat().items():
@@ -87,14 +87,14 @@ class SpeechRequest(VoiceParams):
 
 
 def _voice_name(value: Any) -> Any:
-    """OpenAI's second way of naming a voice is {"id": name}."""
+    """The name in OpenAI's other form of a voice, {"id": name}."""
     if isinstance(value, dict) and list(value) == ["id"] and isinstance(value["id"], str):
         return value["id"]
     return value
 
 
 def _only_one(value: Any) -> Any:
-    """vLLM-Omni takes a list of recordings too."""
+    """The recording in vLLM-Omni's other form, a list of one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -124,9 +124,7 @@ class OpenAISpeechRequest(SamplingParams):
     stream: bool | None = Field(
         None, description="false: the whole at once, with its length; left out or true: while it is made"
     )
-    sample_rate: int | None = Field(
-        None, json_schema_extra={"enum": [*SAMPLE_RATES_HZ, None]}, description=f"Hz; left out: {SAMPLE_RATE_HZ}"
-    )
+    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}")
     language: str | None = Field(None, description="english, en or en-US; left out: auto")
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     max_frames: int | None = Field(None, ge=1, description="of 80 ms; left out: the server's limit")
@@ -163,24 +161,18 @@ class OpenAISpeechRequest(SamplingParams):
             renamed[ours] = value
         return renamed
 
-    @model_validator(mode="after")
-    def _known_rate(self) -> OpenAISpeechRequest:
-        if self.sample_rate not in (None, *SAMPLE_RATES_HZ):
-            raise ValueError(f"sample_rate must be one of {', '.join(map(str, SAMPLE_RATES_HZ))}")
-        return self
-
     @property
     def layout(self) -> Layout | None:
         return None if self.non_streaming_mode is None else ("whole" if self.non_streaming_mode else "streaming")
 
     @property
     def ignored(self) -> list[str]:
-        """The keys that are not known here, those with odd or long names left out."""
+        """The unknown keys, except odd or long ones."""
         names = self.model_extra or {}
         return sorted(name for name in names if name.isidentifier() and name.isascii() and len(name) <= _MAX_NAME_CHARS)
 
     def params(self, max_frames: int) -> VoiceParams:
-        """The same settings under this server's own names. max_frames: the server's limit."""
+        """The same settings under our own names. max_frames: the server's limit."""
         given = self.model_dump(include=set(SamplingParams.model_fields))
         if self.temperature == 0:
             given |= {"temperature": None, "greedy": True}
@@ -221,9 +213,11 @@ class VoiceUpload(BaseModel):
 
 
 class ErrorDetail(StrictModel):
-    """OpenAI's error object. type: invalid_request_error, rate_limit_error (of a 429) or server_error. code: for
-    programs. param: the wrong key. request_id: of the request (X-Request-Id), or of the utterance. streams_max: where
-    every place is taken, about how many streams are carried at once."""
+    """OpenAI's error object.
+
+    type: invalid_request_error, rate_limit_error (429) or server_error. code: for programs. param: the wrong key.
+    request_id: X-Request-Id of the request, or the id of the stream. streams_max: the capacity in streams, where busy.
+    """
 
     message: str
     type: str

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.options import StreamOptions
 from mktts.engine.runner import EngineStats
+from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, from_error
-from mktts.server.gate import NO_OWNER
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams

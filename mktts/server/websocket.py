@@ -18,8 +18,8 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import TypeAdapter, ValidationError
 
+from mktts.server.access import owner_of_request
 from mktts.server.api_errors import ApiError, from_validation
-from mktts.server.gate import owner_of_request
 from mktts.server.schemas import Cancel, ClientMessage, Finish, Start, StrictModel, Text
 from mktts.server.served_stream import ServedStream
 from mktts.server.service import SpeechService

@@ -136,7 +136,7 @@ async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
         ({"extra_body": {"task_type": "Base"}}, "task_type"),
         ({"extra_body": {"ref_audio": "UklGR" * 100}}, "ref_audio"),
         ({"extra_body": {"temprature": 0.5}}, "temprature"),
-        ({"extra_body": {"sample_rate": 11_000}}, None),
+        ({"extra_body": {"sample_rate": 11_000}}, "sample_rate"),
         ({"extra_body": {"temperature": 100}}, "temperature"),
         ({"extra_body": {"do_sample": 1}}, None),
     ],

@@ -20,7 +20,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.errors import BackendUnavailable, ServerError, VoiceError
 from mktts.model.voice import Voice
 from mktts.server import Limits
-from mktts.server.gate import owner_of
+from mktts.server.access import owner_of
 from mktts.server.schemas import UploadedVoice
 from mktts.server.voices import VoiceFolder
 from mktts.spec import SAMPLE_RATE_HZ

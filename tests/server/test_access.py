@@ -9,7 +9,7 @@ from fastapi import WebSocketDisconnect
 
 from mktts.errors import ServerError
 from mktts.server import checked_hosts, checked_origins, read_keys
-from mktts.server.gate import owner_of
+from mktts.server.access import owner_of
 
 KEY, OTHER = "a/key=of-the+tests", "another-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}

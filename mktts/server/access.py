@@ -1,4 +1,4 @@
-"""What is decided about a request before its body is parsed: its id, key, host, origin and size."""
+"""Middleware that checks a request before its body is parsed: its id, key, host, origin, size and time."""
 
 from __future__ import annotations
 
@@ -23,42 +23,40 @@ NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
-_PROTOCOL = "mktts"  # what a browser offers besides its key, to have a protocol that the server can choose
+_PROTOCOL = "mktts"  # a browser offers it with its key, so that the server has a subprotocol to choose
 # Subprotocols that carry a key: the first is followed by base64url, the second by the key.
 _KEY_PROTOCOLS = ("mktts.key.", "openai-insecure-api-key.")
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
 def needs_no_key(path: str) -> bool:
-    """Of a speech server: probes, the document and its readers, and a page that is only opened."""
+    """Whether a speech server answers `path` without a key: probes, the OpenAPI document, and the pages."""
     return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 def owner_of(key: str) -> str:
-    """The owner of a key as 64 hexadecimal digits that do not give the key away, the same on every server."""
+    """The owner's name of a key, from which the key cannot be derived: 64 hexadecimal digits, equal on all servers."""
     return hashlib.sha256(_OWNER_PREFIX + key.encode()).hexdigest()
 
 
 def owner_of_request(scope: Any) -> str:
-    """The owner of the key that a request came with."""
+    """The owner of a request's key."""
     return scope.get("state", {}).get(_OWNER) or NO_OWNER
 
 
-class Gate:
-    """ASGI middleware. Gives every request an id, and answers a request that does not pass itself.
+class AccessMiddleware:
+    """ASGI middleware that gives every request an id and refuses those that may not pass.
 
-    api_key: one or several; None checks no key: such a server must listen on loopback only (`refuse_open_address`
-        sees to it).
-    origins: of web pages that may use the server, as the browser writes them. Pages served from loopback may use a
-        server without a key; any other page could otherwise speak through the browser of anyone who opens it, because
-        neither WebSocket nor a plain POST waits for CORS.
-    hosts: names that a server without a key may be called by, besides numbers and localhost; with a key, names are
-        checked only where there are any here.
+    api_key: one or several keys; None accepts every request, which is for loopback only (`refuse_open_address`).
+    origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
+        a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
+    max_body_bytes: of a request's body. larger_bodies: other limits in bytes, by path.
     on_refusal: called with the code of each refusal.
-    larger_bodies: paths whose bodies may have more than `max_body_bytes`, and how many.
-    body_s: for a body, and more for a long one.
+    hosts: accepted values of Host in addition to IP addresses and localhost. A server with a key checks Host only
+        where some are given.
+    body_s: time for a body, in seconds; longer for a long one.
     is_open: whether a path is answered without a key.
-    key_in_query: whether ?key= is a key for plain HTTP too, as for WebSockets.
+    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets.
     """
 
     def __init__(
@@ -91,9 +89,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         id = new_id()
-        current_id.set(id)  # never taken back: what fails further out is answered in this task too
-        protocol = _chosen_protocol(scope.get("subprotocols", ())) if scope["type"] == "websocket" else None
-        send = _first_message_changed(send, id, protocol)
+        current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
+        send = _with_headers(send, id, _chosen_protocol(scope.get("subprotocols", ())))
         try:
             scope.setdefault("state", {})[_OWNER] = self._check(scope)
             if scope["type"] == "http":
@@ -103,14 +100,14 @@ class Gate:
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
             if error.status in (408, 413):
                 headers["Connection"] = "close"  # what is left of the body will not be read
-            await error.response(headers)(scope, receive, send)  # a WebSocket's handshake gets the same answer
-        except _Gone:
+            await error.response(headers)(scope, receive, send)  # for a WebSocket, too: its handshake is refused
+        except _Disconnected:
             pass
         else:
             await self._app(scope, receive, send)
 
     def _check(self, scope: Any) -> str | None:
-        """The owner of the request. Raises ApiError."""
+        """Checks host, origin and key; returns the owner. Raises ApiError."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and (self._hosts or not self._owners) and not is_own_name(host, self._hosts):
@@ -137,7 +134,8 @@ class Gate:
         return self._key_in_query or scope["type"] == "websocket"
 
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
-        """A `receive` that gives the body in one piece, read within its limits of size and time. Raises ApiError."""
+        """Reads the body within its limits of size and time; returns a `receive` that gives it at once. Raises
+        ApiError."""
         at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
         length = Headers(scope=scope).get("content-length", "")
         too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
@@ -150,7 +148,7 @@ class Gate:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Gone
+                        raise _Disconnected
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > at_most:
@@ -165,12 +163,12 @@ class Gate:
         return replay
 
 
-class _Gone(Exception):
-    """The client went away while it sent its body."""
+class _Disconnected(Exception):
+    """The client closed the connection before its body was complete."""
 
 
-def _first_message_changed(send: Any, id: str, protocol: str | None) -> Any:
-    """`send` that adds the request's id, and the subprotocol of a WebSocket that carries its key as one."""
+def _with_headers(send: Any, id: str, protocol: str | None) -> Any:
+    """`send` that adds the request's id to the response, and the subprotocol to an accepted WebSocket."""
     header = REQUEST_ID_HEADER.lower().encode()
 
     async def changed(message: Any) -> None:
@@ -186,9 +184,9 @@ def _first_message_changed(send: Any, id: str, protocol: str | None) -> Any:
 
 
 def _chosen_protocol(offered: Sequence[str]) -> str | None:
-    """The subprotocol to answer a WebSocket with that carries its key as one; None where it carries none so.
+    """The subprotocol to accept a WebSocket with whose key is in another one; None where no key is.
 
-    A browser closes a connection that is answered with none of the subprotocols it offered.
+    A browser closes a connection that is accepted with none of the subprotocols it offered.
     """
     carriers = [name for name in offered if name.startswith(_KEY_PROTOCOLS)]
     others = [name for name in offered if name not in carriers]
@@ -196,8 +194,7 @@ def _chosen_protocol(offered: Sequence[str]) -> str | None:
 
 
 def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
-    """Keys of a request: as a bearer, in the query, or, of a WebSocket, as a subprotocol. A browser's page can set no
-    header there."""
+    """Keys of a request: a bearer token, in the query, or a WebSocket's subprotocol, as a page can set no header."""
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield given.strip().encode("latin-1")
@@ -216,4 +213,4 @@ def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of equal length: how long the comparison takes says nothing about the key's
+    return hashlib.sha256(key).digest()  # equal lengths, so that the time of a comparison does not depend on the key
