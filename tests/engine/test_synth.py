@@ -442,6 +442,26 @@ def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading
         assert session.finish_reason == "cancelled"
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["front end", "none"])
+def test_markup_is_taken_out_of_whole_and_fed_text_before_the_model_where_that_is_asked_for(reading, named):
+    if not named:
+        reading.front_end = None
+    options = replace(ONE, markup="strip")
+    with reading.stream("See **the** [docs](https://x.y).", options=options) as stream:
+        stream.read()
+    assert reading._prompts.built == ["See the docs."]
+    with reading.open(options=options) as session:
+        for piece in ("See **t", "he** [do", "cs](https://x", ".y)."):
+            session.feed(piece)
+        session.finish()
+        session.read()
+    assert reading._prompts.opened[-1].text == "See the docs."
+    with pytest.raises(TextError, match="beside its markup"):
+        reading.stream("```", options=options)
+    with pytest.raises(OptionsError, match="markup"):
+        StreamOptions(markup="no")
+
+
 def test_a_checkpoint_gets_the_front_end_that_it_names(tiny, tmp_path):
     folder = shutil.copytree(tiny.folder, tmp_path / "named")
     settings = folder / "generation_config.json"
