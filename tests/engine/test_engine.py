@@ -200,19 +200,6 @@ async def test_two_async_streams_and_a_heartbeat_share_a_loop(make):
         assert all("beat" in events[i:j] for i, j in itertools.pairwise(at)), "the heartbeat was starved"
 
 
-async def test_streams_of_one_synthesizer_serve_two_event_loops(make):
-    with make() as synth:
-
-        async def read(seed: int) -> int:
-            return len([chunk async for chunk in synth.astream("Hi.", seed=seed, max_frames=30, options=ONE)])
-
-        results: list[int] = []
-        other = in_thread(lambda: results.append(asyncio.run(read(1))))
-        assert await read(2) == 30
-        await asyncio.to_thread(joined, other)
-    assert results == [30]
-
-
 async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, monkeypatch):
     synth, backend = held
     stream = speak(synth, seed=1)

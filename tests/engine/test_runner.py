@@ -355,18 +355,6 @@ def test_a_failed_tick_ends_its_streams_and_the_next_are_served(desk, monkeypatc
     served(at)
 
 
-@pytest.mark.parametrize("name", ["launch", "collect"])
-def test_a_failed_tick_of_prompt_rows_alone_ends_their_stream(together, monkeypatch, name):
-    """Else the rows would be taken for entered, or be tried for ever."""
-    at = together(settings=PIECES)
-    job = at.say("x" * 40, frames=5)  # three pieces
-    fails_at(monkeypatch, at.lanes, name, {1}, RuntimeError("an illegal address"))
-    at.run(turns=1_000)
-    with pytest.raises(EngineError, match="illegal address"):
-        job.take()
-    served(at)
-
-
 def test_streams_that_are_not_in_the_failed_tick_go_on(desk, monkeypatch):
     at = desk()
     waiting, script = at.listen(seed=5)
