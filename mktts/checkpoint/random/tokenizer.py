@@ -1,6 +1,6 @@
 """A small byte-pair tokenizer in the files and with the ids of the released one, for random checkpoints.
 
-256 byte symbols, the pairs of merges.txt, and unreachable fillers so that, as in the released vocabulary, the special
+256 byte symbols, the pairs of merges.bpe, and unreachable fillers so that, as in the released vocabulary, the special
 tokens start right after it. The pairs make some two hundred words one token each, bare and after a space. Among them
 iPhone, JavaScript and Thai ones, which are whole only for the Qwen pre-tokenizer: they tell it apart from the Mistral
 one that upstream swaps in for local folders.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mktts.model.tokenizer import byte_symbols
 
-MERGES = Path(__file__).with_name("merges.txt")
+MERGES = Path(__file__).with_name("merges.bpe")
 SPECIAL_START = 151_643  # first special id = number of entries in the released vocab.json
 # The ids that upstream's prompt layout depends on, in byte symbols: roles and a blank line are one token each.
 FIXED_IDS = {"user": 872, "assistant": 77_091, "ĊĊ": 271}
