@@ -9,13 +9,14 @@ import numpy as np
 from torch import Tensor
 
 from mktts.audio import to_pcm16
-from mktts.common import checked_int
+from mktts.common import checked_int, one_of
 from mktts.errors import OptionsError
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 MIN_SEGMENT_CHARS = 20
+MARKUP = "speak", "strip"  # what becomes of Markdown, HTML and TeX
 # Frames of the first, second, ... chunk; the last entry repeats. For a stream that makes its own frames: small first
 # for a fast start, then larger, because one codec call over eight frames costs less than eight calls.
 SCHEDULE = (1, 1, 2, 4, 8)
@@ -110,8 +111,7 @@ class StreamOptions:
             object.__setattr__(self, "schedule", tuple(self.schedule))
             if not self.schedule:
                 raise OptionsError("schedule must name at least one chunk size in frames, got ()")
-        if self.markup not in ("speak", "strip"):
-            raise OptionsError(f'markup must be "speak" or "strip", got {self.markup!r}')
+        one_of("markup", self.markup, MARKUP)
         for frames in self.schedule or ():
             checked_int("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:

@@ -16,6 +16,7 @@ from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_argu
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
 from mktts.engine.metrics import StreamMetrics, summarise
+from mktts.engine.options import MARKUP, StreamOptions
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth.cloning import recorded_voice
@@ -74,6 +75,7 @@ EXAMPLES = f"""examples:
   python -m mktts say "Good morning." -o morning.wav
   python -m mktts say "Good morning." -o morning.mp3 --checkpoint path/to/checkpoint --speaker vivian
   python -m mktts say "Good morning." -o - | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
+  cat answer.md | python -m mktts say - -o answer.wav --markup strip
   cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
   python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
 
@@ -95,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, help="repeats the same draw (default: a new one each time)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
+    how.add_argument(
+        "--markup", choices=MARKUP, default=MARKUP[0], help="strip: takes Markdown, HTML and TeX out first"
+    )
     how.add_argument(
         "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"
     )
@@ -169,6 +174,7 @@ def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str,
         "instruct": arguments.instruct,
         "voice": _voice(arguments, checkpoint),
         "layout": arguments.layout,
+        "options": StreamOptions(markup=arguments.markup),
         "seed": arguments.seed,
         "sampling": checkpoint.sampling().greedy() if arguments.greedy else None,
         "max_frames": arguments.max_frames,
