@@ -380,7 +380,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     everyone = max(most, settings.size(len(speaking)))
     longest_s = model.predict(everyone, settings.max_rows if waiting.any() else 0, len(able) * context_rows)
     pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
-    most = max(most, settings.size(pressed))
+    most = max(most, settings.size(pressed + bool(waiting.any())))  # and one that arrives, beside them
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if waiting.any():

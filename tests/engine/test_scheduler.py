@@ -173,6 +173,9 @@ def test_ticks_keep_to_their_longest_time_while_nobody_would_be_late_for_that():
     assert 8 <= len(tick.lanes) <= 12 and tick.predicted_s <= 0.05
     tick = next_tick(table_of(speaking(18, lead_s=0.1)), NOW_S, model, limits)
     assert len(tick.lanes) == 18 and tick.predicted_s < FRAME_S
+    slow = TickModel(constant_s=45e-3, lane_s=10e-3, row_s=85e-6, attention_s=55e-6)
+    tick = next_tick(table_of(speaking(1, lead_s=0.0) + new(3)), NOW_S, slow, limits)
+    assert 0 in tick.lanes and tick.new_lanes == 1  # an arrival takes nobody's lane
 
 
 def test_late_frames_are_counted_once_and_the_listener_plays_on_later():

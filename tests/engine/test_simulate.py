@@ -263,11 +263,8 @@ def test_slow_cores_make_larger_ticks_rather_than_late_ones(listeners):
     capacity = capacity_of(true, ticks)
     more = {"seconds": 30, "truth": true, "measured": true, "noise": 0.05}
     run = Run(listeners, ticks, TickModel.cpu(), capacity, **more).play()
-    assert (
-        len(run.late_s) <= 2
-        and max(run.late_s, default=0) < 2e-3
-        and run.frames / run.seconds > 10 * min(listeners, capacity)
-    )
+    assert run.frames / run.seconds > 10 * min(listeners, capacity) > 50
+    assert len(run.late_s) <= (0 if listeners < capacity else 10) and max(run.late_s, default=0) < 20e-3
 
 
 def test_a_machine_slower_than_measured_lowers_the_capacity_and_listeners_are_in_time_again(monkeypatch):
