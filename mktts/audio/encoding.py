@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import struct
 import wave
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -68,12 +70,12 @@ def encoder_of(
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
     encoder: Encoder
-    if kind in UNCODED:
-        encoder = Samples(streaming_wav_header(sample_rate_hz) if kind == "wav" else b"")
+    if whole and kind in ("wav", "flac"):  # their headers have a length
+        encoder = _Whole(partial(encoded, kind=kind, sample_rate_hz=sample_rate_hz))
     else:
-        encoder = AvEncoder(kind, sample_rate_hz)
-    if whole:
-        encoder = _Whole(kind, sample_rate_hz, encoder)
+        header = streaming_wav_header(sample_rate_hz) if kind == "wav" else b""
+        made = Samples(header) if kind in UNCODED else AvEncoder(kind, sample_rate_hz)
+        encoder = _Whole(lambda pcm: made.feed(pcm) + made.finish()) if whole else made
     if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
         return encoder
     return _Changed(Tempo(speed, sample_rate_hz), encoder)
@@ -106,12 +108,10 @@ class Samples:
 
 
 class _Whole:
-    """Keeps what it is fed until the end: the same sound as while it is made, and a length in headers that have one."""
+    """Keeps what it is fed until the end. encode: PCM (S,) float32 to the bytes of a file."""
 
-    def __init__(self, kind: StreamFormat, sample_rate_hz: int, encoder: Encoder) -> None:
-        self._kind = kind
-        self._sample_rate_hz = sample_rate_hz
-        self._encoder = encoder
+    def __init__(self, encode: Callable[[np.ndarray], bytes]) -> None:
+        self._encode = encode
         self._pcm = [np.zeros(0, np.float32)]
 
     def feed(self, pcm: np.ndarray) -> bytes:
@@ -119,10 +119,7 @@ class _Whole:
         return b""
 
     def finish(self) -> bytes:
-        pcm = np.concatenate(self._pcm)
-        if self._kind in ("wav", "flac"):
-            return encoded(pcm, self._kind, self._sample_rate_hz)
-        return self._encoder.feed(pcm) + self._encoder.finish()
+        return self._encode(np.concatenate(self._pcm))
 
 
 class _Changed:
@@ -154,7 +151,7 @@ def import_av() -> Any:
 
 
 @dataclass(frozen=True)
-class _Codec:
+class _AvCodec:
     """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing.
 
     sample_format: that the encoder is given; None takes its first.
@@ -171,12 +168,12 @@ class _Codec:
 # Bit rates of one channel at 24 kHz: two thirds of MP3's most there (160 000), more than speech needs in the others.
 _CODECS = {
     # no tag and no Xing frame: both would promise a length. No bit reservoir: a frame is whole when it is there.
-    "mp3": _Codec("mp3", "libmp3lame", 96_000, None, {"reservoir": "0"}, {"write_xing": "0", "id3v2_version": "0"}),
+    "mp3": _AvCodec("mp3", "libmp3lame", 96_000, None, {"reservoir": "0"}, {"write_xing": "0", "id3v2_version": "0"}),
     # a page a packet of 20 ms; left alone, pages of a second
-    "opus": _Codec("ogg", "libopus", 48_000, "s16", {"frame_duration": "20"}, {"page_duration": "20000"}),
-    "aac": _Codec("adts", "aac", 64_000),
+    "opus": _AvCodec("ogg", "libopus", 48_000, "s16", {"frame_duration": "20"}, {"page_duration": "20000"}),
+    "aac": _AvCodec("adts", "aac", 64_000),
     # without room for tags, which is 8 KiB before the first sound
-    "flac": _Codec("flac", "flac", 0, "s16", {}, {"metadata_header_padding": "0"}),
+    "flac": _AvCodec("flac", "flac", 0, "s16", {}, {"metadata_header_padding": "0"}),
 }
 
 

@@ -239,7 +239,7 @@ class Engine:
         allocated and compiled. One chunk of every size of the default schedule is made."""
         self._check_open()
         for runner in list(self._runners.values()):
-            self._make_streams(runner, request, sum(SCHEDULE), 1)
+            self._make_stream(runner, request, sum(SCHEDULE))
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
@@ -254,7 +254,7 @@ class Engine:
         if found is None and not only_kept:
             self.warm_up(request)
             if runner.name == "single":
-                speak = partial(self._make_streams, runner, request, capacities.FRAMES, 1)
+                speak = partial(self._make_stream, runner, request, capacities.FRAMES)
                 found = capacities.measure_single(runner, speak)
             else:
                 found = self._on_worker(lambda: capacities.measure(runner, runner.voices.build(request)))
@@ -275,14 +275,12 @@ class Engine:
         self._inbox.put(work)
         return done.result(_MEASURE_S)
 
-    def _make_streams(self, runner: Runner, request: Request, frames: int, count: int) -> None:
-        """Makes so many unpaced streams of so many frames on these lanes."""
-        options = StreamOptions(guard=Guard.off())
-        plans = [Plan(Sampling(), seed, frames, options) for seed in range(count)]
-        made = [self.submit([request], plan, 0.0, paced=False, engine=runner.name) for plan in plans]
-        for utterance in made:
-            while utterance.take() is not None:
-                pass
+    def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
+        """Makes an unpaced stream of so many frames on these lanes."""
+        plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()))
+        utterance = self.submit([request], plan, 0.0, paced=False, engine=runner.name)
+        while utterance.take() is not None:
+            pass
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,7 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 MIN_SEGMENT_CHARS = 20
-MARKUP = "speak", "strip"  # what becomes of Markdown, HTML and TeX
+Markup = Literal["speak", "strip"]  # what becomes of Markdown, HTML and TeX
 # Frames of the first, second, ... chunk; the last entry repeats. For a stream that makes its own frames: small first
 # for a fast start, then larger, because one codec call over eight frames costs less than eight calls.
 SCHEDULE = (1, 1, 2, 4, 8)
@@ -104,14 +104,14 @@ class StreamOptions:
     guard: Guard = field(default_factory=Guard)
     max_chars_per_segment: int | None = None
     buffer_frames: int = 500
-    markup: str = "speak"
+    markup: Markup = "speak"
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
             object.__setattr__(self, "schedule", tuple(self.schedule))
             if not self.schedule:
                 raise OptionsError("schedule must name at least one chunk size in frames, got ()")
-        one_of("markup", self.markup, MARKUP)
+        one_of("markup", self.markup, get_args(Markup))
         for frames in self.schedule or ():
             checked_int("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:

@@ -366,6 +366,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     lead_s = table.lead_s(able, now_s, settings.lead_s)
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
     waiting = table.prompt_rows[able] > 0
+    arrivals = bool(waiting.any())
     speaking = np.flatnonzero(~waiting)
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
@@ -378,12 +379,12 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made. They are in this
     # one, however long it is then: with as many listeners as the capacity says a tick of them all ends in time.
     everyone = max(most, settings.size(len(speaking)))
-    longest_s = model.predict(everyone, settings.max_rows if waiting.any() else 0, len(able) * context_rows)
+    longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
     pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
-    most = max(most, settings.size(pressed + bool(waiting.any())))  # and one that arrives, beside them
+    most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
-    if waiting.any():
+    if arrivals:
         budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(table, able[entering], lead_s[entering], now_s, settings)

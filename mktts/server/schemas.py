@@ -12,6 +12,7 @@ from fastapi import UploadFile
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
+from mktts.engine.options import Markup
 from mktts.model.prompt import Layout
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
@@ -70,7 +71,7 @@ class VoiceParams(SamplingParams):
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed has the one drawn")
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
-    markup: Literal["speak", "strip"] = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
+    markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
 
     def sampling(self) -> dict[str, Any]:
         """The settings that are given, by their names in `Sampling.flat`."""
@@ -130,7 +131,7 @@ class OpenAISpeechRequest(SamplingParams):
     max_frames: int | None = Field(None, ge=1, description="of 80 ms; left out: the server's limit")
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
     trim_lead: bool | None = Field(None, description="leave out the silence at the start, but 40 ms")
-    markup: Literal["speak", "strip"] | None = Field(None, description="strip: Markdown, HTML and TeX are taken out")
+    markup: Markup | None = Field(None, description="strip: Markdown, HTML and TeX are taken out")
     non_streaming_mode: bool | None = Field(
         None,
         description="the prompt's layout: the whole text before the speech, or along with it; not how the answer comes",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_argu
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable
 from mktts.engine.metrics import StreamMetrics, summarise
-from mktts.engine.options import MARKUP, StreamOptions
+from mktts.engine.options import Markup, StreamOptions
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth.cloning import recorded_voice
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--greedy", action="store_true", help="no draw at all")
     how.add_argument("--layout", choices=("whole", "streaming"), help="of the prompt (default: the checkpoint type's)")
     how.add_argument(
-        "--markup", choices=MARKUP, default=MARKUP[0], help="strip: takes Markdown, HTML and TeX out first"
+        "--markup", choices=get_args(Markup), default="speak", help="strip: takes Markdown, HTML and TeX out first"
     )
     how.add_argument(
         "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"

@@ -186,7 +186,7 @@ class FrontEnd:
         return made
 
     def feed(self, language: str = AUTO, markup: str = "speak") -> FrontEndFeed:
-        """Of one text in `language`. markup: one of MARKUP."""
+        """Of one text in `language`. markup: of `mktts.engine.options.Markup`."""
         known = self.languages if language == AUTO else (language,)
         reader = Reader(self.rules) if known == (self.name,) else None
         return FrontEndFeed(reader, known, MarkupFeed() if markup == "strip" else None)
@@ -236,6 +236,6 @@ class FrontEndFeed:
 
 
 def spoken(text: str, language: str = ENGLISH, markup: str = "strip") -> str:
-    """`text` as the front end of `language` reads it; for a language without one as it stands. markup: one of MARKUP.
-    Raises as `FrontEnd.read`."""
+    """`text` as the front end of `language` reads it; for a language without one as it stands. markup: as of
+    `FrontEnd.read`, which says what this raises."""
     return FrontEnd(ENGLISH, (language,)).read(text, language, markup)

@@ -34,7 +34,7 @@ class FoldedWeights:
     down: Linear
 
 
-class _Workspace:
+class _LayerMemory:
     """What a layer of a `FoldedStack` makes of rows: memory, and its views, each made once, as they cost what operators
     do."""
 
@@ -52,7 +52,7 @@ class _Workspace:
         return tuple(zip(newest.unbind(), self.heads[:, None, :, :-2].unbind(), strict=True))
 
 
-class _Frame(KVCache):
+class _FrameCache(KVCache):
     """A cache of B streams whose memory is that in which a `FoldedStack` makes the heads of every position."""
 
     def __init__(self, stack: FoldedStack, heads: Tensor) -> None:
@@ -67,7 +67,7 @@ class _Frame(KVCache):
             for of_layer in heads:
                 rows = of_layer[: position + 1].flatten(1, 2).transpose(0, 1)  # (B K, positions, G + 2, D)
                 keys_values = rows[:, :, -2].transpose(1, 2), rows[:, :, -1]
-                memory = _Workspace(of_layer[position], workspace.unit, workspace.gated)
+                memory = _LayerMemory(of_layer[position], workspace.unit, workspace.gated)
                 layers.append((memory, rows[:, -1, :-2], *keys_values))
             self.steps.append((stack.turns([position] * streams), layers))
 
@@ -88,7 +88,7 @@ class FoldedStack(Qwen3Stack):
         w = self.layers[0]
         packed = all(linear.weight.is_mkldnn for linear in (w.qkv, w.o, w.gate_up, w.down))
         self._least = 1 if packed else LEAST_ROWS  # rows of a pass
-        self._frames: dict[int, _Frame] = {}  # by streams
+        self._frames: dict[int, _FrameCache] = {}  # by streams
         self._memory = self._frame_memory(0)  # of all of them
 
     def _read(self, get: Callable[[str], Tensor], index: int) -> FoldedWeights:
@@ -108,10 +108,10 @@ class FoldedStack(Qwen3Stack):
             down=Linear.packed(w.down),
         )
 
-    def workspace(self, rows: int) -> _Workspace:
+    def workspace(self, rows: int) -> _LayerMemory:
         c, group = self.config, self.config.num_attention_heads // self.config.num_key_value_heads
         heads, unit = (self.norm.new_empty(rows, c.num_key_value_heads, group + n, c.head_dim) for n in (2, 1))
-        return _Workspace(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
+        return _LayerMemory(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
 
     def new_frame(self, streams: int) -> KVCache:
         streams = max(streams, self._least)
@@ -119,7 +119,7 @@ class FoldedStack(Qwen3Stack):
             self._memory = self._frame_memory(streams)
             self._frames.clear()
         if streams not in self._frames:
-            self._frames[streams] = _Frame(self, self._memory[:, :, :streams])
+            self._frames[streams] = _FrameCache(self, self._memory[:, :, :streams])
         self._frames[streams].length = 0
         return self._frames[streams]
 
@@ -127,7 +127,7 @@ class FoldedStack(Qwen3Stack):
         heads = self.workspace(streams).heads
         return heads.new_empty(self.config.num_hidden_layers, NUM_CODEBOOKS, *heads.shape)
 
-    def forward(self, x: Tensor, frame: _Frame) -> Tensor:
+    def forward(self, x: Tensor, frame: _FrameCache) -> Tensor:
         """As `Qwen3Stack.forward`, of a `new_frame`, whose streams may be more than are asked for."""
         x = self._filled(x)
         if x.dim() > 2:
@@ -173,13 +173,13 @@ class FoldedStack(Qwen3Stack):
     def _filled(self, x: Tensor) -> Tensor:
         return x if self._least == 1 else filled_up(x)
 
-    def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _Workspace) -> None:
+    def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _LayerMemory) -> None:
         """Of rows `x` (R, H), makes `workspace.heads`: queries and keys, normed and rotated, and values."""
         w.qkv.of_rows(self._unit(x), out=workspace.flat)
         torch.div(workspace.turned, self._length(workspace.turned), out=workspace.unit).mul_(w.head_norm)
         torch.mul(workspace.pairs[0], turns[0], out=workspace.pairs[1])
 
-    def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, workspace: _Workspace) -> Tensor:
+    def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, workspace: _LayerMemory) -> Tensor:
         """The rest of the layer: `x` (R, H), overwritten, and what attention gave of its rows."""
         x = w.o.of_rows(rows, onto=x)
         w.gate_up.of_rows(self._unit(x), out=workspace.gated)

@@ -76,7 +76,7 @@ def decoder_config(sizes: CodecSizes) -> CodecConfig:
     return CodecConfig(**{n: tuple(raw[n]) if isinstance(raw[n], list) else raw[n] for n in names})
 
 
-class _ConvNeXt(nn.Module):
+class _EncoderBlock(nn.Module):
     """As the decoder's, but it looks ahead as far as back."""
 
     def __init__(self, channels: int) -> None:
@@ -103,10 +103,10 @@ class CodecEncoder(nn.Module):
         width = sizes.encoder
         self.register_buffer("shape", torch.hann_window(_WINDOW), persistent=False)
         self.first = nn.Conv1d(2 * (_WINDOW // 2 + 1), width, 1)
-        layers: list[nn.Module] = [_ConvNeXt(width) for _ in range(sizes.encoder_layers)]
+        layers: list[nn.Module] = [_EncoderBlock(width) for _ in range(sizes.encoder_layers)]
         for stride in _STRIDES:
             layers.append(nn.Conv1d(width, width, stride, stride))
-            layers += [_ConvNeXt(width) for _ in range(sizes.encoder_layers)]
+            layers += [_EncoderBlock(width) for _ in range(sizes.encoder_layers)]
         self.layers = nn.Sequential(*layers)
         self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, sizes.vector)
 
