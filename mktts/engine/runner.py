@@ -172,9 +172,7 @@ class Runner:
         """Nothing is open."""
         slots = self.lanes.slots
         self._table = StreamTable(slots)
-        self._queue = AdmissionQueue(
-            self.admission, self._table, self._memory, self._settings, self._settings.first_pcm_s
-        )
+        self._queue = AdmissionQueue(self.admission, self._table, self._memory, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
@@ -262,7 +260,8 @@ class Runner:
 
     def fail_all(self, error: BaseException) -> None:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
-        self._end_all(lambda stream: stream.fail(failed(error)))
+        why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
+        self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
         for slot in filter(self._memory.is_open, range(self.lanes.slots)):
             self._memory.close(slot)
         self._reset()
@@ -578,8 +577,3 @@ class Runner:
 def kept_under(prompt: Any) -> Hashable | None:
     """What a prompt's prefix is kept under; None where that saves less than it costs."""
     return prompt.prefix_key if prompt.prefix_rows >= KEPT_ROWS else None
-
-
-def failed(error: BaseException) -> EngineError:
-    """What ends a stream because a turn raised `error`. Each gets its own: raising writes into it."""
-    return EngineError(f"the engine failed while this stream was open: {type(error).__name__}: {error}")

@@ -32,7 +32,7 @@ class Place:
         self.admission = Admission(AdmissionLimits(**limits))
         self.admission.measured = None if capacity is None else Capacity(capacity, "measured by hand")
         self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
-        self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200(), 0.1)
+        self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200())
         self.inside = 0
 
     def submit(self, **arrival) -> str:
@@ -99,7 +99,7 @@ def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
 
 
 def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_one_who_plays_does():
-    place = Place(2)
+    place = Place(2, max_wait_s=0.5)
     place.fill()
     place.table.taken(0, 5, full=True)
     place.table.taken(1, 5, full=True)
@@ -127,8 +127,8 @@ def test_the_queue_is_looked_at_again_when_a_reader_may_be_gone():
 def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     place = Place(1, max_waiting=2)
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
-    assert place.queue.pop(0.49, MODEL) is None
-    arrival, reason = place.queue.pop(0.5, MODEL)
+    assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
+    arrival, reason = place.queue.pop(0.05, MODEL)
     error = refusal(reason, arrival, place.pages, 1, place.admission.capacity)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
