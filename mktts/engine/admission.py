@@ -25,6 +25,7 @@ Reason = Literal["", "too_long", "slots", "memory", "capacity", "max_streams", "
 
 PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
+_MOST_WAITING = 256
 _WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
 _LATE_SHARE = 0.005  # of the frames of a window: more say that the machine does not keep up
 _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
@@ -34,21 +35,22 @@ _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the cap
 class AdmissionLimits:
     """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
     min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
-    wait for admission, max_wait_s: for how long; None: `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
+    wait for admission; None: as many as are served at once, up to 256. max_wait_s: for how long; None:
+    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
     Raises OptionsError for values out of range.
     """
 
     max_streams: int | None = None
     min_streams: int = 1
-    max_waiting: int = 64
+    max_waiting: int | None = None
     max_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         none_at_all = self.max_streams is not None and self.max_streams < 1
-        if none_at_all or self.min_streams < 1 or self.max_waiting < 0 or not (self.max_wait_s or 0) >= 0:
+        if none_at_all or self.min_streams < 1 or (self.max_waiting or 0) < 0 or not (self.max_wait_s or 0) >= 0:
             raise OptionsError(
-                f"expected max_streams and min_streams of at least 1, the others at least 0, max_streams or max_wait_s "
-                f"or both None, got {self}"
+                f"expected max_streams and min_streams of at least 1, the others at least 0, each but min_streams perhaps "
+                f"None, got {self}"
             )
 
 
@@ -146,6 +148,16 @@ class AdmissionQueue:
         self._unpaced: deque[Arrival] = deque()
         self._idle_since_s = math.inf
 
+    @property
+    def _most_waiting(self) -> float:
+        most = self._admission.limits.max_waiting
+        return min(_MOST_WAITING, self._admission.most) if most is None else most
+
+    @property
+    def full(self) -> bool:
+        """Whether a listener's stream that arrives now is refused, whatever it says."""
+        return bool(self._paced) and len(self._paced) >= self._most_waiting
+
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
 
@@ -165,7 +177,7 @@ class AdmissionQueue:
         reason = self.obstacle(arrival, model, arrival.arrived_s) if first is None else "queue"
         if not reason:
             return ""
-        if arrival.paced and len(self._paced) >= self._admission.limits.max_waiting:
+        if arrival.paced and len(self._paced) >= self._most_waiting:
             return "queue"
         (self._paced if arrival.paced else self._unpaced).append(arrival)
         return "waited"
@@ -252,10 +264,8 @@ def too_long(arrival: Arrival, memory: Memory) -> CapacityError:
     )
 
 
-def refusal(reason: Reason, arrival: Arrival, memory: Memory, open_streams: int, capacity: Capacity) -> CapacityError:
-    """What ends a stream that was refused for `reason`."""
-    if reason == "too_long":
-        return too_long(arrival, memory)
+def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityError:
+    """What ends a stream that was refused for `reason`, other than for its length."""
     served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
     error = BusyError(
         f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "

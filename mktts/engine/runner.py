@@ -320,8 +320,11 @@ class Runner:
     def _settled(self, stream: Utterance, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and admission has decided."""
         try:
-            if stream.runnable() and not stream.next_segment():
-                stream.advance(stream.flush)  # it ended without a word
+            if stream.runnable():
+                if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
+                    raise self._refusal("queue")
+                if not stream.next_segment():
+                    stream.advance(stream.flush)  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
                 reason = self._queue.submit(arrival, self._pace.step_model)
@@ -345,7 +348,7 @@ class Runner:
         if not stream.open or stream.cancelled:
             stream.end(None)
         elif reason:
-            stream.fail(self._refusal(reason, arrival))
+            stream.fail(too_long(arrival, self._memory) if reason == "too_long" else self._refusal(reason))
         else:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
@@ -359,8 +362,8 @@ class Runner:
             except Exception as error:
                 stream.fail(error)
 
-    def _refusal(self, reason: Reason, arrival: Arrival) -> Exception:
-        return refusal(reason, arrival, self._memory, len(self._streams), self.admission.capacity)
+    def _refusal(self, reason: Reason) -> Exception:
+        return refusal(reason, len(self._streams), self.admission.capacity)
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
@@ -460,7 +463,7 @@ class Runner:
             raise too_long(arrival, memory)
         if not memory.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
             if queue.held(now_s):
-                raise self._refusal("held", arrival)
+                raise self._refusal("held")
             queue.reserved_pages += memory.count(arrival.max_rows)
             return False
         del self._waiting[slot]

@@ -128,8 +128,8 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     place = Place(1, max_waiting=2)
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
     assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
-    arrival, reason = place.queue.pop(0.05, MODEL)
-    error = refusal(reason, arrival, place.pages, 1, place.admission.capacity)
+    reason = place.queue.pop(0.05, MODEL)[1]
+    error = refusal(reason, 1, place.admission.capacity)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
 
@@ -138,7 +138,12 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
 @given(st.data())
 def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(data):
     """Arrivals, departures, cancels and time, in any order; none is lost, and none leaves the queue twice."""
-    place, now_s, waiting, names = Place(3, slots=4, pages=24, max_wait_s=1.0), 0.0, [], iter(range(1_000))
+    place, now_s, waiting, names = (
+        Place(3, slots=4, pages=24, max_wait_s=1.0, max_waiting=64),
+        0.0,
+        [],
+        iter(range(1_000)),
+    )
     for _ in range(data.draw(st.integers(1, 40))):
         deed = data.draw(st.sampled_from(["listener", "listener", "file", "leaves", "cancels", "waits"]))
         if deed in ("listener", "file"):

@@ -286,7 +286,7 @@ def test_of_a_fifth_more_than_the_capacity_within_100_ms_those_admitted_hear_no_
 
 
 def test_where_more_listen_than_are_served_those_admitted_have_not_waited_long_for_a_place():
-    limits = AdmissionLimits(max_waiting=256)
+    limits = AdmissionLimits()
     run = Run(1_500, TickSettings.h200(), H200, 1_300, limits, warm_s=8.0, seconds=10.0, truth=H200, noise=0.05).play()
     assert run.late_s == [] and run.refused > 100 and run.frames / run.seconds > 12.5 * 1_200
     assert run.ttfc_ms(99) < 100
