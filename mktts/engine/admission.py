@@ -49,8 +49,8 @@ class AdmissionLimits:
         none_at_all = self.max_streams is not None and self.max_streams < 1
         if none_at_all or self.min_streams < 1 or (self.max_waiting or 0) < 0 or not (self.max_wait_s or 0) >= 0:
             raise OptionsError(
-                f"expected max_streams and min_streams of at least 1, the others at least 0, each but min_streams perhaps "
-                f"None, got {self}"
+                f"expected max_streams and min_streams of at least 1, the others at least 0, or None where that is "
+                f"the default, got {self}"
             )
 
 
