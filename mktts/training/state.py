@@ -66,9 +66,9 @@ class Trainer(ABC):
                 yield from ((f"{name}.{i}.{key}", tensor) for key, tensor in optimizer.state[p].items())
 
     def light(self) -> dict[str, Tensor]:
-        """Weights alone, averaged where there are such, in 16 bits."""
-        live = self.weights().items()
-        return {k: self.average.get(k, t).bfloat16() if t.is_floating_point() else t for k, t in live}
+        """Weights alone in 16 bits: averaged ones as a checkpoint has them, others finer, as codes depend on them."""
+        live = {k: t.half() if t.is_floating_point() else t for k, t in self.weights().items()}
+        return live | {k: t.bfloat16() for k, t in self.average.items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Puts tensors into `folder`, whole or not at all. Raises CheckpointError for a huge one."""

@@ -221,6 +221,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Trains for a while. Raises CheckpointError for a state of another recipe, AudioError for the shards."""
     recipe = CodecRecipe(**{name: getattr(arguments, name) for name in asdict(CodecRecipe())})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True  # shapes are few
     crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
     device = device_named(arguments.device)
     trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device, graphs=arguments.graphs)
