@@ -17,7 +17,7 @@ from IPython.utils.capture import capture_output
 from mktts.audio import read_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
-from mktts.measure import machine, metrics
+from mktts.measure import metrics
 from mktts.notebook import nb
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -255,16 +255,3 @@ def test_a_button_acts_once():
     shown.click()
     shown.click()
     assert calls == [1] and shown.disabled
-
-
-# ---- machine
-
-
-def test_a_package_that_fails_to_import_is_missing_with_its_reason(monkeypatch):
-    def broken(name):
-        raise OSError("libc10_cuda.so: cannot open")
-
-    monkeypatch.setattr(machine.importlib, "import_module", broken)
-    row = machine._package_row("soundfile", "reads", "only saved voices")
-    assert row["found"].startswith(machine.MISSING) and "libc10_cuda" in row["found"]
-    assert row["consequence"] == "only saved voices"
