@@ -7,9 +7,7 @@ weights. The document keeps medians by phase, one frame of all marks, and one la
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from mktts.model.backend import Frame
 
 BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
-UNIT_NS = 4  # of times that are kept in 16 bits
 _PERCENTS = (50, 10, 90)
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
@@ -170,7 +167,7 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
         "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
         "phases": phases,
         # The median of the blocks, from mark to mark.
-        "frame": {b: {"steps": packed(np.diff(np.median(cycles, axis=0)) / ghz)} for b, cycles in frames.items()},
+        "steps": packed(np.diff(np.median(frames[BUILDS[0]], axis=0))[None] / ghz),
         "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
     }
 
@@ -231,16 +228,11 @@ def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz
     return found
 
 
-def packed(times_ns: np.ndarray) -> dict[str, Any]:
-    """Times as text: 16 bits each in UNIT_NS. Raises MetricsError for one below 0 or too long (262 us)."""
-    units = np.rint(np.asarray(times_ns) / UNIT_NS)
-    if not units.size or units.min() < 0 or units.max() > 0xFFFF:
-        raise MetricsError(f"expected times of 0 to {0xFFFF * UNIT_NS} ns")
-    data = base64.b85encode(zlib.compress(units.astype("<u2").tobytes(), 9)).decode()
-    return {"shape": list(units.shape), "data": data}
+def packed(times_ns: np.ndarray) -> list[str]:
+    """A line of microseconds for each row: in JSON a list of numbers would take a line for each."""
+    return [" ".join(f"{us:.3f}" for us in row) for row in times_ns / 1e3]
 
 
-def unpacked(kept: Mapping[str, Any]) -> np.ndarray:
-    """The inverse of `packed`, in microseconds."""
-    units = np.frombuffer(zlib.decompress(base64.b85decode(kept["data"])), "<u2")
-    return units.reshape(kept["shape"]) * (UNIT_NS / 1e3)
+def unpacked(lines: Sequence[str]) -> np.ndarray:
+    """The inverse of `packed`."""
+    return np.array([line.split() for line in lines], float)

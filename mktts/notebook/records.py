@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
+    "codec": "python -m mktts parity small random:0.6b --parts codec --output outputs/reference/h200/codec.json",
     "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
@@ -31,19 +32,6 @@ COMMANDS = {
     "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
     "--output outputs/reference/h200/parity_batch.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
-}
-SHOWN_IN = {
-    "agent": "LOG.md: the agent's times",
-    "bench": "02_weights, 04_streaming, 05_metrics, README",
-    "codec": "03_parity",
-    "gpu_tests": "LOG.md: which GPU tests passed, and when",
-    "ladder": "05_metrics",
-    "load": "07_many_voices",
-    "parity": "03_parity",
-    "parity_batch": "README: the batch engine's promise",
-    "serve_load": "README: listeners over sockets",
-    "speak_all": "LOG.md: sentences by the thousand",
-    "trace": "08_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
@@ -76,18 +64,6 @@ def median(bench: Mapping[str, Any], name: str) -> float | None:
     """The median of a figure of a document of `python -m mktts bench`, None where it has none of that name."""
     figure = bench["figures"].get(name)
     return None if figure is None else float(figure["median"])
-
-
-def recorded(folder: Path = FOLDER) -> list[dict[str, str]]:
-    """One row a document: its name, where it comes from, and where it is shown."""
-    return [
-        {
-            "document": path.name,
-            "provenance": provenance(read_object(path, MetricsError)),
-            "shown in": SHOWN_IN.get(path.stem, ""),
-        }
-        for path in sorted(folder.glob("*.json"))
-    ]
 
 
 def provenance(found: Mapping[str, Any] | None) -> str:
@@ -183,17 +159,3 @@ def runs(run_dir: Path) -> DataFrame:
             by_hand = {"run": path.parent.name, "notebook": found[1], "status": "ok"}
             rows.append({**by_hand, **read_object(path, MetricsError)})
     return pandas.concat([frame, pandas.DataFrame(rows)], ignore_index=True) if rows else frame
-
-
-def label(row: Mapping[str, Any]) -> str:
-    """What a figure calls a run: checkpoint, backend, device, threads, schedule; equal labels are repeats of one
-    configuration. A run by hand has what it recorded."""
-    known = {name: value for name, value in row.items() if value is not None and value == value}  # not NaN
-    checkpoint = known.get("param.CHECKPOINT") or known.get("checkpoint") or "checkpoint not recorded"
-    dtype = "bfloat16" if known.get("param.BF16") else str(known.get("dtype", "")).removeprefix("torch.")
-    lines = [", ".join(filter(None, [checkpoint, known.get("backend"), known.get("device"), dtype]))]
-    if schedule := known.get("param.SCHEDULE") or known.get("schedule"):
-        threads = known.get("threads")
-        wide = f", {threads:.0f} thread{'s'[: threads > 1]}" if threads else ""
-        lines.append(f"chunks of {schedule}{wide}")
-    return "\n".join(lines)
