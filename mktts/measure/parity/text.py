@@ -61,7 +61,7 @@ def _compare(source: str, kernel: str, device: str, tokens_each: int, budget: Bu
         while len(rows) - begun < tokens_each and (len(rows) == begun or not within.over):
             near, truth = bf16.logits(states[1]), fp32.logits(states[2])
             token, ours = step(states[0])
-            errors.add(ours, near, truth, "logits", f"logits at {context}")
+            errors.add(ours, near, truth, "logits")
             best = int(truth.argmax())
             rows.append((token == best, float(truth[best] - truth[token]), float((near - truth).abs().max())))
             states[1].last = states[2].last = token
