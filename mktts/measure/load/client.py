@@ -257,7 +257,6 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
     return {
         "held": duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
-        "offered_rps": len(came) / duration_s,
         "duration_s": duration_s,
         "arrivals": len(came),
         "in_time": len(in_time),
