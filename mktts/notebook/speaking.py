@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mktts.common import checked_int
+from mktts.common import checked_int, whole_numbers
 from mktts.errors import MkttsError, OptionsError
 from mktts.model.sampling import Sampling
 from mktts.notebook.nb import Controls
@@ -22,17 +22,6 @@ def at_least(smallest: int, **parameters: int) -> None:
     """Raises OptionsError naming the parameter that is not a whole number of at least `smallest`."""
     for name, value in parameters.items():
         checked_int(name, value, at_least=smallest)
-
-
-def schedule(text: str) -> tuple[int, ...]:
-    """The parameter SCHEDULE, "1,1,2,4,8", as frames per chunk. Raises OptionsError."""
-    try:
-        frames = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        frames = ()
-    if not frames or min(frames) < 1:
-        raise OptionsError(f'SCHEDULE must be frames per chunk, like "1,1,2,4,8", each at least 1, got {text!r}')
-    return frames
 
 
 def texts(parameter: str) -> list[str]:
@@ -89,7 +78,7 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
         raise MkttsError(f"expected parameters among {', '.join(convert)}, found {', '.join(unknown)}")
     arguments = {name.lower(): convert[name](value) for name, value in parameters.items()}
     if frames is not None:
-        arguments["options"] = StreamOptions(schedule=schedule(frames))
+        arguments["options"] = StreamOptions(schedule=whole_numbers("SCHEDULE", frames))
     if drawing:
         arguments["sampling"] = _sampling(checkpoint, **drawing)
     return arguments

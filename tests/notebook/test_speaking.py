@@ -63,13 +63,9 @@ def test_a_panel_folds_away_what_the_checkpoint_does_not_take(source, seen):
     assert sorted(line.description for line in lines) == sorted(seen) and folded.titles == ("more",)
 
 
-NO_SCHEDULE = ("a", "", "1,,2", "1,0", "-1", "1.5")
-
-
 @pytest.mark.parametrize(
     ("read", "wrong", "named"),
     [
-        (speaking.schedule, NO_SCHEDULE, "SCHEDULE must be frames per chunk"),
         (speaking.texts, ("Yes. |",), "TEXTS"),
         (
             lambda n: speaking.at_least(1, FRAMES=3, REPEATS=n),

@@ -25,6 +25,7 @@ import numpy as np
 from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import whole_numbers
 from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
@@ -85,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if arguments.into is not None:
             record.require_place(arguments.into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
-        listeners = loads(default if arguments.listeners is None else arguments.listeners)
+        listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
         only_capacity = arguments.capacity and not arguments.load
         document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
         document["settings"]["random_weights"] = subject.random_weights
@@ -126,14 +127,6 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
     names = ("checkpoint", "revision", "backend", "dtype")
     return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
-
-
-def loads(words: str, name: str = "--listeners") -> tuple[int, ...]:
-    """ "64,128" -> (64, 128). Raises MetricsError, with the parameter's name."""
-    numbers = [word.strip() for word in words.split(",")]
-    if not all(number.isdecimal() and int(number) for number in numbers):
-        raise MetricsError(f"{name} takes whole numbers of at least 1, commas between them, got {words!r}")
-    return tuple(map(int, numbers))
 
 
 class Subject:
