@@ -1,7 +1,7 @@
 """`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel.
 
 Launches of three builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of
-weights. The document keeps medians by phase, one frame of all marks, and one layer of each stack block by block.
+weights. The document keeps medians by phase, and one frame from mark to mark.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
 from mktts.errors import MetricsError
 from mktts.kernel.trace import (
-    PREDICTOR_LAYER,
-    TAIL,
-    TALKER_LAYER,
     Marks,
-    Steady,
     frame_points,
     phases_of,
     steady,
@@ -154,42 +150,43 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
 
     Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
     them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
+    steps: of a frame of median length, from mark to mark, the mean over blocks.
     Raises EngineError for marks of another kernel.
     """
     points = frame_points(*layers)
-    kept = {build: [steady(launch.marks, points) for launch in made[build]] for build in BUILDS}
-    ghz = _clock_ghz(made[BUILDS[0]], kept[BUILDS[0]])
-    phases = {build: _phases(launches, points, layers[0], ghz) for build, launches in kept.items()}
-    frames = {build: _typical(launches) for build, launches in kept.items()}
+    kept = {
+        build: [
+            np.concatenate(parts) for parts in zip(*(steady(one.marks, points) for one in made[build]), strict=True)
+        ]
+        for build in BUILDS
+    }
+    spans, _ = kept[BUILDS[0]]
+    took_ms = sum(_frame_ms(frame) for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
+    ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
+    typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
     return {
         "settings": {"talker_layers": layers[0], "predictor_layers": layers[1], "marks": len(points)},
         "clock_ghz": ghz,
         "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
-        "phases": phases,
-        # The median of the blocks, from mark to mark.
-        "steps": packed(np.diff(np.median(frames[BUILDS[0]], axis=0))[None] / ghz),
-        "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
+        "phases": {build: _phases(*of_build, points, layers[0], ghz) for build, of_build in kept.items()},
+        "steps": " ".join(f"{us:.3f}" for us in typical.mean(0) / ghz / 1e3),
     }
 
 
-def _clock_ghz(launches: Sequence[Launch], kept: Sequence[Steady]) -> float:
-    """Cycles over nanoseconds: block 0 notes both, and its frames follow one another at once."""
-    ratios = []
-    for launch, marks in zip(launches, kept, strict=True):
-        took_ns = [1e6 * (frame.talker_ms + frame.predictor_ms) for frame in launch.frames[1:-1]]
-        ratios.append((marks.cycles[-1, 0, -1] - marks.cycles[0, 0, 0]) / sum(took_ns))
-    return float(np.median(ratios))
+def _frame_ms(frame: Frame) -> float:
+    return frame.talker_ms + frame.predictor_ms
 
 
 def _frame_us(launches: Sequence[Launch]) -> float:
     """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
-    times = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
-    return round(1e3 * float(np.median(times)), 2)
+    times_ms = [_frame_ms(frame) for launch in launches for frame in launch.frames[1:]]
+    return round(1e3 * float(np.median(times_ms)), 2)
 
 
-def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz: float) -> list[dict[str, Any]]:
-    spans = np.concatenate([np.diff(launch.cycles, axis=2) for launch in kept])  # (frames, blocks, P)
-    starved = np.concatenate([launch.starved for launch in kept])
+def _phases(
+    spans: np.ndarray, starved: np.ndarray, points: np.ndarray, talker_layers: int, ghz: float
+) -> list[dict[str, Any]]:
+    """spans, starved: as of `steady`, of all frames."""
     phases = phases_of(points)
     stacks = np.array(["talker", "predictor"])[(np.arange(len(points)) >= talker_points(talker_layers)).astype(int)]
     rows = []
@@ -204,35 +201,3 @@ def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz:
             row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
             rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
     return rows
-
-
-def _typical(kept: Sequence[Steady]) -> np.ndarray:
-    """Cycles (blocks, P + 1) of the frame whose length is the median."""
-    frames = np.concatenate([launch.cycles for launch in kept])
-    lengths = (frames[:, :, -1] - frames[:, :, 0]).mean(1)
-    return frames[np.argsort(lengths)[len(lengths) // 2]]
-
-
-def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz: float) -> dict[str, Any]:
-    """Two stretches of the frame block by block: the talker's middle layer, and a predictor pass from its last layer
-    on; (marks, blocks) since the first of them."""
-    each = len(PREDICTOR_LAYER)
-    a_pass = talker_points(layers[0]) + 8 * (each * layers[1] + len(TAIL)) - each - len(TAIL)
-    begins = {"talker": layers[0] // 2 * len(TALKER_LAYER), "predictor": a_pass}
-    counts = {"talker": len(TALKER_LAYER), "predictor": each + len(TAIL)}
-    found = {}
-    for stack, begin in begins.items():
-        here = cycles[:, begin : begin + counts[stack] + 1].T
-        points_here = np.append(points, points[0])[begin : begin + counts[stack] + 1]
-        found[stack] = {"points": points_here.tolist(), "times": packed((here - here.min()) / ghz)}
-    return found
-
-
-def packed(times_ns: np.ndarray) -> list[str]:
-    """A line of microseconds for each row: in JSON a list of numbers would take a line for each."""
-    return [" ".join(f"{us:.3f}" for us in row) for row in times_ns / 1e3]
-
-
-def unpacked(lines: Sequence[str]) -> np.ndarray:
-    """The inverse of `packed`."""
-    return np.array([line.split() for line in lines], float)
