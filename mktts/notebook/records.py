@@ -28,7 +28,7 @@ COMMANDS = {
     "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
-    "--parts kernel,text --output outputs/reference/h200/parity.json",
+    "--parts kernel --output outputs/reference/h200/parity.json",
     "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
     "--output outputs/reference/h200/parity_batch.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",

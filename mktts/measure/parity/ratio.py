@@ -1,4 +1,4 @@
-"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel, batch and text.
+"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel and batch.
 
 Teacher forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take
 them, so that every logit of a frame has the same history on all sides.
