@@ -1,4 +1,4 @@
-"""Measurements on record: the documents of an H200, the verdicts of notebooks, and their runs that a report reads.
+"""Measurements on record: the documents of an H200, and the verdicts of notebooks.
 
 The files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
 `provenance` puts that into words.
@@ -7,19 +7,15 @@ The files lie in outputs/reference/h200; each says which machine and which revis
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
 from mktts.measure.environment import environment
-from mktts.notebook.nb import MANUAL, table
+from mktts.notebook.nb import table
 from mktts.notebook.plots import short
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
@@ -130,32 +126,3 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
     paths = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"), reverse=True)
     found = {path.parent.name.partition("-")[0]: path for path in paths}  # the shortest name comes last, and stays
     return [{"notebook": name, **read_object(found[name], MetricsError)} for name in sorted(found)]
-
-
-# ---- runs of notebooks
-
-
-def runs(run_dir: Path) -> DataFrame:
-    """A row a run beside `run_dir`: of TABLE in their folder or next to it, and of runs by hand. A table further up is
-    another grid's.
-
-    Columns: run, notebook, status, ename, the recorded metrics, `param.NAME` and `env.NAME`. A run by hand
-    (outputs/runs/<notebook>-manual) has what its notebook recorded only. Raises MetricsError for a torn table.
-    """
-    import pandas
-
-    folder = run_dir.resolve().parent
-    table = next((f / TABLE for f in (folder, folder.parent) if (f / TABLE).is_file()), None)
-    frame = pandas.DataFrame(columns=["run", "notebook", "status"])
-    if table is not None:
-        try:
-            frame = pandas.read_parquet(table)
-        except Exception as error:  # pyarrow raises half a dozen types on a torn file
-            raise MetricsError(f"{table}: expected the table of `mktts run`, could not read it: {error}") from error
-    rows = []
-    for path in sorted(folder.glob(f"*{MANUAL}*/metrics.json")):
-        found = re.fullmatch(rf"(.+){MANUAL}(-\d+)?", path.parent.name)
-        if found and path.parent.name not in set(frame["run"]):
-            by_hand = {"run": path.parent.name, "notebook": found[1], "status": "ok"}
-            rows.append({**by_hand, **read_object(path, MetricsError)})
-    return pandas.concat([frame, pandas.DataFrame(rows)], ignore_index=True) if rows else frame
