@@ -157,6 +157,14 @@ def checked_int(
         raise error(f"{name} must be at most {at_most}, got {value}")
 
 
+def whole_numbers(name: str, words: str) -> tuple[int, ...]:
+    """ "1,1,2" -> (1, 1, 2). Raises OptionsError, with the name, for anything but whole numbers of at least 1."""
+    numbers = [word.strip() for word in words.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise OptionsError(f"{name} takes whole numbers of at least 1, commas between them, got {words!r}")
+    return tuple(map(int, numbers))
+
+
 def one_of(name: str, value: object, known: Collection[object], error: type[MkttsError] = OptionsError) -> None:
     """Raises `error` unless `value` is one of `known`."""
     if value not in known:

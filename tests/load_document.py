@@ -23,7 +23,6 @@ def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
     return {
         "held": True,
         "listeners": listeners,
-        "offered_rps": listeners / 7,
         "open_mean": float(listeners),
         "playing_mean": float(listeners),
         "duration_s": 60.0,

@@ -15,11 +15,8 @@ TOOK_US = {"hop": (2.0, 1.0), "product": (1.0, 0.5), "other": (0.5, 0.5)}
 STARVED_US = {"hop": 0.25, "product": 0.5, "other": 0.0}
 
 
-def launch_of(
-    layers: tuple[int, int], blocks: int, seed: int, alone: bool = False, spread: float = 20.0, drift: float = 0.0
-) -> Launch:
-    """`spread`: standard deviation in cycles of a block's mark around the time that all have in common. `drift`: that
-    of the rates of blocks' clocks, but for block 0's."""
+def launch_of(layers: tuple[int, int], blocks: int, seed: int, alone: bool = False) -> Launch:
+    """A block's mark lies around the time that all have in common, with a standard deviation of 20 cycles."""
     rng = np.random.default_rng(seed)
     points = frame_points(*layers)
     following = np.roll(points, -1)
@@ -28,8 +25,7 @@ def launch_of(
     ends = np.cumsum(np.tile(took, FRAMES)) * 1e3 * GHZ
     common = np.concatenate([[0.0], ends[:-1]])
     clocks = rng.integers(0, 1 << 38, blocks)
-    rates = 1 + drift * np.concatenate([[0.0], rng.standard_normal(blocks - 1)])
-    noted = common * rates[:, None] + rng.normal(0, spread, (blocks, len(common)))
+    noted = common + rng.normal(0, 20.0, (blocks, len(common)))
     cycles = np.rint(noted).astype(np.int64) + clocks[:, None] + 10_000
     starved = np.tile(np.roll([0 if alone else STARVED_US[kind] for kind in kinds], 1), FRAMES) * 1e3 * GHZ
     talker = talker_points(layers[0])

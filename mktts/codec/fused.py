@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
 
@@ -23,7 +22,7 @@ from mktts.codec.packed import CodecWeights, Packed, PackedBlock, copies, rows_p
 from mktts.errors import BackendUnavailable, CodecError
 
 _ALIGNMENT_WORDS = 4  # 16 bytes: the widest load
-MAX_FUSED_FRAMES = 8  # of one fused pass; more frames are decoded by plain operators
+MAX_FUSED_FRAMES = 8  # of one pass
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,14 @@ class FusedCodec(StreamingCodec):
     Products run on fp16 matrix units with fp32 sums. Every operand is split in two fp16 numbers, which costs three
     products and keeps fp32's accuracy to about 2 bits (88 dB above the difference to fp32, of 300 frames at full size
     and random weights, H200).
-    Only packed weights stay on the device (433 MiB at full size). Longer passes (`decode_all`) go through the plain
-    decoder, which is made again at the first one and stays (436 MiB more).
+    Only packed weights stay on the device (433 MiB at full size).
     The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
     """
 
     name = "fused"
 
     def __init__(self, plain: Callable[[], CodecDecoder], kernels: ModuleType | None = None) -> None:
-        """`plain` makes the fp32 decoder whose weights are packed; it is let go, and made again for longer passes.
+        """`plain` makes the fp32 decoder whose weights are packed; it is let go.
 
         `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run.
         """
@@ -60,7 +58,6 @@ class FusedCodec(StreamingCodec):
         super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
-        self._make_plain = plain
         self._kernels = kernels or _triton_kernels(self.device)
         self._weights = CodecWeights.pack(decoder, fast=False)
         new_rows = list(rows_per_frame(decoder))
@@ -69,7 +66,7 @@ class FusedCodec(StreamingCodec):
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         frames = len(codes)
         if frames > MAX_FUSED_FRAMES:
-            return self._plain.advance(codes, state)
+            raise CodecError(f"a fused pass decodes at most {MAX_FUSED_FRAMES} frames, got {frames}")
         plan, run = self._plans[frames], self._kernels
         work = torch.empty(plan.words, device=self.device)
         flat = state.flat[: state.flat.numel() // 4 * 4].view(torch.float32)
@@ -82,11 +79,6 @@ class FusedCodec(StreamingCodec):
         pcm = self._waveform(x, iter(inputs[1:]))
         run.move(work, flat, plan.save, state.position, frames)
         return pcm
-
-    @cached_property
-    def _plain(self) -> CodecDecoder:
-        """Plain operators for longer passes, their weights brought to the device at the first one, to stay."""
-        return self._make_plain()
 
     def _attend(self, first: Tensor, work: Tensor, plan: _Buffers, position: Tensor, frames: int) -> Tensor:
         """The convolution before the transformer, and the transformer: (frames, latent)."""

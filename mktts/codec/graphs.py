@@ -115,10 +115,6 @@ class GraphedCodec:
         state.flat.copy_(self._state.flat)
         state.frames += len(codes)
 
-    def decode_all(self, codes: Tensor) -> Tensor:
-        """As `StreamingCodec.decode_all`, and by it: one pass over all frames, which no graph has the size of."""
-        return self._decoder.decode_all(codes)
-
 
 def codec_for(
     config: CodecConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"

@@ -208,13 +208,6 @@ class Prefill:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
 
     @property
-    def nbytes(self) -> int:
-        """Device memory of the workspace, of the tables and of what goes in and out; not that of graphs."""
-        held = (self._kv, self._rotary, self._input, self._hidden, self._counts)
-        own = sum(tensor.nbytes for tensor in held) + self._past.nbytes + self._end.nbytes
-        return own + (self._few.nbytes if self._few else 0)
-
-    @property
     def keys_values(self) -> Tensor:
         """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
         next call."""

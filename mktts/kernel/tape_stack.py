@@ -70,11 +70,6 @@ class TapeRows:
         widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
         self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory of what lies between the kernels."""
-        return sum(tensor.nbytes for tensor in self._work.values())
-
     def run(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
         """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the
         last norm. Queued on torch's current stream.
@@ -138,11 +133,6 @@ class TapeStack(Stack):
         with torch.cuda.device(self._tape.device):
             self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
         return self._layers[index]
-
-    @property
-    def room_bytes(self) -> int:
-        """Device memory of the room for one layer."""
-        return sum(matrix.nbytes for matrix in self._room.values())
 
 
 def _kernels(

@@ -25,9 +25,7 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 TALKER_LAYER = (1, 2, 3, 11, 12, 13, 4, 5, 6, 7, 8, 9, 10)
 PREDICTOR_LAYER = (1, 2, 3, 11, 4, 5, 6, 7, 8, 9, 10)
 TAIL = (14, 15, 16)
-SUM_TAKEN = 6  # every block has just received the same residual
 _CLOCK_BITS, _STARVED_BITS = 40, 16
-_NEAR = 31  # sums, a third of a frame at 0.6B: many receipts, little drift
 
 
 @dataclass(frozen=True)
@@ -112,46 +110,21 @@ def decode(words: np.ndarray) -> Marks:
     return Marks(points[0, :count], cycles, starved)
 
 
-def aligned(marks: Marks) -> np.ndarray:
-    """Cycles (blocks, n) on block 0's clock: blocks are laid so that on the median of _NEAR sums in a row they receive
-    the residual together. Clocks have rates of their own: on an H200 those of different GPCs drift apart by up to 15 us
-    in a launch of 9 ms (2026-11-23).
+def steady(marks: Marks, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cycles of each phase, and for how many of them its warp waited for weights, both (frames, blocks, P): of the
+    frames of a launch that follow one another without a pause. The first is left out, and the last, which none follows.
 
-    What it cannot show is a block that always receives later than the others.
+    Raises EngineError where the launch's marks are not those of at least three whole frames of `points`.
     """
-    at = np.flatnonzero(marks.points == SUM_TAKEN)
-    taken = marks.cycles[:, at]
-    apart = taken - taken[:1]  # of two multiprocessors: the difference of their clocks, and of their receipts
-    around = min(_NEAR, len(at) - 1 | 1) // 2
-    padded = np.pad(apart, ((0, 0), (around, around)), "reflect", reflect_type="odd")  # a drift goes on at the ends
-    offsets = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * around + 1, axis=1), axis=2)
-    everywhere = np.arange(marks.cycles.shape[1])
-    between = np.stack([np.interp(everywhere, at, row) for row in offsets])
-    return np.rint(marks.cycles - between).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Steady:
-    """Frames of a launch that follow one another without a pause: the first is left out, and the last, which none
-    follows.
-
-    cycles (frames, blocks, P + 1): at the points of each frame, and at the next one's first. starved (frames, blocks,
-    P): within each phase.
-    """
-
-    cycles: np.ndarray
-    starved: np.ndarray
-
-
-def steady(marks: Marks, points: np.ndarray) -> Steady:
-    """Raises EngineError where the launch's marks are not those of at least three whole frames of `points`."""
-    frames, rest = divmod(len(marks.points), len(points))
+    each = len(points)
+    frames, rest = divmod(len(marks.points), each)
     if rest or frames < 3 or (marks.points.reshape(frames, -1) != points).any():
-        raise EngineError(f"expected marks of three whole frames or more, {len(points)} each: {len(marks.points)} came")
-    on_one_clock, each = aligned(marks), len(points)
-    begins = range(each, (frames - 1) * each, each)
-    cycles = np.stack([on_one_clock[:, at : at + each + 1] for at in begins])
-    return Steady(cycles, np.stack([marks.starved[:, at + 1 : at + each + 1] for at in begins]))
+        raise EngineError(f"expected marks of three whole frames or more, {each} each: {len(marks.points)} came")
+    spans, starved = (
+        part[:, each : (frames - 1) * each].reshape(len(part), -1, each).swapaxes(0, 1)
+        for part in (np.diff(marks.cycles), marks.starved[:, 1:])
+    )
+    return spans, starved
 
 
 class TracedBackend(MegakernelBackend):

@@ -13,8 +13,6 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 * **First PCM**: TTFC of mktts.engine.metrics, of a few words in the streaming layout (`ttfc_ms`), and of a sentence of
   15 words in the checkpoint's own layout (`ttfc_sentence_ms`). **RTF** (`rtf`): as there.
 * **Text** (`text_tok_s`): tokens a second of the text model, one a launch.
-* **Peak GPU memory** (`peak_gpu_mb`): MiB the driver counts as used, context and kernels included, with four streams
-  of 2 000 frames open. The card must be otherwise idle.
 
 `_1p7b` marks the large checkpoint. Others have the same names behind `upstream_` and `faster_`. Upstream does not
 stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance

@@ -25,13 +25,11 @@ import numpy as np
 from mktts.audio import resample, to_pcm16
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.text import spoken
 
 Mode = Literal["closed", "free"]
 MODES: tuple[Mode, ...] = ("closed", "free")
 RECOGNISER_RATE_HZ = 16_000
-_TITLES = {"mr": "mister", "mrs": "missus", "dr": "doctor"}
-_YEARS = range(1_100, 2_000)  # four digits that are read in pairs
-_LONGEST_DIGITS = 9  # of a number without commas; more are read one by one
 _HALF_TAPS = 96  # of the low pass
 _CUTOFF = 0.95  # of the recogniser's Nyquist frequency
 
@@ -115,22 +113,10 @@ def _digest(texts: Sequence[str]) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Lower case, hyphens apart, digits in words, no punctuation but an apostrophe inside a word."""
-    found: list[str] = []
-    for token in re.findall(r"\d{1,3}(?:,\d{3})+|\d+|[a-z]+(?:'[a-z]+)*", text.lower().replace("’", "'")):
-        found += _number(token) if token[0].isdigit() else [_TITLES.get(token, token)]
-    return found
-
-
-def _number(digits: str) -> list[str]:
-    """A whole number's words as the teacher says them: years in pairs, a leading zero or many digits one by one."""
-    from num2words import num2words
-
-    if (digits.isdigit() and len(digits) > _LONGEST_DIGITS) or (len(digits) > 1 and digits[0] == "0"):
-        return [num2words(int(digit)) for digit in digits]
-    value = int(digits.replace(",", ""))
-    said = num2words(value, to="year" if value in _YEARS and "," not in digits else "cardinal")
-    return re.findall("[a-z]+", said.replace(" and ", " "))
+    """As the English front end reads them, in lower case, hyphens apart; none of a text without a letter or digit."""
+    if not any(map(str.isalnum, text)):
+        return []
+    return re.findall(r"[a-z]+(?:'[a-z]+)*", spoken(text).lower())
 
 
 def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:

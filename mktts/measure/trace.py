@@ -1,15 +1,13 @@
 """`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel.
 
 Launches of three builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of
-weights. The document keeps medians by phase, one frame of all marks, and one layer of each stack block by block.
+weights. The document keeps medians by phase, and one frame from mark to mark.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +20,7 @@ from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
 from mktts.errors import MetricsError
 from mktts.kernel.trace import (
-    PREDICTOR_LAYER,
-    TAIL,
-    TALKER_LAYER,
     Marks,
-    Steady,
     frame_points,
     phases_of,
     steady,
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
     from mktts.model.backend import Frame
 
 BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
-UNIT_NS = 4  # of times that are kept in 16 bits
 _PERCENTS = (50, 10, 90)
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
@@ -157,42 +150,43 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
 
     Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
     them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
+    steps: of a frame of median length, from mark to mark, the mean over blocks.
     Raises EngineError for marks of another kernel.
     """
     points = frame_points(*layers)
-    kept = {build: [steady(launch.marks, points) for launch in made[build]] for build in BUILDS}
-    ghz = _clock_ghz(made[BUILDS[0]], kept[BUILDS[0]])
-    phases = {build: _phases(launches, points, layers[0], ghz) for build, launches in kept.items()}
-    frames = {build: _typical(launches) for build, launches in kept.items()}
+    kept = {
+        build: [
+            np.concatenate(parts) for parts in zip(*(steady(one.marks, points) for one in made[build]), strict=True)
+        ]
+        for build in BUILDS
+    }
+    spans, _ = kept[BUILDS[0]]
+    took_ms = sum(_frame_ms(frame) for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
+    ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
+    typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
     return {
         "settings": {"talker_layers": layers[0], "predictor_layers": layers[1], "marks": len(points)},
         "clock_ghz": ghz,
         "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
-        "phases": phases,
-        # The median of the blocks, from mark to mark.
-        "frame": {b: {"steps": packed(np.diff(np.median(cycles, axis=0)) / ghz)} for b, cycles in frames.items()},
-        "layers": {build: _layers(cycles, points, layers, ghz) for build, cycles in frames.items()},
+        "phases": {build: _phases(*of_build, points, layers[0], ghz) for build, of_build in kept.items()},
+        "steps": " ".join(f"{us:.3f}" for us in typical.mean(0) / ghz / 1e3),
     }
 
 
-def _clock_ghz(launches: Sequence[Launch], kept: Sequence[Steady]) -> float:
-    """Cycles over nanoseconds: block 0 notes both, and its frames follow one another at once."""
-    ratios = []
-    for launch, marks in zip(launches, kept, strict=True):
-        took_ns = [1e6 * (frame.talker_ms + frame.predictor_ms) for frame in launch.frames[1:-1]]
-        ratios.append((marks.cycles[-1, 0, -1] - marks.cycles[0, 0, 0]) / sum(took_ns))
-    return float(np.median(ratios))
+def _frame_ms(frame: Frame) -> float:
+    return frame.talker_ms + frame.predictor_ms
 
 
 def _frame_us(launches: Sequence[Launch]) -> float:
     """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
-    times = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
-    return round(1e3 * float(np.median(times)), 2)
+    times_ms = [_frame_ms(frame) for launch in launches for frame in launch.frames[1:]]
+    return round(1e3 * float(np.median(times_ms)), 2)
 
 
-def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz: float) -> list[dict[str, Any]]:
-    spans = np.concatenate([np.diff(launch.cycles, axis=2) for launch in kept])  # (frames, blocks, P)
-    starved = np.concatenate([launch.starved for launch in kept])
+def _phases(
+    spans: np.ndarray, starved: np.ndarray, points: np.ndarray, talker_layers: int, ghz: float
+) -> list[dict[str, Any]]:
+    """spans, starved: as of `steady`, of all frames."""
     phases = phases_of(points)
     stacks = np.array(["talker", "predictor"])[(np.arange(len(points)) >= talker_points(talker_layers)).astype(int)]
     rows = []
@@ -207,40 +201,3 @@ def _phases(kept: Sequence[Steady], points: np.ndarray, talker_layers: int, ghz:
             row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
             rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
     return rows
-
-
-def _typical(kept: Sequence[Steady]) -> np.ndarray:
-    """Cycles (blocks, P + 1) of the frame whose length is the median."""
-    frames = np.concatenate([launch.cycles for launch in kept])
-    lengths = (frames[:, :, -1] - frames[:, :, 0]).mean(1)
-    return frames[np.argsort(lengths)[len(lengths) // 2]]
-
-
-def _layers(cycles: np.ndarray, points: np.ndarray, layers: tuple[int, int], ghz: float) -> dict[str, Any]:
-    """Two stretches of the frame block by block: the talker's middle layer, and a predictor pass from its last layer
-    on; (marks, blocks) since the first of them."""
-    each = len(PREDICTOR_LAYER)
-    a_pass = talker_points(layers[0]) + 8 * (each * layers[1] + len(TAIL)) - each - len(TAIL)
-    begins = {"talker": layers[0] // 2 * len(TALKER_LAYER), "predictor": a_pass}
-    counts = {"talker": len(TALKER_LAYER), "predictor": each + len(TAIL)}
-    found = {}
-    for stack, begin in begins.items():
-        here = cycles[:, begin : begin + counts[stack] + 1].T
-        points_here = np.append(points, points[0])[begin : begin + counts[stack] + 1]
-        found[stack] = {"points": points_here.tolist(), "times": packed((here - here.min()) / ghz)}
-    return found
-
-
-def packed(times_ns: np.ndarray) -> dict[str, Any]:
-    """Times as text: 16 bits each in UNIT_NS. Raises MetricsError for one below 0 or too long (262 us)."""
-    units = np.rint(np.asarray(times_ns) / UNIT_NS)
-    if not units.size or units.min() < 0 or units.max() > 0xFFFF:
-        raise MetricsError(f"expected times of 0 to {0xFFFF * UNIT_NS} ns")
-    data = base64.b85encode(zlib.compress(units.astype("<u2").tobytes(), 9)).decode()
-    return {"shape": list(units.shape), "data": data}
-
-
-def unpacked(kept: Mapping[str, Any]) -> np.ndarray:
-    """The inverse of `packed`, in microseconds."""
-    units = np.frombuffer(zlib.decompress(base64.b85decode(kept["data"])), "<u2")
-    return units.reshape(kept["shape"]) * (UNIT_NS / 1e3)

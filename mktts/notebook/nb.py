@@ -28,7 +28,7 @@ from mktts.notebook.player import live_player
 from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
 
-__all__ = ["button", "clip", "controls", "live_player", "recording", "repository", "run_dir", "table"]
+__all__ = ["Controls", "clip", "live_player", "recording", "repository", "run_dir", "table"]
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
@@ -174,20 +174,16 @@ def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: 
 Choices = Sequence[str] | tuple[float, float]
 
 
-def controls(choices: Mapping[str, Choices] | None = None, more: Sequence[str] = (), **parameters: Any) -> Controls:
+class Controls:
     """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop.
 
     A widget changes only what the parameter already defines, so a headless run, where nobody turns the knobs,
-    computes exactly what the parameters say. `choices` turns a string parameter into a drop-down, and a number into a
-    slider from the first to the second of two numbers. The parameters named in `more` are folded away.
+    computes exactly what the parameters say.
     """
-    return Controls(choices or {}, parameters, more)
 
-
-class Controls:
-    """The panel of `controls`. `values` are the present settings, under the parameters' names."""
-
-    def __init__(self, choices: Mapping[str, Choices], parameters: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    def __init__(self, choices: Mapping[str, Choices], more: Sequence[str] = (), **parameters: Any) -> None:
+        """choices: make a drop-down of a string, and of a number a slider from the first to the second of two numbers.
+        more: parameters that are folded away."""
         import ipywidgets
 
         unknown = sorted(set(choices) - set(parameters))
@@ -299,21 +295,6 @@ class Controls:
     def _cancel(self) -> None:
         if self._running is not None:
             self._running.cancel()
-
-
-def button(label: str, press: Callable[[], Any], icon: str = "") -> Any:
-    """A button, to end a cell with, that calls `press` once and is disabled from then on."""
-    import ipywidgets
-
-    shown = ipywidgets.Button(description=label, icon=icon)
-
-    def pressed(_: Any) -> None:
-        if not shown.disabled:
-            shown.disabled = True
-            press()
-
-    shown.on_click(pressed)
-    return shown
 
 
 def _widget(name: str, value: Any, choices: Choices | None) -> Any:

@@ -1,4 +1,4 @@
-"""Measurements on record: the documents of an H200, the verdicts of notebooks, and their runs that a report reads.
+"""Measurements on record: the documents of an H200, and the verdicts of notebooks.
 
 The files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
 `provenance` puts that into words.
@@ -7,43 +7,27 @@ The files lie in outputs/reference/h200; each says which machine and which revis
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
 from mktts.measure.environment import environment
-from mktts.notebook.nb import MANUAL, table
+from mktts.notebook.nb import table
 from mktts.notebook.plots import short
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
+    "codec": "python -m mktts parity small random:0.6b --parts codec --output outputs/reference/h200/codec.json",
     "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
-    "--parts kernel,text --output outputs/reference/h200/parity.json",
+    "--parts kernel --output outputs/reference/h200/parity.json",
     "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
     "--output outputs/reference/h200/parity_batch.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
-}
-SHOWN_IN = {
-    "agent": "LOG.md: the agent's times",
-    "bench": "02_weights, 04_streaming, 05_metrics, README",
-    "codec": "03_parity",
-    "gpu_tests": "LOG.md: which GPU tests passed, and when",
-    "ladder": "05_metrics",
-    "load": "07_many_voices",
-    "parity": "03_parity",
-    "parity_batch": "README: the batch engine's promise",
-    "serve_load": "README: listeners over sockets",
-    "speak_all": "LOG.md: sentences by the thousand",
-    "trace": "08_megakernel",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
@@ -76,18 +60,6 @@ def median(bench: Mapping[str, Any], name: str) -> float | None:
     """The median of a figure of a document of `python -m mktts bench`, None where it has none of that name."""
     figure = bench["figures"].get(name)
     return None if figure is None else float(figure["median"])
-
-
-def recorded(folder: Path = FOLDER) -> list[dict[str, str]]:
-    """One row a document: its name, where it comes from, and where it is shown."""
-    return [
-        {
-            "document": path.name,
-            "provenance": provenance(read_object(path, MetricsError)),
-            "shown in": SHOWN_IN.get(path.stem, ""),
-        }
-        for path in sorted(folder.glob("*.json"))
-    ]
 
 
 def provenance(found: Mapping[str, Any] | None) -> str:
@@ -154,46 +126,3 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
     paths = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"), reverse=True)
     found = {path.parent.name.partition("-")[0]: path for path in paths}  # the shortest name comes last, and stays
     return [{"notebook": name, **read_object(found[name], MetricsError)} for name in sorted(found)]
-
-
-# ---- runs of notebooks
-
-
-def runs(run_dir: Path) -> DataFrame:
-    """A row a run beside `run_dir`: of TABLE in their folder or next to it, and of runs by hand. A table further up is
-    another grid's.
-
-    Columns: run, notebook, status, ename, the recorded metrics, `param.NAME` and `env.NAME`. A run by hand
-    (outputs/runs/<notebook>-manual) has what its notebook recorded only. Raises MetricsError for a torn table.
-    """
-    import pandas
-
-    folder = run_dir.resolve().parent
-    table = next((f / TABLE for f in (folder, folder.parent) if (f / TABLE).is_file()), None)
-    frame = pandas.DataFrame(columns=["run", "notebook", "status"])
-    if table is not None:
-        try:
-            frame = pandas.read_parquet(table)
-        except Exception as error:  # pyarrow raises half a dozen types on a torn file
-            raise MetricsError(f"{table}: expected the table of `mktts run`, could not read it: {error}") from error
-    rows = []
-    for path in sorted(folder.glob(f"*{MANUAL}*/metrics.json")):
-        found = re.fullmatch(rf"(.+){MANUAL}(-\d+)?", path.parent.name)
-        if found and path.parent.name not in set(frame["run"]):
-            by_hand = {"run": path.parent.name, "notebook": found[1], "status": "ok"}
-            rows.append({**by_hand, **read_object(path, MetricsError)})
-    return pandas.concat([frame, pandas.DataFrame(rows)], ignore_index=True) if rows else frame
-
-
-def label(row: Mapping[str, Any]) -> str:
-    """What a figure calls a run: checkpoint, backend, device, threads, schedule; equal labels are repeats of one
-    configuration. A run by hand has what it recorded."""
-    known = {name: value for name, value in row.items() if value is not None and value == value}  # not NaN
-    checkpoint = known.get("param.CHECKPOINT") or known.get("checkpoint") or "checkpoint not recorded"
-    dtype = "bfloat16" if known.get("param.BF16") else str(known.get("dtype", "")).removeprefix("torch.")
-    lines = [", ".join(filter(None, [checkpoint, known.get("backend"), known.get("device"), dtype]))]
-    if schedule := known.get("param.SCHEDULE") or known.get("schedule"):
-        threads = known.get("threads")
-        wide = f", {threads:.0f} thread{'s'[: threads > 1]}" if threads else ""
-        lines.append(f"chunks of {schedule}{wide}")
-    return "\n".join(lines)

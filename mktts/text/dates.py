@@ -11,6 +11,7 @@ DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()
 _MONTH_OF = {name[:3]: name for name in MONTHS} | {"sept": "september"}
 _MONTH = "|".join([*MONTHS, "sept", *(name[:3] for name in MONTHS)])
 _DAY_OF = {name[:3]: name for name in DAYS} | {"tues": "tuesday", "thur": "thursday", "thurs": "thursday"}
+SHORT_NAMES = frozenset({*_MONTH_OF, *_DAY_OF, "march"})
 _DAY = "mon|tues?|wed|thu(?:rs?)?|fri|sat|sun"
 _YEAR = r"(?:1[1-9]\d\d|20\d\d)"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from mktts.text.dates import spell_dates, spell_times
+from mktts.text.dates import SHORT_NAMES, spell_dates, spell_times
 from mktts.text.letters import (
     GREEK,
     WORDS,
@@ -20,34 +20,18 @@ from mktts.text.letters import (
     split_camel,
     split_mixed,
 )
-from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_labels, spell_names, typed
-from mktts.text.numbers import NUMBER, bare, in_pairs, ordinal, singly, spell_measures, spell_money, year
+from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_names, typed
+from mktts.text.numbers import NUMBER, bare, in_pairs, number, ordinal, singly, spell_measures, spell_money, year
 
-_BEFORE = str.maketrans(
-    dict.fromkeys("‘’‚ʼ′`´", "'")
-    | dict.fromkeys("“”„″«»", '"')
-    | dict.fromkeys("‐‑‒–−", "-")
-    | dict.fromkeys("—―", " — ")
-    | dict.fromkeys("™®©", "")
-    | {
-        "×": " * ",
-        "÷": " divided by ",
-        "≈": " ~ ",
-        "±": " plus or minus ",
-        "…": "...",
-        "′": "'",
-        "″": '"',
-        "∞": " infinity ",
-    }
-    | {"≥": " >= ", "≤": " <= ", "≠": " != ", "→": ", ", "⇒": ", ", "•": ", ", "·": " ", "№": "No. ", "⁄": "/"}
-    | {"√": " the square root of ", "∛": " the cube root of ", "∑": " the sum of ", "∈": " in "}
-)
-# Letters that do not come apart into a plain letter and an accent.
-_LETTERS = str.maketrans(
-    {"ß": "ss", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "ð": "th", "Ð": "Th", "þ": "th", "Þ": "Th", "ı": "i"}
-    | {"æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ŋ": "ng", "ħ": "h"}
-    | {letter: f" {name} " for letter, name in GREEK.items() if letter not in "μΩ"}  # those two stand in units
-)
+
+def _table(name: str) -> dict[int, str]:
+    """For str.translate, of a table of words: what stands for each of some characters."""
+    return {ord(char): words for words, chars in WORDS[name].items() for char in chars}
+
+
+_BEFORE = _table("characters")
+# Letters that do not come apart into a plain letter and an accent; μ and Ω stand in units.
+_LETTERS = _table("plain_letters") | {ord(char): f" {name} " for char, name in GREEK.items() if char not in "μΩ"}
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
@@ -83,31 +67,33 @@ def _strongest(marks: re.Match[str]) -> str:
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
-_MONTHS = frozenset(
-    "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat sun may march".split()
-)
-_BOUND = (
-    ABBREVIATIONS | BINDERS | ROMANS | _MONTHS | frozenset(WORDS["binders"].split()) | WORDS["units"].keys()
-)  # they belong to what stands beside them
+# They belong to what stands beside them.
+_BOUND = ABBREVIATIONS | BINDERS | ROMANS | SHORT_NAMES | frozenset(WORDS["binders"].split()) | WORDS["units"].keys()
 _ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
 _HASH = re.compile(r"#\s?(?=\d)")
 _MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
 _SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
 _NUMBER = re.compile(NUMBER)
 _NAME = re.compile(rf"\b(?:{'|'.join(WORDS['names'])})(?=s?\b)")
-_HOW = {"s": singly, "p": in_pairs, "y": lambda digits: year(int(digits)), "t": typed}  # of a group, in a rule's words
+_HOW = {  # of a group, in a rule's words
+    "s": singly,
+    "z": lambda digits: singly(digits, "zero"),
+    "p": in_pairs,
+    "n": number,
+    "y": lambda digits: year(int(digits)),
+    "t": typed,
+}
 
 
-def _rules(name: str) -> list[tuple[re.Pattern[str], str]]:
-    return [(re.compile(pattern), words) for pattern, words in WORDS[name]]
+_RULES = {
+    name: [(re.compile(pattern), words) for pattern, words in WORDS[name]]
+    for name in ("early", "codes", "operators", "latin", "labels", "signs")
+}
 
 
-_EARLY, _OPERATORS, _SIGNS = _rules("early"), _rules("operators"), _rules("signs")
-
-
-def _apply(rules: list[tuple[re.Pattern[str], str]], text: str) -> str:
-    """Each rule in turn. "{s1}" in its words is the first group, read as _HOW["s"] does."""
-    for pattern, words in rules:
+def _apply(name: str, text: str) -> str:
+    """Each rule of a list in turn. "{s1}" in its words is the first group, read as _HOW["s"] does."""
+    for pattern, words in _RULES[name]:
         text = pattern.sub(
             lambda m, w=words: re.sub(r"\{(\w)(\d)\}", lambda hole: _HOW[hole[1]](m[int(hole[2])]), m.expand(w)), text
         )
@@ -141,21 +127,21 @@ def reading(text: str) -> str:
 def _rewritten(text: str) -> str:
     shouted = all_capitals(text)
     text = _NAME.sub(lambda m: WORDS["names"][m[0]], text)
-    text = _apply(_EARLY, text)
-    text = spell_addresses(text)
+    text = _apply("early", text)
+    text = _apply("codes", spell_addresses(text))
     text = spell_dates(text)
     text = spell_times(text)
-    text = _apply(_OPERATORS, text)
+    text = _apply("operators", text)
     text = spell_money(text)
-    text = spell_names(text)
+    text = spell_names(_apply("latin", text))
     text = spell_measures(text)
     text = spell_dotted(text)
     text = _HASH.sub("number ", text)
     text = _ORDINAL.sub(lambda m: ordinal(int(m[1].replace(",", ""))), text)
-    text = spell_labels(text)
+    text = _apply("labels", text)
     text = _SPAN.sub(r"\1 to \2", text)
     text = _MINUS.sub("minus ", text)
-    text = split_mixed(split_camel(_apply(_SIGNS, text)))
+    text = split_mixed(split_camel(_apply("signs", text)))
     text = _NUMBER.sub(lambda m: f" {bare(m[0])} ", text)
     return spell_letters(text, shouted)
 

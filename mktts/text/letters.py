@@ -11,30 +11,14 @@ WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="
 # Greek letters that stand in texts of any language as signs; a Greek word has others beside them.
 GREEK = WORDS["greek"]
 
-# Read as words although they are written in capitals.
-_AS_WORDS = frozenset(
-    "nasa nato unesco unicef opec aids covid laser ram rom zip pin sim gif jpeg nasdaq swat fema osha scuba radar asap "
-    "noaa asean darpa isis sars lidar yolo fomo lol cobol ascii captcha gui wifi taser sonar fifa uefa nafta hamas "
-    "cern".split()
-)
-# Read letter by letter in any case; none of them is a word otherwise.
-_SPELLED = frozenset(
-    "usa uk eu uae ussr usd fbi cia nsa irs dna rna hiv cpu gpu usb pdf html http https url sql api aws ibm bbc cnn "
-    "nbc abc cbs espn hbo mtv pbs npr nba nfl nhl mlb nyc nypd lapd phd mba ceo cfo cto atm tv dvd pc vip faq diy dc "
-    "ufo imf ngo gdp llc suv bmw sms gps lgbt lcd xml json csv mri icu dj iq ui ux vr tts gmt utc est pst edt pdt cst "
-    "rsvp eta aka fyi btw imo omg jfk mlk kgb llm nlp iot isp vpn ssd hdmi naacp ymca aclu ucla usc nyu".split()
-)
-# In capitals among other words, and common enough to be meant as words: somebody raises the voice.
-_RAISED = frozenset(
-    "the and not so no all now yes you very stop are was is in on of to do go my me he she we they that this what why "
-    "how who when one two new old big bad good hot out off over if or but for by at be as an am up oh hi hey wow way "
-    "can will has had did does done his her our your its it's i'm don't can't won't too any let get got see say said "
-    "own more most much many here there love hate real never ever always only just best wrong right help run look "
-    "them then than from with have been were day man boy cat dog red end far fun try use buy eat job".split()
-)
+LISTS = {name: frozenset(words.split()) for name, words in WORDS["lists"].items()}
+
+_AS_WORDS = LISTS["acronyms_as_words"]
+_SPELLED = LISTS["spelled"]  # letter by letter in any case; none of them is a word otherwise
+_RAISED = LISTS["raised"]  # common enough to be meant as words where capitals raise the voice
 _AMBIGUOUS = frozenset({"us", "it"})
-_OTHERWISE = {"ok": "okay", "iphone": "I phone", "ipad": "I pad", "wifi": "wi-fi", "ebay": "E bay"}
-_SOUNDS = frozenset("mm mhm hm pfft zzz hmm shh psst brr tsk grr mr mrs dr ms st vs jr sr nth".split())
+_OTHERWISE = WORDS["respelled"]
+_SOUNDS = LISTS["sounds"]
 _DOTTED = re.compile(r"(?<![\w.])((?:[A-Za-z]\.)+[A-Za-z]\b\.?|Ph\.?\s?D\b\.?)('?s\b)?", re.IGNORECASE)
 _CAPITALS = re.compile(r"(?<![\w'])([A-Z]{2,})('?s|S')?(?![\w'])")
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mktts.text.letters import WORDS, spell_unknown
-from mktts.text.numbers import bare, cardinal, in_pairs, number, ordinal, singly, year
+from mktts.text.letters import LISTS, WORDS, spell_unknown
+from mktts.text.numbers import bare, cardinal, in_pairs, ordinal, singly, year
 
 _TITLES = WORDS["titles"]  # before a name
 _WORDS = ("rep", "hon")  # in lower case no titles
@@ -15,11 +15,6 @@ _BEFORE_NUMBER = WORDS["before_numbers"]
 _ENDS_TOO = frozenset({"ave", "blvd", "rd", "etc", "st"})  # what may well be a sentence's last word
 ABBREVIATIONS = frozenset({*_TITLES, *_ALWAYS, *_STOPPED, *_BEFORE_NUMBER, "dr", "st", "e.g", "i.e", "al"})
 _BARE = "|".join(sorted(_ALWAYS, key=len, reverse=True))
-_SAINTS = (
-    "james john paul peter mary louis patrick george andrew francis joseph thomas michael nicholas petersburg helena "
-    "lucia moritz bernard ives albans martin kitts augustine anthony clair elmo stephen matthew luke agnes anne "
-    "barts lawrence vincent croix pancras germain"
-).split()
 _SMALL = r"(?:in|on|at|of|and|or|to|is|was|for|by|with|near|from|are|were|has|had|but)\b"
 _ALWAYS_AT = re.compile(rf"(?<![\w'-])({_BARE})\b(?!')\.?", re.IGNORECASE)
 _TITLE_AT = re.compile(rf"(?<![\w'-])(?<!\d )({'|'.join(_TITLES)})\.(?=\s+[A-Za-z])", re.IGNORECASE)
@@ -27,37 +22,16 @@ _STOPPED_AT = re.compile(rf"(?<![\w'.-])({'|'.join(sorted(_STOPPED, key=len, rev
 _NUMBER_AT = re.compile(rf"(?<![\w'-])({'|'.join(_BEFORE_NUMBER)})\.\s*(?=\d)", re.IGNORECASE)
 _DR = re.compile(r"(?<![\w'-])dr\b\.?", re.IGNORECASE)
 _ST = re.compile(r"(?<![\w'-])st(?:\.|\b(?=\s+[A-Z]))", re.IGNORECASE)
-_LATIN = ((re.compile(r"\be\.\s?g\.,?", re.I), "for example,"), (re.compile(r"\bi\.\s?e\.,?", re.I), "that is,"))
-_AND_OTHERS = re.compile(r"\bet al\.", re.IGNORECASE)
-_NUMBER_OF = re.compile(r"\bno\.(?=\s+of\b)", re.IGNORECASE)
 
 _ROMAN = r"(?=[ivxlcdm])m{0,3}(?:cm|cd|d?c{0,3})(?:xc|xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
 ROMANS = frozenset("ii iii iv vi vii viii ix xi xii xiii xiv xv xvi xvii xviii xix xx xxi xxii xxiii".split())
+_KINGS, BINDERS = LISTS["kings"], LISTS["numbered"]  # the latter before a numeral of one letter
 _ROMAN_AT = re.compile(rf"\b([A-Za-z]+)\s+({_ROMAN})\b(?!['-]|\.\s*[A-Za-z])", re.IGNORECASE)
-_REGNAL = frozenset(
-    "henry louis george edward richard charles james elizabeth mary william philip john paul pius benedict gregory leo "
-    "francis napoleon nicholas alexander catherine peter frederick ferdinand ramses wilhelm harald innocent urban "
-    "clement boniface otto ivan haakon margaret albert leopold victor umberto pedro alfonso carlos joseph franz "
-    "darius xerxes ptolemy cleopatra christian gustav carl".split()
-)
-BINDERS = frozenset(  # before a numeral of one letter
-    "war chapter part act volume book section phase type stage title article grade class scene bowl level".split()
-)
-_LABELS = (
-    "room|flight|route|highway|interstate|bus|train|gate|suite|apartment|apt|unit|boeing|airbus|channel|studio|track|"
-    "locker|platform|terminal|area code|building"
-)
-_LABEL_AT = re.compile(rf"\b({_LABELS})(\.?\s+#?)(\d{{3,}})(?![\d,.]*\d|[/%])", re.IGNORECASE)
-_MODEL_AT = re.compile(r"\b([A-Z]{1,3})-?(\d{3})\b(?![,.]\d)")
-_INTERSTATE = re.compile(r"\bI-(\d{1,3})\b", re.IGNORECASE)
 
 
 def spell_names(text: str) -> str:
     """`text` with titles, abbreviations, Roman numerals and numbered things in words. Before numbers are read."""
     if "." in text:
-        for pattern, words in _LATIN:
-            text = pattern.sub(words, text)
-        text = _NUMBER_OF.sub("number", _AND_OTHERS.sub("and others", text))
         text = _NUMBER_AT.sub(lambda m: _BEFORE_NUMBER[m[1].lower()] + " ", text)
         text = _TITLE_AT.sub(lambda m: m[0] if m[1] in _WORDS else _TITLES[m[1].lower()], text)
     text = _ST.sub(_street_or_saint, _DR.sub(_drive_or_doctor, text))
@@ -65,13 +39,6 @@ def spell_names(text: str) -> str:
     if "." in text:
         text = _STOPPED_AT.sub(lambda m: m[0] if m[1] == "V" else _STOPPED[m[1].lower()] + _kept_stop(m), text)
     return _ROMAN_AT.sub(_roman, text)
-
-
-def spell_labels(text: str) -> str:
-    """ "Flight 305", "A320", "I-95"."""
-    text = _INTERSTATE.sub(lambda m: f"I {in_pairs(m[1])}", text)
-    text = _LABEL_AT.sub(lambda m: m[1] + " " + in_pairs(m[3]), text)
-    return _MODEL_AT.sub(lambda m: f"{m[1]} {in_pairs(m[2])}", text)
 
 
 def _kept_stop(match: re.Match[str]) -> str:
@@ -92,7 +59,7 @@ def _neighbours(match: re.Match[str]) -> tuple[str, str]:
 def _street_or_saint(match: re.Match[str]) -> str:
     before, after = _neighbours(match)
     named = before[:1].isupper() or bool(re.search(r"\d(?:st|nd|rd|th)$", before))
-    if after.lower().removesuffix("'s") in _SAINTS or (after[:1].isupper() and not named):
+    if after.lower().removesuffix("'s") in LISTS["saints"] or (after[:1].isupper() and not named):
         return "saint"
     return "street" + _kept_stop(match) if before else match[0]
 
@@ -109,12 +76,12 @@ def _roman(match: re.Match[str]) -> str:
         return match[0]
     value = _value(written.lower())
     read = year if 1_500 < value < 2_100 else cardinal
-    return f"{name} {'the ' + ordinal(value) if name.lower() in _REGNAL else read(value)}"
+    return f"{name} {'the ' + ordinal(value) if name.lower() in _KINGS else read(value)}"
 
 
 def _is_roman(name: str, written: str) -> bool:
     """Whether `written`, which could be a numeral, is one after `name`: always after a king or a chapter."""
-    head = name.lower() in _REGNAL or name.lower() in BINDERS
+    head = name.lower() in _KINGS or name.lower() in BINDERS
     if len(written) == 1:
         return head and written in "VX" and name != "Malcolm"
     if head:
@@ -143,8 +110,7 @@ def _value(roman: str) -> int:
     return sum(-v if any(w > v for w in values[i + 1 :]) else v for i, v in enumerate(values))
 
 
-_ENDS = "com org net edu gov mil int info biz io ai co app dev uk us ca de fr eu jp cn au in tv me fm ly gg xyz".split()
-_HOST = rf"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{'|'.join(_ENDS)})"
+_HOST = rf"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{'|'.join(sorted(LISTS['hosts']))})"
 _PATH = r"(?::\d+)?(?:[/?#][\w%&=+~#?/@!$*:;,.-]*[\w/=])?/?"
 _MAIL = re.compile(r"(?:mailto:)?(?<![\w.])([\w.+%-]+)@((?:[\w-]+\.)+[a-z]{2,})\b", re.IGNORECASE)
 _URL = re.compile(
@@ -162,8 +128,6 @@ _PHONE = re.compile(
 )
 _FOREIGN = re.compile(r"\+(\d{1,3})((?:[ -]?\(?\d{1,5}\)?){2,5})(?![\w-])")
 _DOTTED = re.compile(r"(?<![\w.])v?(\d+(?:\.\d+){2,})(?![\w]|\.\d)", re.IGNORECASE)
-_VERSION = re.compile(r"(?<![\w.])v\.?\s?(\d+)(?:\.(\d+))?(?![\w.]*\w)", re.IGNORECASE)
-_SOCIAL = re.compile(r"(?<![\w-])(\d{3})-(\d\d)-(\d{4})(?![\w-])")
 
 
 def spell_addresses(text: str) -> str:
@@ -175,11 +139,7 @@ def spell_addresses(text: str) -> str:
     if any(char.isdigit() for char in text):
         text = _PHONE.sub(_phone, text)
         text = _FOREIGN.sub(lambda m: f"plus {singly(m[1])}, {_groups(m[2])}", text)
-        text = _SOCIAL.sub(lambda m: ", ".join(singly(part) for part in m.groups()), text)
         text = _DOTTED.sub(_dotted, text)
-        text = _VERSION.sub(
-            lambda m: "version " + number(m[1]) + (f" point {singly(m[2], 'zero')}" if m[2] else ""), text
-        )
     return text
 
 

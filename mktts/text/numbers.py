@@ -81,17 +81,8 @@ def fraction(above: int, below: int) -> str:
     return f"{cardinal(above)} {name if above == 1 else 'halves' if below == 2 else name + 's'}"
 
 
-# One, many, and the hundredth part of each.
-_NAMES = {
-    "$": ("dollar", "dollars", "cent", "cents"),
-    "€": ("euro", "euros", "cent", "cents"),
-    "£": ("pound", "pounds", "penny", "pence"),
-    "¥": ("yen", "yen", "sen", "sen"),
-    "₹": ("rupee", "rupees", "paisa", "paise"),
-    "₩": ("won", "won", "jeon", "jeon"),
-}
-_CODES = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹", "KRW": "₩"}
-SCALES = {"k": "thousand", "m": "million", "mn": "million", "b": "billion", "bn": "billion", "tn": "trillion"}
+_NAMES = {sign: words.split() for sign, words in WORDS["money"].items()}  # one, many, and the hundredth part of each
+_CODES, SCALES = WORDS["currency_codes"], WORDS["scales"]
 _SCALE = r"(?:\s?(?P<scale>(?i:hundred|thousand|million|billion|trillion|mn|bn|tn|k|m|b)\b))?"
 _SIGN = r"(?:\b(?:US|CA?|AU?|NZ|HK|S))?(?P<sign>[$€£¥₹₩])\s?"
 _CODE = "|".join(_CODES)

@@ -11,6 +11,7 @@ import unicodedata
 from enum import IntEnum
 
 from mktts.errors import TextError
+from mktts.text.letters import LISTS
 
 SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
@@ -34,12 +35,7 @@ _FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
 # Words whose full stop does not end a sentence, without it and in lower case; the model's European languages.
-_ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof st jr sr vs etc e.g i.e cf no nos vol fig approx dept inc ltd co corp gen col sgt capt lt rev "
-    "hon gov sen rep mt ave blvd jan feb mar apr jun jul aug sep sept oct nov dec a.m p.m "
-    "z.b d.h u.a o.ä usw bzw ca nr str hr fr evtl ggf mme mlle mm ste sra srta srs ud uds pág núm sig dott ing dra "
-    "г ул т.е т.д т.п им стр руб тыс млн".split()
-)
+_ABBREVIATIONS = LISTS["abbreviations"]
 _INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
 _ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
 

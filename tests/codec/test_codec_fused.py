@@ -18,7 +18,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
 from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, copies, pack, tile
-from mktts.errors import BackendUnavailable
+from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db
 from mktts.model.linear import Linear
 
@@ -53,15 +53,9 @@ def test_states_are_exchangeable_with_those_of_plain_operators(codec, fused):
     assert snr_db(torch.cat(mixed), codec.decode_all(codes)) > 100
 
 
-def test_plain_operators_are_made_for_passes_that_are_longer_than_a_fused_one(tiny, codec):
-    made = []
-    fused = FusedCodec(lambda: made.append(plain(tiny)()) or made[-1], kernels=codec_stand_ins)
-    fused.decode(random_codes(MAX_FUSED_FRAMES, seed=5), fused.start())
-    assert len(made) == 1
-    codes = random_codes(MAX_FUSED_FRAMES + 1, seed=6)
-    for _ in range(2):
-        assert torch.equal(fused.decode_all(codes), codec.decode_all(codes))
-    assert len(made) == 2
+def test_a_pass_that_is_longer_than_a_fused_one_is_refused(fused):
+    with pytest.raises(CodecError, match="at most 8 frames, got 9"):
+        fused.decode(random_codes(MAX_FUSED_FRAMES + 1, seed=6), fused.start())
 
 
 def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):

@@ -172,12 +172,10 @@ def test_the_fused_codec_leaves_no_fp32_weights_on_the_device(full):
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    codec = FusedCodec(partial(CodecDecoder, full.codec_config, full.codec_tensors(), DEVICE))
+    _codec = FusedCodec(partial(CodecDecoder, full.codec_config, full.codec_tensors(), DEVICE))
     gc.collect()
     stored = sum(tensor.nbytes for tensor in full.codec_tensors().values())
     assert torch.cuda.memory_allocated() - before < 1.05 * stored
-    codec.decode_all(random_codes(9, seed=0))
-    assert torch.cuda.memory_allocated() - before > 1.8 * stored
 
 
 def test_codes_that_are_yet_to_be_written_are_read_behind_the_work_that_writes_them(graphed):

@@ -1,4 +1,4 @@
-"""Turns, cancelling, backpressure, event loops and fed text, on a fake model whose every step is counted. No clocks."""
+"""Turns, cancelling, event loops and fed text, on a fake model whose every step is counted. No clocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -124,45 +122,6 @@ def test_cancelling_what_has_been_read_or_taken_to_its_end_changes_nothing(make)
             next(taken), next(taken)
             settle(synth)
         assert (read.finish_reason, taken.finish_reason, len(read.codes)) == ("eos", "eos", 2)
-
-
-# ---- backpressure
-
-
-@pytest.mark.parametrize(("schedule", "bound"), [((1,), 5), ((1, 1, 2, 4, 8), 8), ((3,), 7)])
-def test_no_more_is_made_ahead_than_the_buffer_holds(make, schedule, bound):
-    backend = FakeBackend()
-    with make(backend) as synth:
-        stream = speak(synth, seed=1, frames=200, options=replace(OFF, schedule=schedule, buffer_frames=bound))
-        taken, most = 0, 0
-        settle(synth)
-        for chunk in stream:
-            taken += chunk.frames
-            settle(synth)  # until the worker passes this stream over
-            most = max(most, backend.order.count(1) - taken)
-    assert backend.order.count(1) == 200 == taken
-    assert 0 < most <= bound
-
-
-def test_waiting_streams_cost_no_turns(make):
-    """A stream that waits for text makes no frame and is asked nothing while others speak, nor while all wait."""
-    asked: list[str] = []
-    backend = FakeBackend()
-    with make(backend) as synth:
-        session = synth.open(seed=1, options=ONE)
-        session.feed("abc")
-        assert [next(session).frames for _ in range(3)] == [1, 1, 1]
-        settle(synth)
-        work = session._utterance
-        for name in ("ready", "input_known"):
-            plain = getattr(work, name)
-            setattr(work, name, partial(lambda plain: asked.append("") or plain(), plain))
-        assert len(list(speak(synth, seed=2, frames=50))) == 50
-        settle(synth)
-        assert asked == [] and backend.order.count(1) == 3
-        session.feed("d")
-        assert next(session).frames == 1 and asked
-        session.cancel()
 
 
 # ---- event loops

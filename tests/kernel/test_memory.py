@@ -1,62 +1,51 @@
-"""The account of device memory: against tensors that exist, the compiler, and the table of csrc/README.md, which this
-file writes anew where it is run as a program."""
+"""Device memory of the frame kernel's weights: the table of csrc/README.md, which this file writes anew where it
+is run as a program. They are made on torch's meta device, where a tensor has a shape and no memory."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
 import torch
-from compiler import needs_nvrtc
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.tensors import expected_tensors
-from mktts.kernel.build import SHARED, compile_kernel
-from mktts.kernel.grid import Shape, choose_shape
+from mktts.kernel.grid import choose_shape
 from mktts.kernel.tape import model_weights
-from mktts.kernel.tape_stack import TapeStack
 from mktts.measure.inspection import config_at
-from mktts.measure.memory import WEIGHTS, account, device_memory, rows
+from mktts.spec import ModelConfig
 
 README = Path(__file__).resolve().parents[2] / "csrc" / "README.md"
 TABLE = re.compile(
     r"(?<=<!-- memory: written by tests/kernel/test_memory\.py -->\n).*?(?=\n<!-- end of memory -->)", re.DOTALL
 )
+WEIGHTS = {  # row of the table -> what the names in csrc/state.cuh, struct Params, end in
+    "talker tape": ("talker_tape",),
+    "predictor tape": ("predictor_tape",),
+    "heads": ("head_tape",),
+    "code embeddings": ("embeddings0", "embeddings"),
+    "projection into the predictor, embeddings projected": ("projection_tape", "_bias", "inputs0", "inputs"),
+    "rotary tables, norms": ("_cos", "_sin", "_norms", "_qk", "_final"),
+}
 
 
-def account_at(size: str) -> tuple[Shape, dict[str, int]]:
-    config = config_at(size)
-    shape = choose_shape(config, 132)
-    return shape, account(shape, {n: s.shape for n, s in expected_tensors(config).items()}, positions=100)
-
-
-@pytest.mark.parametrize("size", ["tiny", "tiny-projected"])
-def test_every_byte_of_the_packed_weights_is_in_it(size):
-    checkpoint = open_checkpoint(f"random:{size}")
-    shape, found = account_at(size)
-    tensors = checkpoint.tensors()
-    projected = size == "tiny-projected"
-    made = model_weights(shape, lambda name: tensors[name].to(torch.bfloat16), projected)
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in made.values()}
-    assert sum(found.get(row, 0) for row in WEIGHTS) == sum(held.values())
-    assert found["prefill: one layer unpacked"] == TapeStack(shape, made).room_bytes
-    keys_values = found["a stream: keys and values of 100 positions"]
-    assert 0 <= keys_values - 100 * checkpoint.config.talker.kv_bytes_per_position < keys_values // 5  # whole slots
-
-
-@pytest.mark.parametrize("size", ["tiny", "1.7b"])
-@needs_nvrtc
-def test_the_mailboxes_are_as_large_as_the_compiler_makes_them(size):
-    shape, found = account_at(size)
-    build = compile_kernel({**shape.defines, "RING": 2}, "sm_90a", SHARED)
-    assert found["mailboxes between blocks"] == build.constants["exchange_bytes"]
+def account(config: ModelConfig) -> dict[str, int]:
+    """Row -> bytes, on 132 multiprocessors."""
+    shape, specs = choose_shape(config, 132), expected_tensors(config)
+    projected = "talker.code_predictor.small_to_mtp_projection.weight" in specs
+    made = {name: torch.empty(spec.shape, dtype=torch.bfloat16, device="meta") for name, spec in specs.items()}
+    weights = model_weights(shape, made.__getitem__, projected)
+    held = {id(t): (name, t.nbytes) for name, t in reversed(weights.items())}  # of one with two names its first
+    found = {row: sum(n for name, n in held.values() if name.endswith(ends)) for row, ends in WEIGHTS.items()}
+    assert sum(found.values()) == sum(n for _, n in held.values())
+    return {**found, "all of them": sum(found.values())}
 
 
 def computed() -> str:
-    table = rows(device_memory())
-    heads = list(table[0])
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *(list(row.values()) for row in table)]
+    configs = {"small": open_checkpoint("small").config, "0.6B": config_at("0.6b"), "1.7B": config_at("1.7b")}
+    found = [account(config) for config in configs.values()]
+    lines = [["MiB", *configs], ["---", *["---:"] * len(configs)]]
+    lines += [[row, *(f"{held[row] / 2**20:,.1f}" for held in found)] for row in found[0]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -16,7 +16,7 @@ from mktts.errors import EngineError
 from mktts.kernel import trace
 from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.trace import Marks, TracedBackend, aligned, decode, frame_points, steady
+from mktts.kernel.trace import Marks, TracedBackend, decode, frame_points, steady
 from mktts.measure.inspection import config_at
 from mktts.model.sampling import Sampling
 
@@ -135,15 +135,6 @@ def test_marks_that_do_not_fit_or_differ_are_refused():
         decode(np.zeros((2, 9)))
 
 
-@pytest.mark.parametrize("drift", [0.0, 2e-3])
-def test_clocks_that_begin_anywhere_and_drift_apart_are_laid_on_one(drift):
-    marks = launch_of(LAYERS, 8, seed=1, drift=drift).marks
-    assert np.ptp(marks.cycles, axis=0).min() > 1e6
-    found = aligned(marks)
-    assert np.ptp(found, axis=0).max() < 200  # the blocks' own spread: 20 cycles of standard deviation
-    assert np.abs(np.diff(found) - np.diff(found[:1])).max() < 300
-
-
 def test_marks_of_other_frames_or_of_fewer_than_three_are_refused():
     """What is made of whole ones: tests/measure/test_trace_document.py."""
     marks = launch_of(LAYERS, 8, seed=2).marks
@@ -167,8 +158,8 @@ def test_marks_change_no_code_and_are_those_of_whole_frames(source):
     expected = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])
     for state, still in zip(states[1:], (False, True), strict=True):
         frames, marks = backend.traced(state, rows, still)
-        found = steady(marks, backend.points)
-        assert len(frames) == FRAMES and (np.diff(found.cycles, axis=2) >= 0).mean() > 0.99
+        spans, _ = steady(marks, backend.points)
+        assert len(frames) == FRAMES and spans.min() >= 0
         assert still or torch.equal(torch.stack([frame.codes for frame in frames]), expected)
     again = torch.stack([frame.codes for frame in backend.frames(states[0], rows)])  # the usual build is back
     assert len(again) == FRAMES

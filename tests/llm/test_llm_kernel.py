@@ -68,12 +68,13 @@ def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
 
 
 @pytest.mark.gpu
-def test_its_logits_are_no_further_from_fp32_than_the_oracles():
+@pytest.mark.parametrize("context", [33, 1_000, 1_900])
+def test_its_logits_are_no_further_from_fp32_than_the_oracles(context):
     checkpoint = open_text_checkpoint("random:0.6b")
     config, tensors = checkpoint.config, checkpoint.tensors()
     kernel = kernel_of(checkpoint)
     bf16, fp32 = (TorchTextBackend(config, tensors, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
-    states = [backend.start(torch.arange(7, 40), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
+    states = [backend.start(torch.arange(7, 7 + context), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
     debug = torch.zeros(1, config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
     squares = torch.zeros(2)
     for _ in range(40):

@@ -127,7 +127,7 @@ class FakeFaster:
             yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
 
 
-@pytest.mark.parametrize("name", ["codec", "overlap", "memory", "text", "large", "upstream", "faster"])
+@pytest.mark.parametrize("name", ["codec", "overlap", "text", "large", "upstream", "faster"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
     def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
         for _ in range(max_frames):
@@ -139,7 +139,6 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
     monkeypatch.setattr(
         "mktts.engine.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0]
     )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**22))
     monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
@@ -152,7 +151,7 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
         of_ours = (*SECTIONS["streams"][1], *SECTIONS["frames"][1])
         expected = {f"{figure.removesuffix('_ms')}_1p7b_ms".replace("rtf_1p7b_ms", "rtf_1p7b") for figure in of_ours}
     assert set(figures) >= expected
-    assert all(f["median"] > 0 for f in figures.values() if f["unit"] != "count")
+    assert all(figure["median"] > 0 for figure in figures.values())
     assert all({"median", "p95", "n", "unit"} <= set(figure) for figure in figures.values())
     if name == "faster":
         assert figures["faster_frame_ms"]["max"] == 5.0 and figures["faster_ttfc_ms"]["n"] == 1

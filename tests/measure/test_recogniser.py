@@ -30,13 +30,11 @@ def test_word_errors(said, heard, errors):
     ("text", "said"),
     [
         ("Hello, world - it's Twenty-one dogs'!", "hello world it's twenty one dogs"),
-        ("1,250 of 7 birds", "one thousand two hundred fifty of seven birds"),
-        ("In 1984, 1900 and 1905", "in nineteen eighty four nineteen hundred and nineteen oh five"),
-        ("2005; 30; 512; 4000021", "two thousand five thirty five hundred twelve four million twenty one"),
-        ("007 for Dr. Brown", "zero zero seven for doctor brown"),
+        ("Dr. Brown, 1984; 1,250 birds", "doctor brown nineteen eighty four one thousand two hundred fifty birds"),
+        (" ... ", ""),
     ],
 )
-def test_words_as_the_teacher_says_them(text, said):
+def test_words_are_those_that_the_front_end_reads(text, said):
     assert words(text) == said.split()
 
 

@@ -17,7 +17,7 @@ from IPython.utils.capture import capture_output
 from mktts.audio import read_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
-from mktts.measure import machine, metrics
+from mktts.measure import metrics
 from mktts.notebook import nb
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -133,7 +133,7 @@ def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_l
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
     choices = {"SPEAKER": ["", "ryan"], "TEMPERATURE": (0.05, 2.0)}
-    panel = nb.controls(choices, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5, TEMPERATURE=0.3)
+    panel = nb.Controls(choices, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5, TEMPERATURE=0.3)
     first = {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5, "TEMPERATURE": 0.3}
     assert panel.values == first
     panel._widgets["TEXT"].value, panel._widgets["TEMPERATURE"].value = "Ho", 7.0
@@ -150,13 +150,13 @@ def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
 )
 def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter(choices, value, named):
     with pytest.raises(MkttsError, match=named):
-        nb.controls({"SPEAKER": choices} if choices else {}, SPEAKER=value)
+        nb.Controls({"SPEAKER": choices} if choices else {}, SPEAKER=value)
     with pytest.raises(MkttsError, match="VOICE"):
-        nb.controls({"VOICE": ["a"]}, SPEAKER="nobody")
+        nb.Controls({"VOICE": ["a"]}, SPEAKER="nobody")
 
 
 async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_and_again(shown):
-    panel, events = nb.controls(TEXT="Hi"), []
+    panel, events = nb.Controls({}, TEXT="Hi"), []
     ended = asyncio.Event()
 
     async def start():
@@ -175,7 +175,7 @@ async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_a
 
 
 async def test_a_cell_runs_what_start_runs_and_gets_its_error_which_else_is_shown_in_the_panel(shown):
-    panel = nb.controls(TEXT="Hi")
+    panel = nb.Controls({}, TEXT="Hi")
     with pytest.raises(MkttsError, match="show"):
         await panel.run()
 
@@ -194,7 +194,7 @@ async def test_a_cell_runs_what_start_runs_and_gets_its_error_which_else_is_show
 
 @pytest.mark.parametrize("how", ["interrupt", "stop"])
 async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began(how, shown):
-    panel, begun = nb.controls(TEXT="Hi"), asyncio.Event()
+    panel, begun = nb.Controls({}, TEXT="Hi"), asyncio.Event()
     ended = []
 
     async def start():
@@ -223,7 +223,7 @@ async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began
 
 
 async def test_after_start_what_a_cell_drew_is_drawn_anew_in_its_place(shown):
-    panel, runs = nb.controls(TEXT="Hi"), []
+    panel, runs = nb.Controls({}, TEXT="Hi"), []
 
     async def start():
         runs.append(len(runs))
@@ -242,29 +242,8 @@ async def test_after_start_what_a_cell_drew_is_drawn_anew_in_its_place(shown):
 
 
 def test_what_a_panel_folds_away_and_how_its_widgets_are_named(tiny):
-    panel = nb.controls({}, ["TOP_K"], TEXT="Hi", TOP_K=3, PIECE_DELAY_S=0.5)
+    panel = nb.Controls({}, ["TOP_K"], TEXT="Hi", TOP_K=3, PIECE_DELAY_S=0.5)
     text, delay, folded, _ = panel.panel.children
     assert (text.description, delay.description) == ("Text", "Piece delay s")
     assert folded.titles == ("more",) and folded.children[0].children[0].description == "Among likeliest"
     assert panel.values == {"TEXT": "Hi", "TOP_K": 3, "PIECE_DELAY_S": 0.5}
-
-
-def test_a_button_acts_once():
-    calls = []
-    shown = nb.button("Hang up", lambda: calls.append(1))
-    shown.click()
-    shown.click()
-    assert calls == [1] and shown.disabled
-
-
-# ---- machine
-
-
-def test_a_package_that_fails_to_import_is_missing_with_its_reason(monkeypatch):
-    def broken(name):
-        raise OSError("libc10_cuda.so: cannot open")
-
-    monkeypatch.setattr(machine.importlib, "import_module", broken)
-    row = machine._package_row("soundfile", "reads", "only saved voices")
-    assert row["found"].startswith(machine.MISSING) and "libc10_cuda" in row["found"]
-    assert row["consequence"] == "only saved voices"

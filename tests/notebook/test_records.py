@@ -1,16 +1,14 @@
-"""Measurements on record: where a document comes from, verdicts, and the table of runs."""
+"""Measurements on record: where a document comes from, and verdicts."""
 
 from __future__ import annotations
 
 import json
 from contextlib import nullcontext
 
-import pandas
 import pytest
 from load_document import load_file
 
 from mktts.errors import MetricsError
-from mktts.measure import metrics
 from mktts.notebook import nb, records, runs
 
 
@@ -30,11 +28,11 @@ def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_
 
 
 def test_every_recorded_document_says_where_it_comes_from():
-    rows = records.recorded()
-    assert {"bench.json", "ladder.json"} <= {row["document"] for row in rows}
-    for row in rows:
-        assert "measured on NVIDIA H200, 20" in row["provenance"] and "at revision" in row["provenance"], row
-        assert row["shown in"], f"{row['document']}: nothing shows it"
+    paths = list(records.FOLDER.glob("*.json"))
+    assert {"bench", "ladder"} <= {path.stem for path in paths}
+    for path in paths:
+        line = records.provenance(records.stored(path.stem))
+        assert "measured on NVIDIA H200, 20" in line and "at revision" in line, path
 
 
 def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
@@ -46,40 +44,6 @@ def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tm
         records.reference("bench", tmp_path)
     for name, command in records.COMMANDS.items():
         assert command.split()[-1] == "/".join([*records.FOLDER.parts[-3:], f"{name}.json"])
-
-
-def test_runs_are_those_of_the_nearest_table_and_runs_by_hand(tmp_path):
-    report = tmp_path / "runs" / "10_report"
-    report.mkdir(parents=True)
-    assert len(records.runs(report)) == 0
-    rows = [
-        {"run": "05_metrics-1", "notebook": "05_metrics", "status": "ok", "rtf_median": 0.5, "param.CHECKPOINT": "c"},
-        {"run": "03_parity-1", "notebook": "03_parity", "status": "error", "ename": "AssertionError"},
-    ]
-    pandas.DataFrame(rows).to_parquet(tmp_path / records.TABLE)
-    for name in ("04_streaming-manual", "04_streaming-manual-2", "04_streaming-manual-x"):
-        (tmp_path / "runs" / name).mkdir()
-        metrics.record(tmp_path / "runs" / name, rtf=0.25)
-    found = records.runs(report)
-    names = ["05_metrics-1", "03_parity-1", "04_streaming-manual", "04_streaming-manual-2"]
-    assert found["run"].tolist() == names and found["notebook"].tolist()[2:] == ["04_streaming"] * 2
-    assert found["status"].tolist() == ["ok", "error", "ok", "ok"] and found["rtf"].tolist()[2:] == [0.25] * 2
-    (tmp_path / records.TABLE).write_bytes(b"PAR1torn")
-    with pytest.raises(MetricsError, match=records.TABLE):
-        records.runs(report)
-    further = tmp_path / "runs" / "more" / "10_report"  # whose table is another grid's
-    further.mkdir(parents=True)
-    (tmp_path / "runs" / "deeper").mkdir()
-    assert len(records.runs(further)) == 0
-
-
-def test_a_run_is_called_by_what_it_recorded_where_nobody_wrote_its_parameters_down():
-    recorded = {"backend": "torch", "device": "cpu", "dtype": "torch.float32", "threads": 2.0}
-    by_hand = {**recorded, "checkpoint": "small", "schedule": "1,2", "param.SCHEDULE": float("nan")}
-    swept = {**recorded, "param.CHECKPOINT": "small", "param.SCHEDULE": "1,2", "param.BF16": None}
-    expected = "small, torch, cpu, float32\nchunks of 1,2, 2 threads"
-    assert records.label(by_hand) == records.label(swept) == expected
-    assert records.label({}) == "checkpoint not recorded"
 
 
 @pytest.mark.parametrize(("bound", "checked"), [({"equal": 2}, "= 2"), ({"at_most": 1}, None), ({"at_least": 3}, None)])

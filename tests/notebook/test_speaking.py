@@ -1,4 +1,4 @@
-"""Notebook parameters as arguments of an utterance, lists of texts, turns and loads."""
+"""Notebook parameters as arguments of an utterance, as a panel, and lists of texts."""
 
 from __future__ import annotations
 
@@ -34,39 +34,38 @@ def test_sampling_parameters_hold_for_all_codes_of_a_frame(small):
         speaking.stream_arguments(small, TEMPERATURE=-1.0)
 
 
-def test_a_panel_shows_the_checkpoints_own_values_by_name_and_number(small):
-    shown = speaking.filled_in(small, SPEAKER="", TEMPERATURE=0.0, TOP_K=-1, SEED=3)
-    own = small.sampling().talker
+SETTINGS = {"INSTRUCT": "", "VOICE": "", "MAX_FRAMES": 80, "GREEDY": False, "SCHEDULE": "1,2", "LANGUAGE": "auto"}
+
+
+def test_a_panel_shows_the_checkpoints_own_values(small):
+    open_, own = {"SPEAKER": "", "TEMPERATURE": 0.0, "TOP_K": -1}, small.sampling().talker
+    shown = speaking.panel(small, **SETTINGS, **open_).values
     expected = {"SPEAKER": next(iter(small.config.speakers)), "TEMPERATURE": own.temperature, "TOP_K": own.top_k}
-    assert shown == {**expected, "SEED": 3}
-    offered = speaking.choices(small)
-    assert shown["SPEAKER"] in offered["SPEAKER"] and "auto" in offered["LANGUAGE"]
-    assert not any("dialect" in language for language in offered["LANGUAGE"])
-    chosen = {"SPEAKER": "awb", "TEMPERATURE": 0.7, "TOP_K": 5}
-    assert speaking.filled_in(small, **chosen) == chosen
-    for blank in (shown, {"TEMPERATURE": 0.0, "TOP_K": -1, "GREEDY": False}):
-        assert speaking.stream_arguments(small, **blank)["sampling"] == small.sampling()
+    assert shown == {**SETTINGS, **expected}
+    chosen = {**SETTINGS, "SPEAKER": "awb", "TEMPERATURE": 0.7, "TOP_K": 5}
+    assert speaking.panel(small, **chosen).values == chosen
+    for same in (shown, {"TEMPERATURE": 0.0, "TOP_K": -1, "GREEDY": False}):
+        assert speaking.stream_arguments(small, **same)["sampling"] == small.sampling()
     assert "sampling" not in speaking.stream_arguments(small, TEXT="Hi")
 
 
-def test_a_panel_folds_away_what_the_checkpoint_does_not_take(small):
-    assert {"INSTRUCT", "VOICE", "TOP_K"} <= set(speaking.more(small))
-    assert not {"TEXT", "SPEAKER", "SEED", "TEMPERATURE"} & set(speaking.more(small))
-    base = speaking.more(open_checkpoint("random:tiny:base"))
-    assert "SPEAKER" in base and "VOICE" not in base
-
-
-NO_SCHEDULE = ("a", "", "1,,2", "1,0", "-1", "1.5")
-NO_LOADS = ("4,", "0", "-1,2", "a", "1.5")
-NO_TURNS = ("", "hello;", "soon: stop", "-1: stop", "nan: stop", "inf: stop", "2:")
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        (DEFAULT_CHECKPOINT, ["Text", "Speaker", "Temperature"]),
+        ("random:tiny:base", ["Text", "Language", "Saved voice's file", "Temperature"]),
+    ],
+)
+def test_a_panel_folds_away_what_the_checkpoint_does_not_take(source, seen):
+    checkpoint = open_checkpoint(source)
+    panel = speaking.panel(checkpoint, TEXT="Hi", SPEAKER="", **SETTINGS, TEMPERATURE=0.7, TOP_K=-1)
+    *lines, folded, _ = panel.panel.children
+    assert sorted(line.description for line in lines) == sorted(seen) and folded.titles == ("more",)
 
 
 @pytest.mark.parametrize(
     ("read", "wrong", "named"),
     [
-        (speaking.schedule, NO_SCHEDULE, "SCHEDULE must be frames per chunk"),
-        (lambda text: speaking.loads("LISTENERS", text), NO_LOADS, "LISTENERS must be numbers of listeners"),
-        (speaking.turns, NO_TURNS, "SCRIPT must be turns"),
         (speaking.texts, ("Yes. |",), "TEXTS"),
         (
             lambda n: speaking.at_least(1, FRAMES=3, REPEATS=n),
@@ -81,12 +80,5 @@ def test_what_is_none_is_named_by_its_parameter(read, wrong, named):
             read(text)
 
 
-def test_texts_and_numbers_of_listeners_are_read():
+def test_texts_are_read():
     assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
-    assert speaking.loads("LISTENERS", "1, 4,16") == (1, 4, 16) and speaking.loads("LISTENERS", "") == ()
-
-
-def test_turns_are_words_with_an_optional_moment():
-    script = "hello; what time is it;2.5: stop please; 0: thank you"
-    expected = [("hello", None), ("what time is it", None), ("stop please", 2.5), ("thank you", 0.0)]
-    assert speaking.turns(script) == expected

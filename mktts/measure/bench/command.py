@@ -47,7 +47,6 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
     "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
     "overlap": (sections.overlap, ("chunk_8_serial_ms", "chunk_8_overlapped_ms")),
-    "memory": (sections.memory, ("peak_gpu_mb",)),
     "text": (sections.text, ("text_tok_s",)),
     "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
     "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +42,6 @@ _CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 _OVERLAP_CHUNKS = 24
 _TOKENS = 10  # of one rate
-_MIB = 2**20
 
 Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
 
@@ -60,7 +58,6 @@ class BenchSettings:
     context, around: frames are timed at positions [context - around, context + around)
     samples: timed frames, chunks or first chunks of one figure
     utterances, peer_utterances: whole ones of one figure
-    open_streams, open_frames: of the memory figure
     """
 
     checkpoint: str = "random:0.6b"
@@ -78,8 +75,6 @@ class BenchSettings:
     samples: int = 200
     utterances: int = 10
     peer_utterances: int = 2
-    open_streams: int = 4
-    open_frames: int = 2_000
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -155,7 +150,6 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     with Synthesizer.load(checkpoint, engine="single", **settings.loading()) as synthesizer:
         synthesizer.warm_up()
         yield {"backend": synthesizer.backend_name, "text": short.text, "sentence": SENTENCE}
-        yield {"sentence_tokens": len(checkpoint.tokenizer().encode(SENTENCE))}
         run(short, 0, settings.frames)
         for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
             run(request, 0, 2)
@@ -164,7 +158,6 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
         spoken = [run(short, seed, settings.frames) for seed in range(settings.utterances)]
         whole = [summarise(chunks) for chunks in spoken]
         yield f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s"
-        yield f"underruns{suffix}", [metrics.underruns for metrics in whole], "count"
         arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
         if steady_ms := [ms for chunks in arrived for ms in steady_frame_ms(chunks)]:
             yield f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
@@ -220,21 +213,6 @@ def overlap(settings: BenchSettings) -> Measured:
                 pending.result()
         spent_ms = [1e3 * (b - a) for a, b in zip(begun_s, begun_s[1:], strict=False)]
         yield name, spent_ms[4:], "ms for 8 frames and their PCM"
-
-
-def memory(settings: BenchSettings) -> Measured:
-    """Device memory of a process that has several long streams open and has worked on all of them."""
-    checkpoint, model, prompt = _model(settings)
-    opened = [
-        (model.backend.start(prompt, checkpoint.sampling(), seed, settings.open_frames), model.codec.start())
-        for seed in range(settings.open_streams)
-    ]
-    for state, codec_state in opened:
-        made = (model.backend.step(state, row).codes for row in _rows(prompt, 0, 16))
-        codes = list(itertools.takewhile(lambda codes: codes is not None, made))  # random weights may end before
-        model.codec.submit(torch.stack(codes), codec_state).result()
-    free, total = torch.cuda.mem_get_info()
-    yield "peak_gpu_mb", [(total - free) / _MIB], "MiB in use on the device, driver and context included"
 
 
 def text(settings: BenchSettings) -> Measured:

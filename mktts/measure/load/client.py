@@ -24,7 +24,6 @@ import numpy as np
 
 from mktts.audio import first_audible_sample, from_pcm16
 from mktts.engine.metrics import Player
-from mktts.engine.options import Chunk, Timings
 from mktts.engine.process_settings import many_streams
 from mktts.errors import BusyError, CapacityError, EngineError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
@@ -258,7 +257,6 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
     return {
         "held": duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
-        "offered_rps": len(came) / duration_s,
         "duration_s": duration_s,
         "arrivals": len(came),
         "in_time": len(in_time),
@@ -329,6 +327,13 @@ def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) 
 Events = AsyncGenerator[Any, None]
 
 
+class Received(NamedTuple):
+    """pcm: (S,) float32. frames: that are whole with it."""
+
+    pcm: np.ndarray
+    frames: int
+
+
 @dataclass(frozen=True)
 class HttpSource:
     """Opens streams of a server, each over a connection of its own.
@@ -343,45 +348,34 @@ class HttpSource:
     body: Mapping[str, Any] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
 
-    async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
         """The chunks of one answer; the first, when the answer begins, has no samples.
 
         Raises BusyError where the server refuses, EngineError for any other status, for what is no raw PCM, and for an
         answer that breaks off.
         """
-        begun_s, samples, rest = time.perf_counter(), 0, b""
-        wishes = {name: settings[name] for name in self.sends}
-
-        def chunk(pcm: np.ndarray) -> Chunk:
-            frames = (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME
-            ready_ms = 1e3 * (time.perf_counter() - begun_s)
-            return Chunk(pcm, samples / SAMPLE_RATE_HZ, frames, Timings(ready_ms, 0.0, 0.0, 0.0, 0.0))
-
+        samples, rest = 0, b""
+        body = json.dumps({**self.body, **{name: settings[name] for name in self.sends}, "input": text}).encode()
         try:
-            body = json.dumps({**self.body, **wishes, "input": text}).encode()
             async with contextlib.aclosing(exchange("POST", self.url, self.key, body)) as events:
                 status, headers = await anext(events)
+                if status in _REFUSALS:
+                    raise BusyError(f"the server answers {status}")
                 if status != 200:
-                    await _refuse(status, events)
+                    said = b"".join([data async for data in events]).decode(errors="replace")[:_QUOTED_CHARS]
+                    raise EngineError(f"the server answers {status}: {said}")
                 _check_sound(headers)
-                yield chunk(np.zeros(0, np.float32))
+                yield Received(np.zeros(0, np.float32), 0)
                 async for data in events:
-                    whole = len(rest + data) // 2 * 2
-                    data, rest = (rest + data)[:whole], (rest + data)[whole:]
-                    pcm = from_pcm16(data)
-                    yield chunk(pcm)
+                    data = rest + data
+                    whole = len(data) // 2 * 2
+                    pcm, rest = from_pcm16(data[:whole]), data[whole:]
+                    yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
                     samples += len(pcm)
         except OSError as error:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
         if not samples:
             raise EngineError("the answer holds no sound")
-
-
-async def _refuse(status: int, events: Events) -> None:
-    if status in _REFUSALS:
-        raise BusyError(f"the server answers {status}")
-    said = b"".join([data async for data in events]).decode(errors="replace")[:_QUOTED_CHARS]
-    raise EngineError(f"the server answers {status}: {said}")
 
 
 def _check_sound(headers: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import whole_numbers
 from mktts.errors import EngineError, MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
@@ -68,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(group, LoadSettings)
     group.add_argument("--into", type=Path, metavar="FILE", help="merge loads and figures into this file")
     server = parser.add_argument_group("a server, with --url")
-    server.add_argument("--model", metavar="NAME", help="of the request (default: the first of /v1/models)")
-    server.add_argument("--speaker", metavar="NAME", help="of the request (default: the server's first)")
-    server.add_argument("--keys", metavar="JSON", default="{}", help='more keys of the request, as {"stream": true}')
+    server.add_argument(
+        "--keys", metavar="JSON", default="{}", help='keys of the request, as {"model": "tts-1", "voice": "alloy"}'
+    )
     server.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key (default: $MKTTS_API_KEY)")
 
 
@@ -85,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if arguments.into is not None:
             record.require_place(arguments.into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
-        listeners = loads(default if arguments.listeners is None else arguments.listeners)
+        listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
         only_capacity = arguments.capacity and not arguments.load
         document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
         document["settings"]["random_weights"] = subject.random_weights
@@ -126,14 +127,6 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
     names = ("checkpoint", "revision", "backend", "dtype")
     return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
-
-
-def loads(words: str) -> tuple[int, ...]:
-    """ "64,128" -> (64, 128). Raises MetricsError."""
-    numbers = [word.strip() for word in words.split(",")]
-    if not all(number.isdecimal() and int(number) for number in numbers):
-        raise MetricsError(f"--listeners takes whole numbers of at least 1, commas between them, got {words!r}")
-    return tuple(map(int, numbers))
 
 
 class Subject:
@@ -210,7 +203,10 @@ class Server(Subject):
         self._health = health if is_ours else {"model": {}}
         model = self._health["model"]
         named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
-        name = arguments.model or next(iter(named), "tts-1")
+        if (keys := _object(arguments.keys)) is None:
+            raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
+        voice = next(iter(self._health.get("speakers") or ()), "alloy")
+        body = {"model": next(iter(named), "tts-1"), "voice": voice, "response_format": "pcm", **keys}
         # Of another server: "cuda" where this machine has a GPU.
         device = self._health.get("device") or ("cuda" if head("cuda")["device"] else "cpu")
         host = urlsplit(url).hostname
@@ -219,16 +215,12 @@ class Server(Subject):
         self.random_weights = bool(model.get("random_weights"))
         self.stopped = threading.Event()
         self.settings = LoadSettings(
-            checkpoint=model.get("checkpoint") or name,
+            checkpoint=model.get("checkpoint") or body["model"],
             device=device,
             seconds=arguments.seconds,
             warm_s=arguments.warm_seconds,
             seed=arguments.seed,
         )
-        voice = arguments.speaker or (self._health.get("speakers") or ["alloy"])[0]
-        if (keys := _object(arguments.keys)) is None:
-            raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
-        body = {"model": name, "voice": voice, "response_format": "pcm", **keys}
         if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
             self.source = HttpSource(url, key, body, ("max_frames", "seed"))
             self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})

@@ -256,5 +256,5 @@ def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[
             prompt[:_PREFIX_ROWS] = prefix
         text, sampling = random_rows(fp32, frames, 500_000 + seed), Sampling() if index % 2 else GREEDY
         kept = (f"prefix {size}", _PREFIX_ROWS) if shares else (None, 0)
-        streams.append(RowStream(prompt, text, sampling, seed, *kept, (f"at {context}", f"of {size} streams")))
+        streams.append(RowStream(prompt, text, sampling, seed, *kept))
     return streams

@@ -1,7 +1,4 @@
-"""The codec against one pass of plain fp32 operators on the CPU: streamed, as a device serves it, and of many streams.
-
-The committed figures of the codec that a GPU serves are made by COMMAND.
-"""
+"""The codec, streamed as a device serves it and of many streams, against one pass of fp32 operators on the CPU."""
 
 from __future__ import annotations
 
@@ -9,25 +6,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import GraphedCodec, codec_for
-from mktts.common import write_json
 from mktts.engine.options import SCHEDULE
 from mktts.engine.upstream import decode_codes
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.measure.environment import head
 from mktts.measure.parity.ratio import UNLIMITED, Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-COMMAND = "python -c \"from mktts.measure.parity.codec import write; write('outputs/reference/h200/codec.json')\""
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
 FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up to 300 without approximation
 SEED = 7
@@ -153,26 +146,3 @@ def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: st
     for slot in range(lanes):
         codec.enter(slot, None)
     return lambda codes: codec.decode(codes.to(where, torch.int32), slots)
-
-
-def serving_error(
-    source: str, frames: int = 80, seed: int = 0, schedule: Sequence[int] = SCHEDULE, device: str = "cuda"
-) -> dict[str, Any]:
-    """One row: `frames` seeded random codes, streamed by the codec that serves on `device`, against one pass."""
-    checkpoint = open_checkpoint(source)
-    config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
-    codes = random_codes(frames, seed, config.codebook_size)
-    error = distance(
-        decode_streamed(codec_for(config, tensors, device), codes, schedule).float().cpu(),
-        CodecDecoder(config, tensors).decode_all(codes),
-        LEAST_SNR_DB[torch.device(device).type],
-    )
-    weights = "random" if checkpoint.is_random else "trained"
-    about = {"codec": source, "weights": weights, "served_on": device, "frames": frames}
-    return {**about, "max_error": error["max_abs_error"], "snr_db": error["snr_db"]}
-
-
-def write(path: Path | str, device: str = "cuda") -> None:
-    """Writes the machine and a row for the trained codec in the box and for the released size with random weights."""
-    rows = [serving_error(source, device=device) for source in ("small", "random:0.6b")]
-    write_json(Path(path), {**head(device), "rows": rows})

@@ -40,7 +40,6 @@ from mktts.measure.machine import batch_missing, kernel_missing
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
-from mktts.measure.parity.text import compare_text
 from mktts.measure.parity.upstream import (
     DTYPES,
     Row,
@@ -52,14 +51,14 @@ from mktts.measure.parity.upstream import (
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
-PARTS = ("prompt", "codes", "codec", "kernel", "batch", "text")
+PARTS = ("prompt", "codes", "codec", "kernel", "batch")
 CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
 # How the minutes are shared. They run in this order: the codec uses the upstream model that the prompts left loaded.
 _SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
-_ON_DEVICE = ("kernel", "batch", "text")
+_ON_DEVICE = ("kernel", "batch")
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
@@ -78,11 +77,10 @@ class ParitySettings:
     """What is proven of every checkpoint, and where. Raises MetricsError for values out of range."""
 
     revision: str | None = option(None, "of a Hub id")
-    parts: str = option(",".join(PARTS[:-1]), f"of {','.join(PARTS)}", metavar="PART,...")
+    parts: str = option(",".join(PARTS), "of these", metavar="PART,...")
     minutes: float = option(5.0, "for each checkpoint: fewer frames on a slow machine")
     device: str = option("auto", "of codec and kernel: auto, cpu, cuda")
     kernel: Literal["megakernel", "torch"] = option("megakernel", "torch: bf16 PyTorch instead, where there is no GPU")
-    text_model: str = option("random:0.6b", "of the part text", metavar="CHECKPOINT")
 
     def __post_init__(self) -> None:
         if unknown := [part for part in self.parts.split(",") if part not in PARTS]:
@@ -120,13 +118,12 @@ def main(arguments: argparse.Namespace) -> int:
         "parts": settings.parts.split(","),
         "scope": asdict(SCOPE),
         "checkpoints": {},
-        "text": {},
         "passed": False,
     }
 
     def store() -> None:
-        found = [*document["checkpoints"].values(), *filter(None, [document["text"]])]
-        document["passed"] = bool(found) and all(part["passed"] for part in found)
+        found = document["checkpoints"].values()
+        document["passed"] = bool(found) and all(one["passed"] for one in found)
         write_json(arguments.output, without_paths(document))
 
     store()  # a file that cannot be written is known now, not after five minutes
@@ -140,9 +137,6 @@ def main(arguments: argparse.Namespace) -> int:
             name += "'"
         result = document["checkpoints"][name] = {"passed": False, "sections": {}, "errors": {}}
         _prove(source, name, settings, result, store)
-    if "text" in document["parts"]:
-        document["text"] = _text(settings)
-        store()
     document = without_paths(document)
     print(_summary(document))
     print(f"\nwritten: {arguments.output}")
@@ -264,23 +258,6 @@ def _named(row: Row) -> str:
     return f"{row['text']!r} ({row['mode']}, {row['language']}, {row['layout']} layout, {row['dtype']})"
 
 
-# ---- text
-
-
-def _text(settings: ParitySettings) -> dict[str, Any]:
-    """The text decoder's comparison; `passed` is None where it was skipped."""
-    name = name_of(settings.text_model)
-
-    def compared() -> dict[str, Any]:
-        if missing := settings.missing("text"):
-            raise BackendUnavailable(missing)
-        print(f"{name}: text ...", file=sys.stderr, flush=True)
-        return compare_text(settings.text_model, settings.kernel, settings.device, Budget(60 * settings.minutes))
-
-    found = section(compared)
-    return {**found, "source": name, "passed": {"passed": True, "failed": False}.get(found["status"])}
-
-
 # ---- the document
 
 
@@ -310,7 +287,7 @@ def _summary(document: dict[str, Any]) -> str:
             lines.append(f"  {name:8}{found['status']:9}{found['seconds']:6.1f} s  {said}")
         for name in ("divergence", "exact", "errors"):
             lines += [f"  {name}: {json.dumps(result[name])}"] if result.get(name) else []
-    return "\n".join(lines + ([f"\ntext: {json.dumps(document['text'])}"] if document["text"] else []))
+    return "\n".join(lines)
 
 
 def _digest(path: Path) -> str | None:

@@ -153,7 +153,7 @@ def forced_frames(
         )
         for number, frame, sides in played:
             stream = streams[number]
-            errors.add(sides, stream.sampling, stream.labels)
+            errors.add(sides, stream.sampling)
             made += 1
             if stream.sampling == GREEDY and number not in apart:
                 compared += 1

@@ -1,4 +1,4 @@
-"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel, batch and text.
+"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel and batch.
 
 Teacher forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take
 them, so that every logit of a frame has the same history on all sides.
@@ -26,7 +26,6 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 LIMIT = 1.1  # of the error over bf16 PyTorch's
 GREEDY = Sampling().greedy()
-_POOLED = ("logits of code 0", "logits of codes 1-15", "hidden")
 _TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
 
 
@@ -75,7 +74,6 @@ class RowStream:
 
     embeds: of the prompt, (L, H). text: (F, H), F the frames it may have; its first row is not used, the prompt makes
     that frame. key: of the prompt's first `prefix` rows, which all streams with that key have; lanes keep them.
-    labels: what its errors are also summed under, as "at 200".
     """
 
     embeds: Tensor
@@ -84,7 +82,6 @@ class RowStream:
     seed: int = 0
     key: str | None = None
     prefix: int = 0
-    labels: tuple[str, ...] = ()
     prefix_rows: ClassVar[int] = 0  # a backend of one stream keeps nothing
     prefix_key: ClassVar[None] = None
 
@@ -177,11 +174,10 @@ class ErrorRatio:
     def __init__(self) -> None:
         self._sums: dict[str, Any] = defaultdict(float)
 
-    def add(self, ours: Tensor, bf16: Tensor, fp32: Tensor, *names: str) -> None:
-        """Adds one tensor of all three under each name."""
+    def add(self, ours: Tensor, bf16: Tensor, fp32: Tensor, name: str) -> None:
+        """Adds one tensor of all three under a name."""
         parts = torch.stack([part.double().pow(2).sum() for part in (ours - fp32, bf16 - fp32, fp32)])
-        for name in names:
-            self._sums[name] = self._sums[name] + parts
+        self._sums[name] = self._sums[name] + parts
 
     def found(self) -> dict[str, dict[str, float]]:
         """Name -> kernel (ours), bf16, and the ratio of the two errors."""
@@ -200,14 +196,12 @@ class FrameErrors:
         self._config, self._errors = config, ErrorRatio()
         self._distances: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: {"kernel": [], "bf16": []})
 
-    def add(self, sides: Sides, sampling: Sampling, labels: Sequence[str]) -> None:
-        """labels: what a frame's errors are also summed under, as "at 200"."""
+    def add(self, sides: Sides, sampling: Sampling) -> None:
         *observed, history = sides
         for group, logits in enumerate(zip(*(side.logits for side in observed), strict=True)):
-            self._errors.add(*logits, _POOLED[min(group, 1)], f"head {group}", *(f"logits {label}" for label in labels))
+            self._errors.add(*logits, "logits of code 0" if group == 0 else "logits of codes 1-15")
         if observed[2].hidden is not None:
-            for layer, hidden in enumerate(zip(*(side.hidden for side in observed), strict=True)):
-                self._errors.add(*hidden, "hidden", f"layer {layer}", *(f"hidden {label}" for label in labels))
+            self._errors.add(*(side.hidden for side in observed), "hidden")
         choices = [sampling.talker] + [sampling.predictor] * (NUM_CODEBOOKS - 1)
         drawn = [
             [distribution(logits, choice) for logits, choice in zip(made, choices, strict=True)]
@@ -219,14 +213,11 @@ class FrameErrors:
                 distances[side].append((probabilities - fp32).abs().sum() / 2)
 
     def found(self) -> dict[str, Any]:
-        """pooled, by_part (heads, layers and labels; each as of `ErrorRatio.found`), total_variation (distance to
-        fp32's sampling distributions), and passed: whether no pooled ratio is above LIMIT. Nothing passes without a
-        frame."""
-        errors = self._errors.found()
-        pooled = {name: errors.pop(name) for name in _POOLED if name in errors}
+        """pooled (as of `ErrorRatio.found`), total_variation (distance to fp32's sampling distributions), and passed:
+        whether no pooled ratio is above LIMIT. Nothing passes without a frame."""
+        pooled = self._errors.found()
         return {
             "pooled": pooled,
-            "by_part": errors,
             "total_variation": {
                 name: {
                     side: {"mean": float(torch.stack(values).mean()), "max": float(torch.stack(values).max())}
@@ -249,21 +240,14 @@ def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None
     explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head
     and frame.
     """
-    *observed, history = sides
-    made_from = [scores(side.logits, history, GREEDY, config) for side in observed]
-    for group, (kernel, near, truth) in enumerate(zip(*made_from, strict=True)):
-        best, chosen = int(truth.argmax()), int(observed[0].codes[group])
+    ours, *oracles, history = sides
+    made_from = [scores(side.logits, history, GREEDY, config) for side in oracles]
+    for group, (near, truth) in enumerate(zip(*made_from, strict=True)):
+        best, chosen = int(truth.argmax()), int(ours.codes[group])
         if best == chosen:
             continue
         kept = truth.isfinite()
         gap, bf16_error = float(truth[best] - truth[chosen]), float((near - truth)[kept].abs().max())
-        return {
-            "codebook": group,
-            "ids": [best, chosen],
-            "fp32_gap": gap,
-            "kernel_error_of_the_two": float((kernel - truth)[[best, chosen]].abs().sum()),
-            "kernel_largest_error": float((kernel - truth)[kept].abs().max()),
-            "bf16_largest_error": bf16_error,
-            "explained": gap <= 2 * bf16_error,
-        }
+        explained = gap <= 2 * bf16_error
+        return {"codebook": group, "fp32_gap": gap, "bf16_largest_error": bf16_error, "explained": explained}
     return None

@@ -15,7 +15,6 @@ from mktts.checkpoint import Checkpoint
 from mktts.cli import main
 from mktts.errors import BackendUnavailable
 from mktts.measure.parity import codec, command
-from mktts.measure.parity import text as text_parity
 from mktts.measure.parity.command import name_of, without_paths
 from mktts.measure.parity.kernel import Scope
 from mktts.measure.parity.ratio import Budget
@@ -111,22 +110,14 @@ def test_without_upstream_the_codec_is_compared_with_ours_alone(run, monkeypatch
 
 
 def test_where_nothing_could_run_nothing_is_proven(run):
-    status, document, found = run("random:tiny", "--parts", "kernel,batch,text")
+    status, document, found = run("random:tiny", "--parts", "kernel,batch")
     assert status == 1 and not document["passed"]
-    assert (document["text"]["source"], document["text"]["passed"]) == ("random:0.6b", None)
-    skipped = [(one["status"], one["reason"]) for one in (document["text"], *found.values())]
-    assert skipped == [("skipped", "no CUDA device")] * 3
+    assert [(one["status"], one["reason"]) for one in found.values()] == [("skipped", "no CUDA device")] * 2
 
 
-def test_kernel_and_text_give_the_document_that_the_notebook_reads(tiny_margin, run, monkeypatch):
-    monkeypatch.setattr(text_parity, "CONTEXTS", (5, 9))
-    monkeypatch.setattr(text_parity, "_TOKENS", 6)
-    monkeypatch.setattr(text_parity, "_EXACT_TOKENS", 6)
-    words = ["random:tiny", "--parts", "kernel,text", "--text-model", "random:tiny", "--kernel", "torch"]
-    status, document, _ = run(*words)
+def test_the_kernel_gives_the_document_that_the_notebook_reads(tiny_margin, run):
+    status, document, _ = run("random:tiny", "--parts", "kernel", "--kernel", "torch")
     assert status == 0 and document["passed"]
-    assert document["text"]["margin"]["equal"] == document["text"]["margin"]["tokens"] == 12
-    assert document["text"]["ordinary"]["errors"]["logits"]["ratio"] == 1
     found = document["checkpoints"]["random:tiny"]
     assert found["sections"]["kernel"]["ratio"]["hidden"] == 1
     assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "errors", "passed"}
@@ -142,7 +133,7 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
         [str(tmp_path / "absent")],
     ):
         assert main(["parity", *words, "--output", str(tmp_path / "parity.json")]) == 2
-    assert "prompt, codes, codec, kernel, batch, text" in capsys.readouterr().err
+    assert "prompt, codes, codec, kernel, batch" in capsys.readouterr().err
 
 
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatch):
