@@ -229,16 +229,11 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 class PageServer(GracefulServer):
-    """Ends conversations before it ends connections. on_started: called once connections are accepted."""
+    """Ends conversations before it ends connections."""
 
-    def __init__(self, app: FastAPI, on_started: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: FastAPI) -> None:
         super().__init__(app, _MAX_MESSAGE_BYTES)
         self._app = app
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._app.state.sessions.close()

@@ -42,11 +42,11 @@ class SpeechSocket:
         self._stream: ServedStream | None = None  # the latest
         self._begun = False  # there was a start
         self._writing = False  # more text may come
-        self._sending: asyncio.Task[None] | None = None  # the last of a chain, each waiting for the one before
-        self._waiting = 0  # of the chain, not done
+        self._answers: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(_MAX_WAITING)
 
     async def run(self) -> None:
         await self._socket.accept()
+        answering = asyncio.create_task(self._answer())
         try:
             while True:
                 self._handle(await self._message())
@@ -59,8 +59,12 @@ class SpeechSocket:
                 await self._socket.close(_POLICY_VIOLATION, error.code)
         finally:
             self._end()
-            if self._sending is not None:
-                self._sending.cancel()  # the ones before it end by themselves: their connection is gone
+            answering.cancel()
+
+    async def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):  # gone: the receiving task sees it
+            while True:
+                await (await self._answers.get())()
 
     async def _message(self) -> Any:
         """The next message. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
@@ -101,27 +105,18 @@ class SpeechSocket:
             self._stream = self._service.speak("tts_ws", message, message.text, owner=owner)
         except ApiError as error:
             self._service.meters.refused.labels(error.code).inc()
-            self._send_in_order(partial(self._refuse, error))
+            self._answer_with(partial(self._refuse, error))
             return
         self._writing = message.text is None
-        self._send_in_order(partial(self._send_all, self._stream, known=not self._writing))
+        self._answer_with(partial(self._send_all, self._stream, known=not self._writing))
 
-    def _send_in_order(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Sends after all that is being sent. Raises ApiError when a client that does not read asks for ever more."""
-        before = self._sending
-
-        async def go() -> None:
-            if before is not None:
-                await asyncio.wait([before])
-            try:
-                await send()
-            finally:
-                self._waiting -= 1
-
-        if self._waiting == _MAX_WAITING:
-            raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
-        self._waiting += 1
-        self._sending = asyncio.create_task(go())
+    def _answer_with(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Sends behind all that is being sent. Raises ApiError when a client that does not read asks for ever more."""
+        try:
+            self._answers.put_nowait(send)
+        except asyncio.QueueFull:
+            message = f"{_MAX_WAITING} answers wait to be read: read them"
+            raise ApiError(422, "too_many_starts", message) from None
 
     def _takes_text(self) -> bool:
         return self._writing and not self._stream.closed
@@ -162,8 +157,6 @@ class SpeechSocket:
                                 await self._socket.send_bytes(chunk.pcm16)
             stream.close()
             await self._send("finished", **stream.state.model_dump())
-        except (WebSocketDisconnect, RuntimeError):  # the connection is gone: the receiving task sees it too
-            pass
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
             with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):

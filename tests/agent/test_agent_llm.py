@@ -30,7 +30,8 @@ from mktts.errors import EngineError
 from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextDecoder
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.server import Limits, listen
+from mktts.server.address import listen
+from mktts.server.limits import Limits
 
 ASKED = {"role": "user", "content": "Who are you?"}
 INSTRUCTIONS = "Be brief."

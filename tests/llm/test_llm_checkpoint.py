@@ -168,7 +168,7 @@ def of_another_dtype(folder: Path) -> None:
         (config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling must be None, found .*yarn"),
         (config(rope_parameters={"rope_type": "yarn"}), "rope_parameters .*default.*yarn"),
         (config(quantization_config={"bits": 4}), "quantization_config"),
-        (config(head_dim=None), "head_dim must be a whole number above 0, found None"),
+        (config(head_dim=None), "expected key 'head_dim'"),
         (config(num_hidden_layers=2.5), "num_hidden_layers must be a whole number above 0, found 2.5"),
         (config(rms_norm_eps=0), "rms_norm_eps must be a number above 0, found 0"),
         (config(num_key_value_heads=3), "multiple of num_key_value_heads, found 4 and 3"),

@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     """A stream, and the list of how late its writes were."""
     late: list[float] = []
-    meters = Meters("a", "b", "c", True)
+    meters = Meters({"model": "a"}, dict, float, int)
     meters.late_s.inc = late.append
     return ServedStream("tts_stream", source, 0, meters, lambda chars: None, lambda stream: None), late
 
