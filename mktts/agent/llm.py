@@ -28,8 +28,8 @@ from pipecat.services.settings import LLMSettings
 from mktts.agent import intents
 from mktts.agent.settings import AgentSettings
 from mktts.errors import EngineError, MkttsError
-from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextBackendName, TextDecoder, Token, TokenStream
+from mktts.llm.tokens import ChatTemplate, Message
 
 PROMPT_TOKENS = 768  # together with a reply within the 1 024 rows that the prefill's graphs take
 REPLY_TOKENS = 256

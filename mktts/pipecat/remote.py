@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine
+from http.client import HTTPException
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -200,14 +200,18 @@ class RemoteSource:
         task.add_done_callback(self._tasks.discard)
 
     async def _read_health(self) -> None:
-        """Takes in what the server says about itself at GET /health."""
+        """Takes in what the server says about itself at GET /health. Raises as `connect`."""
         http = self._http
-        found = await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s)
         try:
+            found = json.loads(await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s))
             status, model = found["status"], found["model"]
             name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
             speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
             rate_hz = int(found["sample_rate_hz"])
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            message = f"no answer from {http}: {reason}; start a server there with python -m mktts serve"
+            raise ConnectionLost(message) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise EngineError(f"{http} does not answer as an mktts server of this version does") from None
         if status == "stopping":
@@ -420,26 +424,17 @@ async def _write(socket: ClientConnection, outbox: asyncio.Queue[str]) -> None:
             await socket.send(await outbox.get())
 
 
-def _get_health(url: str, timeout_s: float) -> Any:
-    """The JSON at `url`. Raises as `RemoteSource.connect`."""
+def _get_health(url: str, timeout_s: float) -> bytes:
+    """What is answered at `url`. Raises OSError, HTTPException and AccessError."""
     try:
-        try:
-            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-                body = answer.read(_MAX_HEALTH_BYTES)
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
-            if error.code != 503:  # an unhealthy server's status, with the same body
-                raise
-            body = error.read(_MAX_HEALTH_BYTES)
-        return json.loads(body)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConnectionLost(
-            f"no answer from {url}: {reason}; start a server there with python -m mktts serve"
-        ) from None
-    except ValueError:
-        raise EngineError(f"{url} does not answer as an mktts server of this version does") from None
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return answer.read(_MAX_HEALTH_BYTES)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
+        if error.code != 503:  # an unhealthy server's status, with the same body
+            raise
+        return error.read(_MAX_HEALTH_BYTES)
 
 
 def _addresses(url: str) -> tuple[str, str]:

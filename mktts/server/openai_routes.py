@@ -59,7 +59,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         check(body)
 
         async def usage() -> tuple[int, int]:
-            return await asyncio.to_thread(service.count_tokens, body.input), stream.frames
+            return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
 
         how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or SAMPLE_RATE_HZ}
         format = body.response_format or "mp3"
@@ -160,7 +160,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             message = f"a {model.type} checkpoint clones no voices: serve a Base one"
             raise ApiError(400, "cloning_unavailable", message)
         name, data = upload.name.lower(), await upload.audio_sample.read()
-        if service.is_taken(name):
+        if name in (*service.speakers, *service.aliases, DEFAULT):
             raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
         transcript = (upload.ref_text or "").strip() or None
         service.check_chars(len(transcript or ""), "ref_text")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mktts.engine.admission import AdmissionLimits
@@ -91,7 +92,6 @@ class SpeechService:
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
-        self._tokenizer: TextTokenizer | None = None
 
     def speak(
         self,
@@ -194,15 +194,10 @@ class SpeechService:
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
         return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
 
-    def is_taken(self, name: str) -> bool:
-        """Whether `name` is a voice of the server itself, so that callers may not use it for theirs."""
-        return name.lower() in (*self.speakers, *self.aliases, DEFAULT)
-
-    def count_tokens(self, text: str) -> int:
-        """Of a text, in the checkpoint's tokens. The first call reads the tokenizer: too long for the event loop."""
-        if self._tokenizer is None:
-            self._tokenizer = self.checkpoint.tokenizer()
-        return len(self._tokenizer.encode(text))
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """Of the checkpoint. The first call reads it: too long for the event loop."""
+        return self.checkpoint.tokenizer()
 
     def find(self, id: str) -> StreamState:
         """Raises ApiError 404 for one that never was, or ended too many streams ago."""

@@ -130,8 +130,14 @@ class SpeechSocket:
     async def _send_all(self, stream: ServedStream, known: bool) -> None:
         """known: the whole text is there; the stream is then admitted, or refused, before anything is said of it."""
         try:
-            if known and not await self._is_admitted(stream):
-                return
+            if known:
+                try:
+                    await stream.begun()
+                except ApiError as error:  # what else is wrong the state holds
+                    if error.code == "busy":
+                        stream.close()
+                        await self._refuse(error)
+                        return
             await self._send(
                 "started",
                 id=stream.id,
@@ -164,16 +170,6 @@ class SpeechSocket:
                     await self._socket.close(_POLICY_VIOLATION, "stalled")
         finally:
             stream.close()
-
-    async def _is_admitted(self, stream: ServedStream) -> bool:
-        try:
-            await stream.begun()
-        except ApiError as error:
-            if error.code == "busy":
-                stream.close()
-                await self._refuse(error)
-                return False
-        return True  # what else is wrong the state holds
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""
