@@ -123,7 +123,7 @@ class RemoteSource:
             for speech in [*self._speeches]:
                 speech.fail(EngineError("the source was disconnected in the middle of an utterance"))
         while len(self._idle) > self._users:
-            self._close(self._idle.pop())
+            self._run(self._idle.pop().close())
         if not self._users:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -179,7 +179,7 @@ class RemoteSource:
         if usable and len(self._idle) < max(1, self._users):
             self._idle.append(socket)
             return
-        self._close(socket)
+        self._run(socket.close())
         if len(self._idle) < self._users:
             self._run(self._open_spare())
 
@@ -190,9 +190,6 @@ class RemoteSource:
                 self._idle.append(socket)
             else:
                 await socket.close()
-
-    def _close(self, socket: ClientConnection) -> None:
-        self._run(socket.close())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

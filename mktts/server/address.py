@@ -8,7 +8,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,15 +41,23 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address stands for this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost" or host.lower().endswith(".localhost")
+    if (address := _address(host)) is not None:
+        return address.is_loopback
+    return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
-def is_own_name(header: str, names: Collection[str]) -> bool:
+@lru_cache(maxsize=64)  # a server is called by few names, at every request
+def is_own_name(header: str, names: frozenset[str]) -> bool:
     """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses.
 
     With DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends
@@ -58,7 +67,7 @@ def is_own_name(header: str, names: Collection[str]) -> bool:
         host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return False
-    return host in names or is_loopback(host) or _is_address(host)
+    return host in names or is_loopback(host) or _address(host) is not None
 
 
 def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
@@ -92,15 +101,7 @@ def checked_hosts(words: Iterable[str]) -> frozenset[str]:
 
 
 def _is_name(host: str) -> bool:
-    return _is_address(host) or _NAME.fullmatch(host) is not None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return _address(host) is not None or _NAME.fullmatch(host) is not None
 
 
 def refuse_open_address(host: str, keys: str | Sequence[str] | None) -> None:

@@ -40,6 +40,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     """settings: of the router."""
     router = APIRouter(**settings)
     limits, model = service.limits, service.model
+    task = MODEL_TYPES[model.type].upstream_name
     started_s = int(time.time())
     keys = [field.alias or name for name, field in OpenAISpeechRequest.model_fields.items()]
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
@@ -56,7 +57,13 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
-        check(body)
+        for key in body.model_extra or {}:
+            if near := get_close_matches(key, keys, 1, 0.85):
+                message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
+                raise ApiError(400, "unknown_key", message, key[:40])
+        if body.task_type not in (None, task):
+            message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
+            raise ApiError(400, "wrong_task", message, "task_type")
 
         async def usage() -> tuple[int, int]:
             return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
@@ -77,17 +84,6 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         return AudioResponse(
             stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=body.ignored, **how
         )
-
-    def check(body: OpenAISpeechRequest) -> None:
-        """Raises ApiError for a misspelt key, and for another task than the checkpoint's."""
-        for key in body.model_extra or {}:
-            if near := get_close_matches(key, keys, 1, 0.85):
-                message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
-                raise ApiError(400, "unknown_key", message, key[:40])
-        task = MODEL_TYPES[model.type].upstream_name
-        if body.task_type not in (None, task):
-            message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
-            raise ApiError(400, "wrong_task", message, "task_type")
 
     async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:
         """The voice of the recording that the request brings or names; None where it does neither. Raises ApiError."""
